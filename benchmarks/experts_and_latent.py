@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -207,24 +208,17 @@ def our_samples(
     return found["prefill_tokens_per_second"], found["decode_tokens_per_second"]
 
 
-def their_samples(tool: Path, file: Path, prompt: int, steps: int, threads: int) -> dict[str, float]:
-    """Tokens per second of llama-bench, by what it measured."""
-    command = [
-        str(tool),
-        "-m",
-        str(file),
-        "-t",
-        str(threads),
-        "-p",
-        str(prompt),
-        "-n",
-        str(steps),
-        "-r",
-        "1",
-        "-o",
-        "json",
-    ]
-    output = subprocess.run(command, capture_output=True, text=True, check=True, timeout=3600).stdout
+def their_samples(
+    tool: Path, file: Path, prompt: int, steps: int, threads: int, options: Sequence[str] = ()
+) -> dict[str, float]:
+    """Tokens per second of llama-bench, by what it measured. options: more of its own."""
+    asked = {"-m": file, "-t": threads, "-p": prompt, "-n": steps, "-r": 1, "-o": "json"}
+    command = [str(tool), *options, *(str(part) for pair in asked.items() for part in pair)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+    if ended.returncode:
+        print(f"{tool.name} cannot: {(ended.stderr.strip().splitlines() or ['it says nothing'])[-1]}", flush=True)
+        return {}
+    output = ended.stdout
     return {"prefill" if row["n_prompt"] else "decode 1": float(row["avg_ts"]) for row in json.loads(output)}
 
 
@@ -254,9 +248,14 @@ def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, 
                     bandwidth.append((before + rates.now("read_gb_s")) / 2)
             if options.llama_bench is not None:
                 for name, value in their_samples(
-                    options.llama_bench, file, options.prompt, options.steps, options.threads
+                    options.llama_bench,
+                    file,
+                    options.prompt,
+                    options.steps,
+                    options.threads,
+                    options.llama_options.split(),
                 ).items():
-                    note("llama.cpp Q8_0", name, value)
+                    note(f"{options.llama_name} Q8_0", name, value)
     return {"active_bytes": shape.active_bytes(), "read_gb_s": bandwidth, "samples": samples}
 
 
@@ -293,6 +292,8 @@ def main() -> None:
     parser.add_argument("--prompt", type=int, default=_PROMPT, help="tokens of the long prompt")
     parser.add_argument("--steps", type=int, default=_STEPS, help="decoded tokens of a sample")
     parser.add_argument("--llama-bench", type=Path, help="llama.cpp's tool; without it Windlass has the only rows")
+    parser.add_argument("--llama-options", default="", help="more of the tool's own, such as '-rtr 1 -fmoe 1'")
+    parser.add_argument("--llama-name", default="llama.cpp", help="what to call it: a fork has another name")
     parser.add_argument("--work", type=Path, default=Path("work"))
     parser.add_argument("--out", type=Path, default=Path("work/experts_and_latent.json"))
     options = parser.parse_args()

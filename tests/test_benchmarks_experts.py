@@ -66,3 +66,13 @@ def test_rows_of_llama_bench_are_read(script: ModuleType, tmp_path: Path) -> Non
     tool.write_text(f"#!{sys.executable}\nprint('''{json.dumps(rows)}''')\n")
     tool.chmod(0o755)
     assert script.their_samples(tool, tmp_path, 512, 64, 2) == {"prefill": 300.5, "decode 1": 20.25}
+
+
+def test_a_tool_that_cannot_read_the_file_has_no_row(
+    script: ModuleType, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tool = tmp_path / "llama-bench"
+    tool.write_text(f"#!{sys.executable}\nimport sys\nsys.exit('no: ' + ' '.join(sys.argv[1:3]))\n")
+    tool.chmod(0o755)
+    assert script.their_samples(tool, tmp_path, 512, 64, 2, ["-rtr", "1"]) == {}
+    assert capsys.readouterr().out == "llama-bench cannot: no: -rtr 1\n"
