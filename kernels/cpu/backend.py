@@ -53,8 +53,6 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
-# Rows of an expert, on average, above which threads share the rounding of rows: a product of 512 tokens is a third quicker.
-_MOST_EXPERT_ROWS = 16
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
 
 
@@ -225,7 +223,7 @@ class CompiledBackend(Backend):
     def _are_quicker_apart(self, experts: expert_products.CompiledExperts, chosen: Tensor) -> bool:
         """Whether products of single experts have quicker ways than rows of all experts at once, or other ones."""
         if experts.has_blocks:
-            return self.options.activations != "int8" or chosen.numel() > _MOST_EXPERT_ROWS * len(experts)
+            return self.options.activations != "int8"
         first, most = experts.weights[0], self._most_rows
         if isinstance(first, PanelWeight):
             most = self._most_panel_rows

@@ -78,7 +78,7 @@ def _pieces(part: Part, first: int) -> list[_Piece]:
 
 def _fields(piece: _Piece, bias: Tensor | None) -> ExpertPartFields:
     part, first, panel = piece.part, piece.first + piece.begin, piece.begin // PANEL
-    fields = ExpertPartFields(first=first, columns=piece.rows)
+    fields = ExpertPartFields(first=first, columns=piece.rows, together=0 if piece.begin else part.shape[0])
     if bias is not None:
         fields.bias, fields.bias_type = bias.data_ptr() + first * bias.element_size(), TYPE_CODES[bias.dtype]
     if isinstance(part, BlockWeight):

@@ -22,6 +22,7 @@ struct ExpertPart {
     int64_t type, stride;                       // of rows and panels; of rows
     int64_t bits, group, super_groups, minimum, offset;  // of blocks
     int64_t bias_type, first, columns;
+    int64_t together;                           // columns of this one and of those that follow it in memory; 0: it follows one
 };
 
 // Functions of the set of instructions at hand, as they are exported; field by field ExpertProductsFields in structs.py.
@@ -36,6 +37,8 @@ namespace experts {
 
 constexpr long MOST = 4096;
 constexpr int NO_SUCH_EXPERT = 2;
+constexpr long MANY_ROWS = 16;  // of an expert, on average, from which it is one thread's
+constexpr long RUN = 192;       // of them at a time, as one pass of block_linear.h has
 
 struct Choice {
     const float *bias;
@@ -152,6 +155,62 @@ EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, co
     return 0;
 }
 
+// The operands of linear_of_experts. order: rows by their experts; ends: where those of each end.
+struct Routed {
+    const char *x;
+    long x_row;
+    int type;
+    const ExpertPart *table;
+    long count, parts;
+    const ExpertProducts *products;
+    const long *order, *ends;
+    long rows, per_row;
+    char *out;
+    long columns, K;
+
+    INLINE_MEMBER long size() const { return type == 0 ? 4 : 2; }
+    INLINE_MEMBER const char *x_of(long r) const { return x + r / per_row * x_row * size(); }
+    INLINE_MEMBER char *out_of(long r) const { return out + r * columns * size(); }
+};
+
+// Many rows: threads take runs of an expert's, bring them together, and multiply them by the whole weight while they are near.
+static int multiply_runs(const Routed &p) {
+    long count = 0;
+    for (long e = 0; e < p.count; e++) count += ceil_div(p.ends[e] - (e ? p.ends[e - 1] : 0), RUN);
+    const long threads = min_of(count, most_threads()), bytes = RUN * (p.K + p.columns) * p.size();
+    struct Run { long expert, begin, rows; };
+    void *memory = nullptr;
+    if (posix_memalign(&memory, 64, threads * bytes + count * sizeof(Run))) return 1;
+    Run *runs = (Run *)((char *)memory + threads * bytes);
+    for (long e = 0, i = 0; e < p.count; e++) {
+        const long begin = e ? p.ends[e - 1] : 0, n = p.ends[e] - begin, pieces = ceil_div(n, RUN);
+        for (long j = 0; j < pieces; j++) runs[i++] = {e, begin + n * j / pieces, n * (j + 1) / pieces - n * j / pieces};
+    }
+    int code = 0;
+    Units units(count);
+    on_threads(threads, [&](long thread) {
+        char *const gathered = (char *)memory + thread * bytes, *const made = gathered + RUN * p.K * p.size();
+        alone([&] {
+            units.take([&](long unit) {
+                const Run &run = runs[unit];
+                const long x_bytes = p.K * p.size(), out_bytes = p.columns * p.size();
+                for (long i = 0; i < run.rows; i++)
+                    std::memcpy(gathered + i * x_bytes, p.x_of(p.order[run.begin + i]), x_bytes);
+                for (long i = 0; i < p.parts; i++) {
+                    ExpertPart part = p.table[run.expert * p.parts + i];
+                    part.columns = part.together;
+                    if (part.columns && multiply(*p.products, part, gathered, p.K, p.type, made, p.columns, run.rows, p.K))
+                        __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
+                }
+                for (long i = 0; i < run.rows; i++)
+                    std::memcpy(p.out_of(p.order[run.begin + i]), made + i * out_bytes, out_bytes);
+            });
+        });
+    });
+    free(memory);
+    return code;
+}
+
 // out[r] = x[r / per_row] * weight of expert chosen[r], for r < rows. table: [count][parts]. type: of x and out, 0 float32 or
 // 1 bfloat16. Returns 1 when out of memory, 2 for an expert that is none.
 EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type, const void *table, long count, long parts,
@@ -172,7 +231,15 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     }
     for (long e = 0; e < count; e++) starts[e + 1] += starts[e];
     for (long r = 0; r < rows; r++) order[starts[chosen[r]]++] = r;
-    // Now starts[e] is where expert e ends. Rows that are together come together; a single row is read and written in place.
+    // Now starts[e] is where expert e ends.
+    if (rows > MANY_ROWS * count) {
+        const Routed all = {(const char *)x, x_row, type, (const ExpertPart *)table, count, parts, (const ExpertProducts *)products,
+                            order, starts, rows, per_row, (char *)out, columns, K};
+        as_team([&] { code = multiply_runs(all); });
+        free(memory);
+        return (int)code;
+    }
+    // Rows that are together come together; a single row is read and written in place.
     char *gathered = nullptr;
     if (most > 1 && posix_memalign((void **)&gathered, 64, rows * (K + columns) * size)) {
         free(memory);

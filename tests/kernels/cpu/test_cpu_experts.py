@@ -61,21 +61,23 @@ def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> 
 
 
 @pytest.mark.parametrize("storage", ["float32", "bfloat16", "float16", "q8_0", "q4_k", "stacked"])
-@pytest.mark.parametrize("rows", [37, 600])
-def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int) -> None:
+@pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), (600, 250)])
+def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int, tokens: int) -> None:
     """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
     backend = bind("cpu", deterministic=True)
     inner, count = 64, 5
     weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
     biases = [torch.randn(rows) for _ in range(count)]
     experts = expert_products.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
-    x = torch.randn(9, inner)
-    chosen = torch.stack([torch.randperm(count)[:3] for _ in range(9)])
+    x = torch.randn(tokens, inner)
+    chosen = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)])
     chosen[:, 0] = 2  # many rows of one expert, and none of some other, perhaps
-    found = expert_products.linear_of_experts(x, experts, chosen, library=form).view(9, 3, rows)
-    again = expert_products.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(9, 3, rows)
+    found = expert_products.linear_of_experts(x, experts, chosen, library=form).view(tokens, 3, rows)
+    again = expert_products.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(
+        tokens, 3, rows
+    )
     assert torch.equal(found, again)
-    for t in range(9):
+    for t in range(0, tokens, tokens // 9):
         alone = expert_products.linear_of_experts(x[t : t + 1], experts, chosen[t : t + 1].clone(), library=form)
         assert torch.equal(alone, found[t])
         for j, expert in enumerate(chosen[t].tolist()):
