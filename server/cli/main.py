@@ -216,6 +216,25 @@ def replay(
     return replay_there(file, url, api_key, pace, as_json)
 
 
+@app.command("size", cls=BriefHelp)
+def size_command(
+    engine: Engine,
+    replicas: Annotated[ReplicaOptions, Depends(ReplicaOptions)],
+    model: ModelArgument = None,
+    free: Annotated[
+        str | None,
+        typer.Option("--free", metavar="SIZE", help="Memory to count with: 16GiB. Default: what is free now."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    help_all: HelpAll = False,
+) -> None:
+    """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit. Loads no weights."""
+    from windlass.server.cli.size import print_size
+    from windlass.server.options.spelling import read_size
+
+    print_size(model, engine, replicas.checked(), None if free is None else read_size("--free", free), as_json)
+
+
 @app.command()
 def pull(name: Annotated[str, typer.Argument(metavar="NAME", help="A name that `windlass models` lists.")]) -> None:
     """Download a model that is known by a name, so that starts need no network."""

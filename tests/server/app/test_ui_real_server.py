@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import httpx
 import pytest
@@ -39,7 +40,7 @@ def test_a_sweep_of_several_scalings_is_what_each_request_alone_gives() -> None:
         bounds = [0, *(length for length in (128, 256, 512, 1024) if length < len(ids)), len(ids)]
         for name, scaling in SCALINGS.items():
             surprise: list[float] = []
-            for begin, end in zip(bounds, bounds[1:], strict=False):
+            for begin, end in pairwise(bounds):
                 body = {"prompt": ids[:end], "max_tokens": 0, "echo": True, "logprobs": 0}
                 answer = httpx.post(
                     f"{server.url}/v1/completions",

@@ -29,7 +29,7 @@ from windlass.engine.model.loading.preflight import (
     describe_model,
     prepare_model,
 )
-from windlass.engine.model.storage import plan_bytes, plan_storage
+from windlass.engine.model.storage import all_bytes, plan_bytes, plan_storage
 from windlass.kernels import bind
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -101,6 +101,7 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
     config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
     assert plan_bytes(decoder.spec, decoder.plan) == sum(t.nbytes for t in decoder.tensors() if len(t.shape) > 1)
+    assert all_bytes(decoder.spec, decoder.plan, options.get("dtype", "float32")) == decoder.weight_bytes()
 
 
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
