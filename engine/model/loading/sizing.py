@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import EngineConfig, Quantization
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
 from windlass.engine.cache.memory import default_kv_budget
 from windlass.engine.errors import LoadError
