@@ -14,6 +14,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import threading
 import time
 from pathlib import Path
 
@@ -26,11 +27,23 @@ QUESTION = "Name the capital of France."
 
 
 class Clock:
+    """Time since the beginning, without that in which this process, and the walk with it, was stopped (SIGSTOP)."""
+
     def __init__(self) -> None:
-        self.begin = time.monotonic()
+        self.begin, self.stopped = time.monotonic(), 0.0
+        threading.Thread(target=self._watch, daemon=True).start()
+
+    def _watch(self) -> None:
+        before = time.monotonic()
+        while True:
+            time.sleep(0.2)
+            now = time.monotonic()
+            if now - before > 3:
+                self.stopped += now - before
+            before = now
 
     def tell(self, what: str) -> None:
-        seconds = time.monotonic() - self.begin
+        seconds = time.monotonic() - self.begin - self.stopped
         print(f"{int(seconds // 60)}:{seconds % 60:04.1f}  {what}", flush=True)
 
 
@@ -113,6 +126,8 @@ def main() -> None:
     finally:
         os.killpg(process.pid, signal.SIGINT)
         process.wait(30)
+    if clock.stopped:
+        print(f"stopped for {clock.stopped:.0f} s meanwhile, which are not counted")
 
 
 if __name__ == "__main__":
