@@ -40,7 +40,6 @@ add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
 app.add_typer(ray, name="ray")
-app.command("top")(top)
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]
@@ -214,6 +213,9 @@ def replay(
     if url is None:
         return replay_here(file, model, engine, pace, as_json)
     return replay_there(file, url, api_key, pace, as_json)
+
+
+app.command("top")(top)
 
 
 @app.command("size", cls=BriefHelp)
