@@ -21,7 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from harness.charts import legend, new_figure, style
+from harness.charts import INK, new_figure, style
 from long_text_report import make_parser, publish
 
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
@@ -99,19 +99,33 @@ def table(report: dict[str, Any]) -> str:
 
 def draw(report: dict[str, Any], path: Path) -> None:
     """A panel per text, a line per way. Needs matplotlib."""
-    figure = new_figure(5.2 * len(report["texts"]), 3.4)
+    figure = new_figure(5.6 * len(report["texts"]), 3.6)
     panels = figure.subplots(1, len(report["texts"]), squeeze=False)[0]
     for axes, text in zip(panels, report["texts"], strict=True):
         rows = text["rows"]
-        for name in rows[0]["nats"]:
-            x = [(row["from"] + row["to"]) / 2 for row in rows]
-            axes.plot(x, [math.exp(row["nats"][name]) for row in rows], marker=".", label=name)
+        x = [(row["from"] + row["to"]) / 2 for row in rows]
+        for index, name in enumerate(
+            rows[0]["nats"]
+        ):  # some lie on one another: the later ones are thinner, and broken
+            look = {"linewidth": 3 - 0.4 * min(index, 5), "linestyle": "-" if index % 2 == 0 else "--"}
+            axes.plot(x, [math.exp(row["nats"][name]) for row in rows], marker=".", label=name, **look)
         axes.set_title(text["name"], fontsize=9)
         axes.set_xlabel("position", fontsize=8)
         axes.set_ylabel("perplexity", fontsize=8)
         axes.set_yscale("log")
+        axes.yaxis.set_major_formatter("{x:.0f}")
+        axes.yaxis.set_minor_formatter("{x:.0f}")
+        axes.xaxis.set_major_formatter("{x:,.0f}")
         style(axes)
-    legend(panels[0])
+        axes.tick_params(which="minor", labelsize=8, colors=INK)
+    figure.legend(
+        *panels[0].get_legend_handles_labels(),
+        loc="outside lower center",
+        ncols=3,
+        frameon=False,
+        labelcolor=INK,
+        fontsize=8,
+    )
     figure.savefig(path, dpi=150)
 
 

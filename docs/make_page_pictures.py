@@ -61,13 +61,16 @@ def served() -> Iterator[str]:
 
 
 def save(page: Page, name: str) -> None:
+    save_as(page, FOLDER / f"{name}.png")
+    print(name, f"{(FOLDER / f'{name}.png').stat().st_size / 1024:.0f} KiB")
+
+
+def save_as(page: Page, file: Path) -> None:
     """What is seen now, with few colours."""
     page.mouse.move(0, 0)
+    page.wait_for_timeout(300)
     image = Image.open(io.BytesIO(page.screenshot())).convert("RGB")
-    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
-        FOLDER / f"{name}.png", optimize=True
-    )
-    print(name, f"{(FOLDER / f'{name}.png').stat().st_size / 1024:.0f} KiB")
+    image.quantize(COLOURS, Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(file, optimize=True)
 
 
 def chat(page: Page) -> None:
@@ -108,7 +111,9 @@ def maps(page: Page) -> None:
 
 def sweep(page: Page) -> None:
     """Of the project's own README, whose beginning most models have never seen."""
-    page.get_by_label("Text, up to 4,096 tokens").fill((DOCS.parent / "README.md").read_text(encoding="utf-8"))
+    page.get_by_label("Text, up to 4,096 tokens").fill((DOCS.parent / "README.md").read_text(encoding="utf-8")[:9000])
+    for name in ("Linear, factor 4", "NTK-aware, factor 4"):
+        page.get_by_role("button", name=name, exact=True).click()
     page.get_by_role("button", name="Run the sweep").click()
     expect(page.get_by_role("button", name="Run the sweep")).to_be_visible(timeout=300_000)
     page.get_by_role("heading", name="Quick sweep").evaluate("title => title.scrollIntoView()")
@@ -154,7 +159,6 @@ def take(browser: Browser, url: str, name: str) -> None:
     page = browser.new_page(viewport=size, color_scheme=scheme)
     page.goto(f"{url}/#{room}")
     scene(page)
-    page.wait_for_timeout(300)
     save(page, name)
     page.close()
 

@@ -5,6 +5,7 @@ Backgrounds are transparent and every line and letter is a grey or a colour that
 
 from __future__ import annotations
 
+import re
 from collections import abc
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,8 +66,8 @@ def draw_bars(report: dict[str, Any]) -> Figure:
     by_measure: dict[str, list[dict[str, Any]]] = {}
     for _, result in pairs:
         by_measure.setdefault(result["measure"], []).append(result)
-    # Panels of about as many bars stand beside each other, so that none is mostly empty.
-    panels = sorted(by_measure.items(), key=lambda item: -len(item[1]))
+    # Panels of about as many bars stand beside each other, so that none is mostly empty; then by name, numbers as numbers.
+    panels = sorted(by_measure.items(), key=lambda item: (-len(item[1]), _natural(item[0])))
     columns = min(2, len(panels))
     rows = [panels[at : at + columns] for at in range(0, len(panels), columns)]
     heights = [0.75 + BAR * max(len(results) for _, results in row) for row in rows]
@@ -83,6 +84,11 @@ def draw_bars(report: dict[str, Any]) -> Figure:
     span = dates[0] if len(dates) == 1 else f"{dates[0]} to {dates[-1]}, rates of the last"
     figure.suptitle(caption(newest | {"date": span}), color=INK, fontsize=9)
     return figure
+
+
+def _natural(name: str) -> list[tuple[int, str]]:
+    parts = re.split(r"(\d[\d,]*)", name)
+    return [(int(part.replace(",", "")), "") if part[:1].isdigit() else (0, part) for part in parts]
 
 
 def _draw_measure(axes: Axes, measure: str, results: list[dict[str, Any]], rows: int) -> None:
@@ -147,19 +153,23 @@ def draw_context_cost(report: dict[str, Any]) -> Figure:
 
 def draw_latencies(report: dict[str, Any]) -> Figure:
     """Inter-token latency of every stream over time, while a long prompt prefills beside them, and its distribution."""
-    figure = new_figure(9.0, 3.8)
-    left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    # Streams take each step together, so points of all of them lie on one another: the first stands for those that agree with it.
-    first, *others = report["streams"]
-    alike = sum(other["milliseconds"] == first["milliseconds"] for other in others)
-    for index, stream in enumerate(report["streams"]):
-        if index and stream["milliseconds"] == first["milliseconds"]:
-            continue
-        label = f"stream {index + 1}" + (f" and {alike} that took the same steps" if not index and alike else "")
-        left.plot(stream["at"], stream["milliseconds"], ".", markersize=3, alpha=0.7, label=label)
-    left.axvspan(*report["prefill_span"], color=INK, alpha=0.12, linewidth=0)
-    left.set_xlabel("seconds (grey: the prompt prefills)")
-    left.set_ylabel("milliseconds since the previous token")
+    streams = report["streams"]
+    figure = new_figure(9.0, max(3.8, 1.1 * len(streams)))
+    grid = figure.add_gridspec(len(streams), 2, width_ratios=(3, 2))
+    # A row for each: streams take each step together, so points of all of them in one place would show the last alone.
+    rows = [figure.add_subplot(grid[0, 0])]
+    rows += [figure.add_subplot(grid[row, 0], sharex=rows[0], sharey=rows[0]) for row in range(1, len(streams))]
+    right = figure.add_subplot(grid[:, 1])
+    for index, (axes, stream) in enumerate(zip(rows, streams, strict=True)):
+        axes.plot(stream["at"], stream["milliseconds"], ".", markersize=2, color=COLOURS["Windlass"])
+        axes.axvspan(*report["prefill_span"], color=INK, alpha=0.12, linewidth=0)
+        axes.set_ylabel(f"stream {index + 1}", fontsize=8)
+        axes.label_outer()
+    rows[0].set_title(
+        f"milliseconds between tokens of {len(streams)} streams beside a prompt of {report['prompt']:,} tokens",
+        fontsize=8,
+    )
+    rows[-1].set_xlabel("seconds (grey: the prompt prefills)")
     during = sorted(report["during_milliseconds"])
     right.plot(
         during,
@@ -172,12 +182,11 @@ def draw_latencies(report: dict[str, Any]) -> Figure:
     right.axvline(report["during"]["p99"], color=BOUND, linestyle="--", label=f"p99 {report['during']['p99']:.0f} ms")
     right.set_xlabel("milliseconds")
     right.set_ylabel("share of tokens")
-    for axes in (left, right):
+    for axes in (*rows, right):
         axes.set_ylim(bottom=0)
         axes.set_xlim(left=0)
         style(axes)
-        legend(axes)
-    left.set_title(f"{len(report['streams'])} streams beside a prompt of {report['prompt']:,} tokens", fontsize=9)
+    legend(right)
     figure.suptitle(caption(report), color=INK, fontsize=8)
     return figure
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
+from math import prod
 from typing import TypeAlias
 
 from windlass.engine.model.recipes import RECIPES
@@ -17,6 +18,7 @@ from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.weight_spec import WeightSpec
 
 _PLAIN_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+_PANEL = 16  # blocks lie in panels of so many rows, see `kernels.layouts.blocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,6 +101,21 @@ def plan_storage(
 def plan_bytes(spec: ModelSpec, plan: StoragePlan) -> int:
     """Bytes of all that is planned, a little less than what loading takes: rows of padding, norms and biases are not counted."""
     return sum(part.rows * _row_bytes(weight, part) for weight in spec.weights() for part in plan.get(weight.name, ()))
+
+
+def all_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -> int:
+    """Bytes of every weight: of what is planned with its rows of padding, of norms, numbers, scores and biases."""
+    total = 0
+    for weight in spec.weights():
+        parts = plan.get(weight.name)
+        if parts is None:
+            item = _PLAIN_BYTES[compute_dtype] if weight.kind == "bias" else _PLAIN_BYTES["float32"]
+            total += prod(weight.shape) * item
+            continue
+        for part in parts:
+            rows = -(-part.rows // _PANEL) * _PANEL if is_blocks(part.storage) else part.rows
+            total += rows * _row_bytes(weight, part)
+    return total
 
 
 def _row_bytes(weight: WeightSpec, part: StoredPart) -> int:

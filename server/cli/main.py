@@ -40,7 +40,6 @@ add_commands(bench)
 app.add_typer(bench, name="bench")
 app.add_typer(rope, name="rope")
 app.add_typer(ray, name="ray")
-app.command("top")(top)
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]
@@ -214,6 +213,28 @@ def replay(
     if url is None:
         return replay_here(file, model, engine, pace, as_json)
     return replay_there(file, url, api_key, pace, as_json)
+
+
+app.command("top")(top)
+
+
+@app.command("size", cls=BriefHelp)
+def size_command(
+    engine: Engine,
+    replicas: Annotated[ReplicaOptions, Depends(ReplicaOptions)],
+    model: ModelArgument = None,
+    free: Annotated[
+        str | None,
+        typer.Option("--free", metavar="SIZE", help="Memory to count with: 16GiB. Default: what is free now."),
+    ] = None,
+    as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
+    help_all: HelpAll = False,
+) -> None:
+    """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit. Loads no weights."""
+    from windlass.server.cli.size import print_size
+    from windlass.server.options.spelling import read_size
+
+    print_size(model, engine, replicas.checked(), None if free is None else read_size("--free", free), as_json)
 
 
 @app.command()

@@ -6,7 +6,7 @@ import json
 import os
 import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Protocol
 
 from windlass._version import __version__
 from windlass.clients.terminal.lines import say
@@ -66,6 +66,29 @@ class LoadingDisplay:
             self._progress = None
 
 
+class Sized(Protocol):
+    """A model, loaded or counted. Names as in `ModelInfo`."""
+
+    @property
+    def weight_bytes(self) -> int: ...
+    @property
+    def kv_cache_bytes(self) -> int: ...
+    @property
+    def kv_cache_dtype(self) -> str: ...
+    @property
+    def num_kv_blocks(self) -> tuple[int, ...]: ...
+    @property
+    def block_size(self) -> int: ...
+    @property
+    def max_model_len(self) -> int: ...
+    @property
+    def trained_len(self) -> int: ...
+    @property
+    def max_num_seqs(self) -> int: ...
+    @property
+    def sees_whole_texts(self) -> bool: ...
+
+
 def summary(
     info: ModelInfo,
     name: str,
@@ -86,10 +109,7 @@ def summary(
         f"  model     {info.architecture}, {count(info.num_parameters)} parameters in {info.num_layers} layers, "
         f"{weights}",
         f"  device    {info.device}, loaded in {info.load_seconds:.1f} s",
-        f"  memory    {size(info.weight_bytes)} of weights, {size(info.kv_cache_bytes)} of cache ({info.kv_cache_dtype})",
-        f"  cache     {_room(info)}",
-        f"  context   {info.max_model_len:,} tokens (trained for {info.trained_len:,}), "
-        f"up to {info.max_num_seqs} sequences at once",
+        *memory_lines(info),
     ]
     if info.replicas > 1:
         lines.insert(
@@ -116,6 +136,16 @@ def summary(
     return lines
 
 
+def memory_lines(sized: Sized) -> list[str]:
+    """What weights and cache take, and what room that makes."""
+    return [
+        f"  memory    {size(sized.weight_bytes)} of weights, {size(sized.kv_cache_bytes)} of cache ({sized.kv_cache_dtype})",
+        f"  cache     {_room(sized)}",
+        f"  context   {sized.max_model_len:,} tokens (trained for {sized.trained_len:,}), "
+        f"up to {sized.max_num_seqs} sequences at once",
+    ]
+
+
 def _rotation(group: RotaryGroup) -> str:
     """How its layers rotate, if any does."""
     if group.base.unrotated is not None:
@@ -125,7 +155,7 @@ def _rotation(group: RotaryGroup) -> str:
     return f"{group.name}: {group.scaling.rope_type}, theta {theta:g}, {dims}"
 
 
-def _room(info: ModelInfo) -> str:
+def _room(info: Sized) -> str:
     """What the cache holds: tokens, and streams of the longest kind and of as many as run at once."""
     if info.sees_whole_texts:
         return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"

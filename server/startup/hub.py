@@ -89,6 +89,28 @@ def resolve_model(name: str | None) -> Path:
     return _download(repo, revision)
 
 
+def described_model(name: str | None) -> Path | None:
+    """Where the config.json of a hub id lies whose weights are not here, downloaded without them; None for every other name.
+
+    Raises LoadError as `resolve_model` does.
+    """
+    if name is None or Path(name).expanduser().exists() or name in KNOWN or ":" in name:
+        return None
+    repo, _, revision = name.partition("@")
+    revision = revision or "main"
+    if not _REPO_ID.fullmatch(repo) or not _REVISION.fullmatch(revision) or ".." in name or "--" in repo:
+        return None
+    if find_cached(repo, revision) is not None:
+        return None
+    for snapshot in _snapshots(repo, revision):
+        if (snapshot / "config.json").is_file():
+            return snapshot
+        if gguf_names(snapshot):
+            return None
+    snapshot = _fetch(repo, revision, ["*.json"])
+    return snapshot if (snapshot / "config.json").is_file() else None
+
+
 def _in_directory(directory: Path) -> Path:
     """A model in a directory that a person named: its safetensors, else the one GGUF file in it."""
     directory = directory.resolve()
@@ -263,6 +285,16 @@ def _download(repo: str, revision: str) -> Path:
             raise LoadError(foreign)
         raise LoadError(f"{label} on {_endpoint()} holds no config.json: it is no Hugging Face model, choose another")
     return snapshot
+
+
+def _fetch(repo: str, revision: str, patterns: list[str]) -> Path:
+    """Files of a repository in the cache. Raises LoadError."""
+    label, tried = _tried(repo, revision)
+    hub = _reach_hub(tried)
+    try:
+        return Path(hub.snapshot_download(repo, revision=revision, allow_patterns=patterns))
+    except Exception as error:  # as above
+        raise LoadError(f"{tried}; the download failed: {_reason(error, label)}") from error
 
 
 def _reason(error: Exception, label: str) -> str:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+from pathlib import Path
 from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
@@ -51,3 +53,15 @@ def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, sto
         and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
         and plan_bytes(spec, plan) >= _LEAST_ROUNDED
     )
+
+
+def processor_multiplies_bfloat16() -> bool:
+    """What `kernels.multiplies_narrow_rows` says of a CPU, as far as it can be told without torch and the kernels: by Linux's list
+    of what the processor has, unless the kernels were told to use less of it."""
+    if os.environ.get("WINDLASS_CPU_ISA", "avx512_bf16") != "avx512_bf16":
+        return False
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return "avx512_bf16" in flags and "amx_tile" not in flags

@@ -139,7 +139,7 @@ def test_escape_ends_a_completion_and_errors_are_shown(browser: Browser, live: L
     expect(page.get_by_role("button", name="Continue the text")).to_be_visible()
     page.get_by_text("Settings and rotary scaling").click()
     page.get_by_label("Kind").select_option("json")
-    page.get_by_label("JSON", exact=True).fill('{"rope_type": "yarn", "facto": 4}')
+    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "facto": 4}')
     page.get_by_role("button", name="Continue the text").click()
     expect(page.get_by_role("alert")).to_contain_text("facto")
     seen.complaints.clear()  # the browser's, of the 400
@@ -151,7 +151,7 @@ def test_what_a_scaling_does_is_what_the_formulas_say(browser: Browser, live: Li
     base = ROTARY[0].base
     seen = enter(browser, live, "Rotary")
     page = seen.page
-    page.get_by_label("Factor").fill("8")
+    page.get_by_role("slider", name="Factor").fill("8")
     page.get_by_label("First position of the maps").fill("1000")
     page.get_by_label("Length of the request").fill("2000")
     expect(page.get_by_role("figure").filter(has_text="Cosine at positions 1,000 to 1,079")).to_be_visible()
@@ -226,10 +226,8 @@ def test_a_sweep_is_the_perplexity_of_its_parts(browser: Browser, live: Live) ->
     expect(page.get_by_text("768 of 768 tokens scored")).to_be_visible()  # 128 and 256, twice
     expect(page.get_by_role("button", name="Run the sweep")).to_be_visible()
     assert [len(request.prompt_token_ids) for request in live.engine.requests] == [128, 128, 256, 256]
-    assert [request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests] == [
-        None,
-        "yarn",
-    ] * 2
+    kinds = [request.rope_scaling and request.rope_scaling.rope_type for request in live.engine.requests]
+    assert {None, "yarn"} == set(kinds[:2]) == set(kinds[2:])
     surprise = [0.0 if i == 0 else -(UNLIKELY if token % 2 else LIKELY) for i, token in enumerate(ids)]
     parts = [
         range(0, 32),
@@ -244,6 +242,51 @@ def test_a_sweep_is_the_perplexity_of_its_parts(browser: Browser, live: Live) ->
     overall = math.exp(sum(surprise) / 255)
     expect(page.locator(".totals span").first).to_have_text(f"the server's own: perplexity {overall:.3f}")
     seen.done(page.get_by_role("button", name="Run the sweep"))
+
+
+def test_a_sweep_compares_a_chosen_set_and_stops(browser: Browser, live: Live) -> None:
+    seen = enter(browser, live, "Rotary")
+    page = seen.page
+    text = "the quick brown fox jumps over the lazy dog " * 24
+    panel = page.locator("section").filter(has=page.get_by_role("heading", name="Quick sweep"))
+    panel.get_by_label("the server's own").uncheck()
+    panel.get_by_role("button", name="The sliders' as it is now").click()
+    page.get_by_role("slider", name="Factor").fill("8")  # the one that was added keeps 4
+    for name in ("Linear, factor 8", "NTK-aware, factor 8", "Profile long", "Dynamic NTK, factor 8"):
+        panel.get_by_role("button", name=name, exact=True).click()
+    panel.get_by_role("button", name="Leave out NTK-aware, factor 8").click()
+    panel.get_by_label("Text, up to 4,096 tokens").fill(text)
+    panel.get_by_role("button", name="Run the sweep").click()
+    expect(panel.get_by_text("1,920 of 1,920 tokens scored")).to_be_visible()
+    names = ["YaRN, factor 8", "YaRN, factor 4", "Linear, factor 8", "long", "Dynamic NTK, factor 8"]
+    expect(panel.locator(".totals span")).to_contain_text([f"{name}: perplexity" for name in names])
+    expect(panel.locator("svg path[class^=line-]")).to_have_count(5)
+    sent = [request.rope_scaling for request in live.engine.requests[5:]]
+    yarn4 = RopeScaling.from_dict(YARN)  # of the profile too
+    assert sent.count(yarn4) == 2 and len(sent) == 5
+    others = [YARN | {"factor": 8}, *({"rope_type": kind, "factor": 8} for kind in ("linear", "dynamic"))]
+    assert set(sent) == {yarn4, *map(RopeScaling.from_dict, others)}
+
+    # Six are the most, and where one is refused the sweep says which.
+    panel.get_by_label("the server's own").check()
+    expect(panel.get_by_role("button", name="No scaling")).to_be_disabled()
+    page.get_by_label("Kind").select_option("json")
+    page.get_by_role("textbox", name="JSON").fill('{"rope_type": "yarn", "factr": 4}')
+    panel.get_by_role("button", name="Run the sweep").click()
+    expect(panel.get_by_role("alert")).to_contain_text(re.compile("^yarn: .*factr"))
+    page.get_by_label("Kind").select_option("linear")
+    expect(page.get_by_role("heading", name="linear")).to_be_visible()
+
+    live.engine.first_delay = 30  # there is time to stop
+    panel.get_by_role("button", name="Run the sweep").click()
+    expect(panel.get_by_role("button", name="Stop")).to_be_visible()
+    live.wait(lambda: live.engine.running == 6)  # at once, for one batch
+    panel.get_by_role("button", name="Stop").click()
+    expect(panel.get_by_role("button", name="Run the sweep")).to_be_visible()
+    live.wait(lambda: live.engine.running == 0)
+    expect(panel.get_by_role("alert")).to_have_count(0)
+    seen.complaints.clear()  # the browser's, of the 400
+    seen.done(panel.get_by_role("button", name="Run the sweep"))
 
 
 # ---- attention and the cache -----------------------------------------------------------------------------------------

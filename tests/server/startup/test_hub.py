@@ -177,6 +177,25 @@ def test_download(home, monkeypatch):
     )
 
 
+def test_config_without_weights(home, monkeypatch):
+    """Of a model whose size is asked for, config.json and its like come, and once."""
+    monkeypatch.setattr(httpx, "head", lambda *args, **options: None)
+    asked = []
+
+    def download(repo, **options):
+        asked.append(options)
+        return str(cache_model(home / "hf" / "hub", repo, files=("config.json",)))
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", download)
+    snapshot = hub.described_model("org/name")
+    assert snapshot is not None and (snapshot / "config.json").is_file()
+    assert hub.described_model("org/name") == snapshot
+    assert asked == [{"revision": "main", "allow_patterns": ["*.json"]}]
+    cache_model(home / "hf" / "hub", "org/whole")
+    for name in (None, "org/whole", "smollm2", "org/name:Q4_K_M", str(home)):
+        assert hub.described_model(name) is None, name
+
+
 @pytest.fixture
 def derived(monkeypatch) -> list[Path]:
     """The GGUF files that were asked for; nothing is read of them."""

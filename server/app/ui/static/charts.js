@@ -35,6 +35,9 @@ function ticks(low, high, log) {
   return found;
 }
 
+// A line keeps its colour while others have no points yet.
+const classOf = (line) => `line-${line.index}${line.dashed ? " dashed" : ""}`;
+
 // A component that knows how wide it is.
 class Measured extends Component {
   state = { width: 0 };
@@ -50,13 +53,13 @@ class Measured extends Component {
   }
 }
 
-// series: [{name, x: [], y: []}], null in y for a gap; marks: [{at, name}] on the x axis.
+// series: [{name, x: [], y: [], dashed}], null in y for a gap; a dashed one has no points; marks: [{at, name}] on the x axis.
 export class Lines extends Measured {
   render({ title, xTitle, yTitle, series, logX, logY, marks = [], points }, { width }) {
-    const shown = series.filter((line) => line.x.length > 0);
+    const shown = series.map((line, index) => ({ ...line, index })).filter((line) => line.x.length > 0);
     return html`<figure class="chart" ref=${this.box}>
       <figcaption>${title}</figcaption>
-      ${shown.length > 1 && html`<p class="legend">${shown.map((line, index) => html`<span class=${`line-${index}`}>${line.name}</span>`)}</p>`}
+      ${shown.length > 1 && html`<p class="legend">${shown.map((line) => html`<span class=${classOf(line)}>${line.name}</span>`)}</p>`}
       ${width > 0 && shown.length > 0 && this.drawing(width, { title, xTitle, yTitle, shown, logX, logY, marks, points })}
       ${shown.length > 0 && html`<${Numbers} xTitle=${xTitle} series=${shown} />`}
     </figure>`;
@@ -96,17 +99,17 @@ export class Lines extends Measured {
       ${marks.map((mark) => html`<g class="mark"><line x1=${px(mark.at)} x2=${px(mark.at)} y1=${EDGE.top} y2=${HEIGHT - EDGE.bottom} />
         <text x=${px(mark.at) + (px(mark.at) > width / 2 ? -5 : 5)} y=${EDGE.top + 11}
           text-anchor=${px(mark.at) > width / 2 ? "end" : "start"}>${mark.name}</text></g>`)}
-      ${shown.map((line, index) => html`<path class=${`line-${index}`} d=${path(line)} />`)}
-      ${points && shown.map((line, index) => line.x.map((x, at) => usable(line.y[at], logY) && html`<circle class=${`line-${index}`} r="2.5" cx=${px(x)} cy=${py(line.y[at])} />`))}
+      ${shown.map((line) => html`<path class=${classOf(line)} d=${path(line)} />`)}
+      ${points && shown.filter((line) => !line.dashed).map((line) => line.x.map((x, at) => usable(line.y[at], logY) && html`<circle class=${classOf(line)} r="2.5" cx=${px(x)} cy=${py(line.y[at])} />`))}
       <text class="axis" x=${(EDGE.left + width - EDGE.right) / 2} y=${HEIGHT - 6} text-anchor="middle">${xTitle}</text>
       <text class="axis" x="12" y=${(HEIGHT - EDGE.bottom) / 2} text-anchor="middle" transform=${`rotate(-90 12 ${(HEIGHT - EDGE.bottom) / 2})`}>${yTitle}</text>
     </svg>`;
   }
 }
 
-// The same x for all series, or that of the first.
+// The same x for all series, or that of the first longest.
 function Numbers({ xTitle, series }) {
-  const { x } = series[0];
+  const { x } = series.reduce((longest, line) => (line.x.length > longest.x.length ? line : longest));
   const every = Math.max(1, Math.ceil(x.length / LISTED));
   const rows = x.map((_, index) => index).filter((index) => index % every === 0 || index === x.length - 1);
   return html`<details class="numbers"><summary>As numbers</summary>

@@ -113,7 +113,7 @@ export class Column extends Component {
     return html`<section class="column" aria-label=${name}>
       <div class="head">
         <label>${compared ? `${name}: rotary scaling` : "Rotary scaling"}
-          <input type="text" spellcheck="false" autocapitalize="off" autocomplete="off" placeholder="the server's own"
+          <input type="text" spellcheck=${false} autocapitalize="off" autocomplete="off" placeholder="the server's own"
             value=${this.state.scaling} onInput=${(event) => this.setState({ scaling: event.currentTarget.value })} />
         </label>
         ${rotary && html`<span class="facts" title=${`fingerprint ${rotary.fingerprint}`}>ran under ${rotary.rope_type}</span>`}

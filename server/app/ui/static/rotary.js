@@ -3,7 +3,7 @@ import { ApiError, getJson, postJson } from "./api.js";
 import { exact, HeatMap, Lines, short } from "./charts.js";
 import { Component, html } from "./html.js";
 import { copyText } from "./markdown.js";
-import { fieldOf, nameOf, ScalingPicker, SERVERS_OWN, startOf, valueOf, writtenOf } from "./scaling.js";
+import { fieldOf, nameOf, ScalingPicker, startOf, valueOf, writtenOf } from "./scaling.js";
 import { Sweep } from "./sweep.js";
 
 const POSITIONS = 80; // rows of the map
@@ -99,7 +99,7 @@ export class Rotary extends Component {
           marks=${[{ at: trained, name: "trained length" }]}
           series=${[curve("the server's own", own, "mean_cosine"), curve(nameOf(picked), scaled, "mean_cosine")]} />
         ${this.table(own, scaled, length)}
-        <${Sweep} model=${model} picks=${[SERVERS_OWN, picked]} longest=${longest} trained=${trained} onLocked=${onLocked} />
+        <${Sweep} model=${model} picked=${picked} profiles=${profiles} longest=${longest} trained=${trained} onLocked=${onLocked} />
       </div>`}
     </main>`;
   }
@@ -144,7 +144,7 @@ export class Rotary extends Component {
     const beyond = scaled.wavelengths.filter((wavelength) => wavelength === null || wavelength > trained).length;
     return html`<${Lines} title=${`Tokens per turn of each pair: ${beyond} of ${scaled.wavelengths.length} need more than the trained length`}
       xTitle="pair" yTitle="tokens per turn" logY points
-      series=${[line("the server's own", own), line(nameOf(picked), scaled), { name: "trained length", x: [0, own.wavelengths.length - 1], y: [trained, trained] }]} />`;
+      series=${[line("the server's own", own), line(nameOf(picked), scaled), { name: "trained length", x: [0, own.wavelengths.length - 1], y: [trained, trained], dashed: true }]} />`;
   }
 
   turning(scaled) {

@@ -75,7 +75,7 @@ export function ScalingPicker({ label, value, profiles = [], onChange }) {
       </label>`,
     )}
     ${kind === JSON_KIND && html`<label>JSON
-      <textarea rows="3" class="mono" spellcheck="false" autocapitalize="off" placeholder='{"rope_type": "yarn", "factor": 4}' value=${text}
+      <textarea rows="3" class="mono" spellcheck=${false} autocapitalize="off" placeholder='{"rope_type": "yarn", "factor": 4}' value=${text}
         onInput=${(event) => onChange({ ...value, text: event.currentTarget.value })}></textarea>
     </label>`}
   </fieldset>`;

@@ -32,7 +32,7 @@ from windlass.engine.model.loading.preflight import (
     describe_model,
     prepare_model,
 )
-from windlass.engine.model.storage import plan_bytes, plan_storage
+from windlass.engine.model.storage import all_bytes, plan_bytes, plan_storage
 from windlass.kernels import bind
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -104,6 +104,7 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
     config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
     assert plan_bytes(decoder.spec, decoder.plan) == sum(t.nbytes for t in decoder.tensors() if len(t.shape) > 1)
+    assert all_bytes(decoder.spec, decoder.plan, options.get("dtype", "float32")) == decoder.weight_bytes()
 
 
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
@@ -271,3 +272,7 @@ def test_training_leftovers_are_no_weights(tmp_path: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (tmp_path / name).touch()
     assert describe_foreign(tmp_path) is None
+
+
+def test_what_the_processor_multiplies_is_known_without_kernels() -> None:
+    assert dtypes.processor_multiplies_bfloat16() == kernels.multiplies_narrow_rows("cpu")

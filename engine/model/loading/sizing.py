@@ -1,0 +1,196 @@
+"""What a model takes of memory before it is loaded: weights, a token of the cache, and how many tokens fit into the rest.
+
+It goes by config.json, file headers and options, by the same rules as a start; no weight is read, and torch is not imported.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+from windlass.engine.api.config import EngineConfig, Quantization
+from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
+from windlass.engine.cache.memory import default_kv_budget
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.device import expect_device
+from windlass.engine.model.loading.dtypes import processor_multiplies_bfloat16
+from windlass.engine.model.loading.gguf_index import INDEX
+from windlass.engine.model.loading.preflight import ModelToLoad, check_memory, prepare_draft, prepare_model
+from windlass.engine.model.storage import all_bytes
+
+QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
+CACHE_DTYPES = ("float32", "float16", "int8")
+
+
+@dataclass(frozen=True, slots=True)
+class Choice:
+    """One way to store weights or cached keys and values.
+
+    name: of the option's value. stored: what that comes to. num_bytes: of the weights, or of a token in the cache. tokens: that
+    fit; 0 where nothing does. chosen: whether it is what the options ask for.
+    """
+
+    name: str
+    stored: str
+    num_bytes: int
+    tokens: int
+    chosen: bool
+
+
+@dataclass(frozen=True, slots=True)
+class ModelSize:
+    """A model under the options it would be started with; names as in `engine.api.request.ModelInfo`.
+
+    draft_bytes: of the draft model's weights, 0 where there is none; a token's bytes are those in both caches. free: bytes that
+    were counted with, None where nobody knows. refusal: what a start says where it does not fit, and then there
+    are no blocks.
+    from_config: whether there were no weight files, so that types are the config's word.
+    """
+
+    architecture: str
+    num_parameters: int
+    num_layers: int
+    dtype: str
+    stored: str
+    weight_bytes: int
+    draft_bytes: int
+    kv_cache_dtype: str
+    kv_bytes_per_token: int
+    block_size: int
+    trained_len: int
+    max_num_seqs: int
+    sees_whole_texts: bool
+    free: int | None
+    num_kv_blocks: tuple[int, ...]
+    kv_cache_bytes: int
+    max_model_len: int
+    refusal: str | None
+    from_config: bool
+    weights: tuple[Choice, ...]
+    caches: tuple[Choice, ...]
+    notices: tuple[str, ...]
+
+
+def size_model(config: EngineConfig, free: int | None) -> ModelSize:
+    """Sizes under this configuration. free: bytes before the weights are there, None if nobody knows.
+
+    Where the folder holds config.json alone, that is counted by. Raises LoadError for a model or options that no memory would
+    make startable.
+    """
+    device = expect_device(config.compute.device) or "cuda"
+    from_config = config.loading.format == "dummy" or not _has_weights(Path(config.model))
+    if from_config:
+        config = replace(config, loading=replace(config.loading, format="dummy"))
+    wanted, draft = _prepared(config, device), _drafted(config, device)
+    plan, refusal = CachePlan((), 0, 0, ()), None
+    try:
+        plan = _planned(config, wanted, device, free)
+    except LoadError as error:
+        refusal = str(error)
+    spec = wanted.model.spec
+    return ModelSize(
+        architecture=spec.architecture,
+        num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
+        num_layers=len(spec.layers),
+        dtype=wanted.compute_dtype,
+        stored=wanted.quantization or wanted.weight_dtype,
+        weight_bytes=_weights(wanted),
+        draft_bytes=_weights(draft),
+        kv_cache_dtype=wanted.cache_dtype,
+        kv_bytes_per_token=_a_token(wanted) + _a_token(draft),
+        block_size=config.cache.block_size,
+        trained_len=spec.trained_len,
+        max_num_seqs=config.scheduling.max_num_seqs,
+        sees_whole_texts=spec.sees_whole_texts,
+        free=free,
+        num_kv_blocks=plan.num_blocks,
+        kv_cache_bytes=plan.num_bytes,
+        max_model_len=plan.max_model_len,
+        refusal=refusal,
+        from_config=from_config,
+        weights=_weight_choices(config, wanted, device, free),
+        caches=_cache_choices(config, wanted, device, free),
+        notices=plan.notices,
+    )
+
+
+def _has_weights(directory: Path) -> bool:
+    return (directory / INDEX).is_file() or any(directory.glob("*.safetensors"))
+
+
+def _prepared(config: EngineConfig, device: str) -> ModelToLoad:
+    """As a start prepares it, but for the memory."""
+    unbounded = replace(config, cache=replace(config.cache, memory=None))
+    cpu = device == "cpu"
+    return prepare_model(
+        unbounded, device, reads_narrow=cpu, multiplies_narrow=cpu and processor_multiplies_bfloat16(), free=None
+    )
+
+
+def _drafted(config: EngineConfig, device: str) -> ModelToLoad | None:
+    cpu = device == "cpu"
+    return prepare_draft(config, device, cpu, cpu and processor_multiplies_bfloat16(), None)
+
+
+def _weights(model: ModelToLoad | None) -> int:
+    """Bytes of all weights."""
+    return 0 if model is None else all_bytes(model.model.spec, model.plan, model.compute_dtype)
+
+
+def _a_token(model: ModelToLoad | None) -> int:
+    """Bytes of a token in the cache."""
+    return 0 if model is None else sum(bytes_per_token(g, model.cache_dtype) for g in model.model.spec.kv_groups)
+
+
+def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> CachePlan:
+    """The blocks that a start would have. Raises LoadError for what does not fit, in a start's words."""
+    spec, draft = model.model.spec, _drafted(config, device)
+    here = None if free is None else max(0, free - _weights(draft))
+    check_memory(config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, _a_token(draft))
+    left = None if here is None else max(0, here - _weights(model))
+    budget = config.cache.memory or default_kv_budget(left, device, config.replicas)
+    return plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        model.cache_dtype,
+        budget,
+        beside=_a_token(draft),
+        whole_prompts=spec.sees_whole_texts,
+    )
+
+
+def _tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> int:
+    """That fit, 0 where nothing does."""
+    try:
+        plan = _planned(config, model, device, free)
+    except LoadError:
+        return 0
+    return max(plan.num_blocks) * config.cache.block_size  # layers with a window have fewer
+
+
+def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Choice, ...]:
+    """The ways to store the weights that this model and this device have."""
+    names = (config.compute.quantization,) if model.model.is_quantized or device != "cpu" else QUANTIZATIONS
+    found = []
+    for name in names:
+        asked = replace(config, compute=replace(config.compute, quantization=name))
+        other = _prepared(asked, device)
+        stored, tokens = other.quantization or other.weight_dtype, _tokens(asked, other, device, free)
+        found.append(Choice(name, stored, _weights(other), tokens, name == config.compute.quantization))
+    return tuple(found)
+
+
+def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Choice, ...]:
+    """The types that the cache can have."""
+    found = []
+    for name in CACHE_DTYPES if model.cache_dtype in CACHE_DTYPES else (model.cache_dtype, *CACHE_DTYPES):
+        asked = replace(config, cache=replace(config.cache, dtype=name))
+        try:
+            other = _prepared(asked, device)
+        except LoadError:  # latent attention has no int8
+            continue
+        token = _a_token(other) + _a_token(_drafted(asked, device))
+        found.append(Choice(name, name, token, _tokens(asked, other, device, free), name == model.cache_dtype))
+    return tuple(found)
