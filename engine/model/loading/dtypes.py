@@ -56,7 +56,7 @@ def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, sto
 
 
 def processor_multiplies_bfloat16() -> bool:
-    """What `kernels.multiplies_narrow_rows` says of a CPU, as far as it can be told without torch and the kernels: by Linux's list
+    """What `kernels.multiplies_narrow_rows` says of a CPU, as far as that can be told without torch: by Linux's list
     of what the processor has, unless the kernels were told to use less of it."""
     if os.environ.get("WINDLASS_CPU_ISA", "avx512_bf16") != "avx512_bf16":
         return False
