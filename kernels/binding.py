@@ -9,6 +9,7 @@ import torch
 
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.ranks import Ranks
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 from windlass.kernels.weight_memory import SharedWeights
 
@@ -24,14 +25,16 @@ def bind(
     deterministic: bool = False,
     rounds_prompts: bool = False,
     shared: SharedWeights | None = None,
+    ranks: Ranks | None = None,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
     weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
-    deterministic: see `backend`. shared: where its weights lie, None for memory of this process.
+    deterministic: see `backend`. shared: where its weights lie, None for memory of this process. ranks: those
+    that hold the rest of the model, None where all of it is here.
     """
     options = BackendOptions(
-        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared, ranks
     )
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
@@ -44,3 +47,8 @@ def reads_narrow_weights(device: torch.device | str) -> bool:
     """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
     own = _OWN_KERNELS.get(torch.device(device).type)
     return own is not None and own.refusal(BackendOptions(torch.device(device))) is None
+
+
+def sums_over_ranks(device: torch.device | str) -> bool:
+    """Whether the ranks of a model can meet there."""
+    return reads_narrow_weights(device)
