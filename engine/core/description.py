@@ -57,6 +57,7 @@ def describe(
         classifier=spec.classifier,
         generates=spec.generates,
         sees_whole_texts=spec.sees_whole_texts,
+        ranks=config.compute.tensor_parallel,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
     )

@@ -140,7 +140,7 @@ class EngineLoop:
         self._prepared_ahead = False
 
     def run(self) -> None:
-        """Serve until closed. Whatever a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
+        """Serve until closed. What a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
         if hasattr(self._core, "watch_ranks"):  # a core of tests may have no ranks
             self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
         while True:

@@ -179,7 +179,7 @@ class Decoder:
         return y
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]; on other ranks than the first their own alone."""
+        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]; a rank but the first has its own alone."""
         logits = self.backend.logits(hidden, self.head, self._head_bias)
         if self.spec.logit_scale != 1:
             logits = self.backend.scaled(logits, self.spec.logit_scale)

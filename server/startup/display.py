@@ -91,11 +91,11 @@ def summary(
         f"  context   {info.max_model_len:,} tokens (trained for {info.trained_len:,}), "
         f"up to {info.max_num_seqs} sequences at once",
     ]
+    if info.ranks > 1:
+        lines.insert(2, f"  ranks     {info.ranks}, each with a part of every layer and of the cache")
     if info.replicas > 1:
-        lines.insert(
-            2,
-            f"  replicas  {info.replicas}, each with the cache and the sequences below; the weights are in memory once",
-        )
+        weights = "" if info.ranks > 1 else "; the weights are in memory once"
+        lines.insert(2, f"  replicas  {info.replicas}, each with the cache and the sequences below{weights}")
     if info.draft_model is not None:
         draft = info.draft_model
         lines.insert(

@@ -73,6 +73,8 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
 
     seat: of the rank that it is loaded for, where there are several.
     """
+    if seat is not None:  # replicas share whole models, each rank loads its own part
+        config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
     device = choose_device(config.compute.device)
     shared, free = _shared_weights(config, device), free_memory(device)

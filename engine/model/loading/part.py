@@ -35,16 +35,24 @@ def prepare_part(
     ranks = config.compute.tensor_parallel
     if ranks == 1:
         return None, ()
-    _check(config, device, quantized)
+    check_rank_device(config, device)
+    _check(config, quantized)
     part = split_model(spec, plan, rank, ranks, None if gguf is None else units(gguf.tensors))
     return part, _notices(config, part, plan_bytes(spec, plan), free)
 
 
-def _check(config: EngineConfig, device: str, quantized: str | None) -> None:
+def check_rank_device(config: EngineConfig, device: str) -> None:
+    """LoadError where ranks cannot meet. device: "cpu", "cuda:1", …"""
+    ranks = config.compute.tensor_parallel
+    if ranks > 1 and device != "cpu":
+        raise LoadError(
+            f"`compute.tensor_parallel={ranks}` works on a CPU only so far: use `compute.device=cpu`, or leave it out"
+        )
+
+
+def _check(config: EngineConfig, quantized: str | None) -> None:
     """LoadError for what an engine of several ranks does not do."""
     option = f"`compute.tensor_parallel={config.compute.tensor_parallel}`"
-    if device != "cpu":
-        raise LoadError(f"{option} works on a CPU only so far: use `compute.device=cpu`, or leave it out")
     if quantized is not None:
         raise LoadError(
             f"{option}: a {quantized} checkpoint is not split: give the unquantized model with `compute.quantization=int8`, or "

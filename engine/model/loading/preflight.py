@@ -24,7 +24,7 @@ from windlass.engine.model.loading.draft_model import check_pair, draft_config, 
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
-from windlass.engine.model.loading.part import prepare_part
+from windlass.engine.model.loading.part import check_rank_device, prepare_part
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorHeader
@@ -99,6 +99,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     if device is not None:
         check_quantization(config, device)
         check_replicas(config, device)
+        check_rank_device(config, device)
     model, draft = describe_model(config), draft_config(config)
     if draft is not None:
         try:
