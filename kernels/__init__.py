@@ -14,8 +14,8 @@ from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.layouts.stacked import StackedWeight
-from windlass.kernels.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.recorder import Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows

@@ -31,8 +31,8 @@ from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.layouts.stacked import Part, StackedWeight
-from windlass.kernels.ranks import Ranks
 from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows

@@ -9,7 +9,7 @@ import torch
 
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.ranks import Ranks
+from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 from windlass.kernels.weight_memory import SharedWeights
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.cpu.structs import RankGroupFields
-from windlass.kernels.ranks import SLOT_BYTES, RankEndedError, Ranks
+from windlass.kernels.layouts.ranks import SLOT_BYTES, RankEndedError, Ranks
 
 
 class CompiledRanks:

@@ -52,7 +52,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (EOFError, ConnectionError):
         return 0
     except Exception:
-        _logger.exception("rank %s failed", order.rank)
+        _logger.exception("a rank of the model failed")
         return 1
 
 

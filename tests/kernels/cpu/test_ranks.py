@@ -1,4 +1,4 @@
-"""Ranks meet in memory that they share: sums have the bits of one order, columns come to the first, a rank that ends fails all."""
+"""Ranks meet in memory that they share: sums have one order, columns come to the first, one that ends is told to all."""
 
 from __future__ import annotations
 
@@ -8,19 +8,19 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers.cpu_kernels import PACKED_FORMS, kernels
+from helpers.cpu_kernels import kernels
 
 from windlass.kernels import RankEndedError, Ranks, memory_bytes
-from windlass.kernels.cpu.library import Library
+from windlass.kernels.cpu.library import Library, load
 from windlass.kernels.cpu.ranks import CompiledRanks
-from windlass.kernels.ranks import SLOT_BYTES
+from windlass.kernels.layouts.ranks import SLOT_BYTES
 
 COLUMNS = (32, 48, 5)
 
 
-@pytest.fixture(params=PACKED_FORMS)
+@pytest.fixture(params=["generic", "best"])
 def library(request: pytest.FixtureRequest) -> Library:
-    return kernels(request.param)
+    return kernels("generic") if request.param == "generic" else load()
 
 
 @pytest.fixture

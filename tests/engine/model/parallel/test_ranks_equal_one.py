@@ -41,12 +41,16 @@ def requests(**fields: Any) -> list[EngineRequest]:
     return [greedy("a", range(5, 45), 10, **fields), greedy("b", range(20, 33), 6), greedy("c", [7, 9, 11], 6)]
 
 
-def assert_equal(found: dict[Any, Finished], expected: dict[Any, Finished]) -> None:
+# Nothing is rounded to 8 or 16 bits on the way, where the last bit of a sum can tip a number to its neighbour.
+UNROUNDED = {"activations": "float32", "kv_cache_dtype": "float32"}
+
+
+def assert_equal(found: dict[Any, Finished], expected: dict[Any, Finished], bound: float = 1e-5) -> None:
     assert found.keys() == expected.keys()
     for key, one in expected.items():
         assert found[key].token_ids == one.token_ids, key
         for ours, theirs in zip(found[key].logits, one.logits, strict=True):
-            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5, key
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < bound, key
 
 
 @pytest.mark.parametrize("family", SPLIT)
@@ -59,7 +63,7 @@ def test_a_family_comes_to_the_logits_of_one_rank(tmp_path: Path, family: str) -
 
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    wide = {"hidden_size": 64, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 200}
+    wide = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 200}
     return make_model("llama", tmp_path_factory.mktemp("llama"), head_dim=32, intermediate_size=160, **wide)
 
 
@@ -69,7 +73,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
         {"max_num_batched_tokens": 16, "deterministic": True},
         {"kv_cache_dtype": "int8"},
         {"speculative_ngram": 4, "prefix_caching": False},
-        {"quantization": "int8"},
+        {"quantization": "int8", **UNROUNDED},
         {"dtype": "float32", "max_num_seqs": 2},
     ],
     ids=["cut prompts, deterministic", "int8 cache", "proposals", "int8 weights", "queue"],
@@ -77,11 +81,12 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]) -> None:
     """Three heads of keys over two ranks, one to the first."""
     asked = [*requests(rope_scaling=RopeScaling.from_dict(LONG)), greedy("d", [5, 6, 7] * 12, 12)]
+    bound = 1e-2 if options.get("kv_cache_dtype") == "int8" else 1e-5  # one step of a cached number in a hundred
     expected = run(make_core(llama, threads=1, **options), asked)
     with ranked(llama, 2, **options) as core:
         assert any("3 heads of keys are not shared out evenly" in notice for notice in core.info.notices)
-        assert_equal(run(core, asked), expected)
-        assert_equal(run(core, asked), expected)  # from cached prefixes, by recorded steps
+        assert_equal(run(core, asked), expected, bound)
+        assert_equal(run(core, asked), expected, bound)  # from cached prefixes, by recorded steps
         assert core.runner.replay.num_repeated > 0 and core.runner.replay.obstacle is None
 
 
@@ -110,8 +115,8 @@ def test_what_a_prompt_is_given_comes_to_the_same(llama: Path) -> None:
 def test_blocks_of_a_gguf_file_are_cut_as_they_lie(tmp_path: Path) -> None:
     source = make_model("llama", tmp_path / "source", intermediate_size=160, head_dim=32)
     directory = make_gguf(source, tmp_path / "gguf", lambda name: "Q8_0", interleaved=True).derived
-    expected = run(make_core(directory, threads=1), requests())
-    with ranked(directory, 2) as core:
+    expected = run(make_core(directory, threads=1, **UNROUNDED), requests())
+    with ranked(directory, 2, **UNROUNDED) as core:
         assert_equal(run(core, requests()), expected)
         assert core.info.quantization == "GGUF Q8_0"
 
