@@ -88,7 +88,7 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
     [
         (("--tensor-parallel", "5"), "the model has 4 heads of keys: use 4 or less"),
         (("--tensor-parallel", "0"), "--tensor-parallel must be at least 1"),
-        (("--tensor-parallel", "2", "--device", "cuda"), "works on a CPU only so far"),
+        (("--tensor-parallel", "2", "--device", "cuda"), "use --device cpu"),
         (("--tensor-parallel", "2", "--load-format", "dummy"), "leave --load-format dummy out"),
         (("--tensor-parallel", "2", "--kv-persist", "/tmp/never"), "leave --kv-persist out"),
     ],
