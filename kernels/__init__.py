@@ -6,7 +6,7 @@ of requests or models.
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
-from windlass.kernels.binding import bind, multiplies_narrow_rows, reads_narrow_weights
+from windlass.kernels.binding import bind, multiplies_narrow_rows, reads_narrow_weights, sums_over_ranks
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -14,6 +14,7 @@ from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.recorder import Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
@@ -23,6 +24,7 @@ from windlass.kernels.weight_memory import SharedWeights
 __all__ = [
     "FORMS",
     "LAYOUT_VERSION",
+    "MOST_RANKS",
     "Activations",
     "AttentionCall",
     "Backend",
@@ -42,6 +44,8 @@ __all__ = [
     "PanelRows",
     "PanelWeight",
     "Penalties",
+    "RankEndedError",
+    "Ranks",
     "Recorder",
     "Recording",
     "Routed",
@@ -54,7 +58,9 @@ __all__ = [
     "Storage",
     "Weight",
     "bind",
+    "memory_bytes",
     "multiplies_narrow_rows",
     "plane_shapes",
     "reads_narrow_weights",
+    "sums_over_ranks",
 ]

@@ -31,6 +31,7 @@ from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
@@ -49,7 +50,7 @@ class BackendOptions:
     dtype: activations. weight_dtype: matrices that are not in blocks, biases aside. activations: what rows become where they
     meet blocks: int8 with a scale per group, or float32 as they are, with the blocks widened (slow; nothing is rounded).
     rounds_prompts: whether attention of prompts over pages of 16 bits may round what it multiplies to bfloat16.
-    shared: where weights lie that other processes use too.
+    shared: where weights lie that other processes use too. ranks: who else holds a part of the model, None: nobody.
     """
 
     device: torch.device
@@ -59,6 +60,7 @@ class BackendOptions:
     activations: Activations = "int8"
     rounds_prompts: bool = False
     shared: SharedWeights | None = field(default=None, compare=False)
+    ranks: Ranks | None = field(default=None, compare=False)
 
 
 class Backend(ABC):
@@ -225,6 +227,26 @@ class Backend(ABC):
     @abstractmethod
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
+
+    # Ranks
+
+    def sum_over_ranks(self, x: Tensor) -> None:
+        """x [T, N], contiguous, becomes the sum of what all ranks have there, in float32 in their order, rounded once.
+
+        All of them call it, with tensors of one shape; so it is of all that the ranks do together. Nothing happens where there
+        is one rank. Raises RankEndedError.
+        """
+        if self.options.ranks is not None:
+            raise NotImplementedError("the ranks of a model meet through the compiled kernels of a CPU only")
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        """Float32 [R, V] on the first rank, of what each rank has of its columns [R, own]; on the others the part itself.
+
+        Raises RankEndedError.
+        """
+        if self.options.ranks is not None:
+            raise NotImplementedError("the ranks of a model meet through the compiled kernels of a CPU only")
+        return part
 
     # Experts
 

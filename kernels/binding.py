@@ -9,6 +9,7 @@ import torch
 
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 from windlass.kernels.weight_memory import SharedWeights
 
@@ -24,14 +25,16 @@ def bind(
     deterministic: bool = False,
     rounds_prompts: bool = False,
     shared: SharedWeights | None = None,
+    ranks: Ranks | None = None,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
     weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
-    deterministic: see `backend`. shared: where its weights lie, None for memory of this process.
+    deterministic: see `backend`. shared: where its weights lie, None for memory of this process. ranks: those
+    that hold the rest of the model, None where all of it is here.
     """
     options = BackendOptions(
-        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared, ranks
     )
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
@@ -51,3 +54,8 @@ def multiplies_narrow_rows(device: torch.device | str) -> bool:
     own = _OWN_KERNELS.get(torch.device(device).type)
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
     return own is not None and own.refusal(options) is None and own(options).multiplies_pairs
+
+
+def sums_over_ranks(device: torch.device | str) -> bool:
+    """Whether the ranks of a model can meet there."""
+    return reads_narrow_weights(device)

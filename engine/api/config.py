@@ -19,6 +19,7 @@ LoadFormat = Literal["safetensors", "dummy"]
 PERSIST_SIZE = 4 << 30
 MAX_SPECULATIVE_TOKENS = 64
 MAX_DRAFT_TOKENS = 16
+MAX_RANKS = 32
 MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -32,7 +33,8 @@ class ComputeConfig:
     device: a torch device string or "auto" (CUDA when there is one). quantization: weights of 8 or 4 bits, quantized while
     they are loaded; none: as `dtype` says. activations: what rows are rounded to before they meet weights in blocks; float32:
     not at all, which is slow and there to compare with. deterministic: the bits of a row depend on nothing but its own
-    sequence, at a price in speed. threads: torch intra-op threads. cores: the only ones the engine may run on.
+    sequence, at a price in speed. threads: torch intra-op threads, of each rank. cores: the only ones the engine may run on.
+    tensor_parallel: ranks, processes that hold a part of every layer each and compute every step together.
     """
 
     device: str = "auto"
@@ -42,9 +44,13 @@ class ComputeConfig:
     deterministic: bool = False
     threads: int | None = None
     cores: tuple[int, ...] | None = None
+    tensor_parallel: int = 1
 
     def __post_init__(self) -> None:
         _check_at_least_one("compute.threads", self.threads)
+        _check_at_least_one("compute.tensor_parallel", self.tensor_parallel)
+        if self.tensor_parallel > MAX_RANKS:
+            raise LoadError(f"`compute.tensor_parallel` must be at most {MAX_RANKS}, got {self.tensor_parallel}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,6 +231,7 @@ class ModelInfo:
     generates: bool = True
     sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
     replicas: int = 1  # engines that this is said of, each with a cache of its own; they share the weights
+    ranks: int = 1  # processes that each hold a part of every layer; sizes are of all of them together
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 

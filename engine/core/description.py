@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from math import prod
+
 import torch
 
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
@@ -20,7 +22,7 @@ def describe(
     config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
 ) -> ModelInfo:
     """seconds: that loading took."""
-    decoder, spec = model.decoder, model.decoder.spec
+    decoder, spec = model.decoder, model.spec
     cached = dtype_name(model.cache_dtype)
     backend = decoder.backend
     kernel_notice = (backend.explain(),) if backend.is_second_choice else ()
@@ -35,7 +37,7 @@ def describe(
         kv_cache_dtype=cached,
         quantization=model.quantization,
         device=str(decoder.device),
-        num_parameters=decoder.num_parameters(),
+        num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
         num_layers=len(spec.layers),
         block_size=config.cache.block_size,
         num_kv_blocks=plan.num_blocks,
@@ -55,6 +57,7 @@ def describe(
         classifier=spec.classifier,
         generates=spec.generates,
         sees_whole_texts=spec.sees_whole_texts,
+        ranks=config.compute.tensor_parallel,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
     )

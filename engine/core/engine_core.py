@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
 from pathlib import Path
@@ -16,43 +17,40 @@ import torch
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, EngineQuestion
+from windlass.engine.api.looks import A, AttentionQuestion, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, PersistStats, RequestOutput
 from windlass.engine.api.validation import check_distances, check_task, validate_request
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.budget import CachePlan, plan_cache
+from windlass.engine.cache.budget import CachePlan
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
-from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.persist.folder import check_folder
 from windlass.engine.cache.persist.store import BlockStore
-from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.compiling import CompilingRequests
-from windlass.engine.core.description import describe, draft_bytes_per_token, dtype_name
+from windlass.engine.core.description import describe
 from windlass.engine.core.forecast import Announce, StepForecast
 from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
+from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
+from windlass.engine.core.ranks.others import OtherRanks
+from windlass.engine.core.threads import rank_threads
 from windlass.engine.errors import EngineError, LoadError, RequestError
-from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.adapters.adapter import Adapter
 from windlass.engine.model.context_refusals import context_refusals
 from windlass.engine.model.loading.loader import (
     LoadedModel,
-    free_memory,
-    is_out_of_memory,
+    RankSeat,
     load_draft,
     load_model,
 )
-from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.ladder import AUTO, make_ladder
 from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.rotary.transfer import RotationTransfer
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
@@ -70,27 +68,45 @@ class EngineCore:
     """See the module. `info` describes what was loaded. Raises LoadError when the model cannot be served as configured."""
 
     _store: BlockStore | None = None
+    _others: OtherRanks | None = None  # the other ranks of the model
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
+        several = config.compute.tensor_parallel > 1
         threads = config.compute.threads or (len(config.compute.cores) if config.compute.cores else None)
+        if several:
+            threads = rank_threads(config.compute)
         if threads is not None:
             torch.set_num_threads(threads)
         check_folder(config)
-        model = load_model(config, progress)
+        if several:
+            self._others = OtherRanks(config)
+        try:
+            self._load(config, progress, started)
+        except BaseException:
+            self._end_others()
+            raise
+
+    def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
+        others = self._others
+        model = load_model(config, progress, None if others is None else RankSeat(0, others.memory))
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic
         draft = load_draft(config, progress)
-        plan = _plan(config, model, draft)
+        weight_bytes = decoder.weight_bytes()
+        if others is not None:
+            others.meet_in(decoder.backend.options.ranks)
+            weight_bytes += sum(part.weight_bytes for part in others.loaded())
+        plan = plan_pages(config, model, draft)
         self._planner = planner = _planner(config, model, plan)
-        cache = _allocate(config, model, model, plan)
+        cache = allocate_pages(config, model, model, plan)
         bases = [group.base for group in spec.rotary_groups]
         rows = 2 * config.scheduling.max_num_seqs + 2
         tables = RotaryTables(rows, bases, decoder.backend)
         self._grammars = grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
         self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
         sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
-        drafter = None if draft is None else _draft_model(config, model, draft, plan, rows)
+        drafter = None if draft is None else make_draft_model(config, model, draft, plan, rows)
         self.adapters = AdapterShelf(config.adapters, model)
         owners = [PageOwner(config.model, model, cache)]
         if draft is not None and drafter is not None:
@@ -105,7 +121,10 @@ class EngineCore:
             drafter,
             self.adapters.loaded,
             None if self._store is None else self._store.pages,
+            None if others is None else others.tell,
         )
+        if others is not None:
+            others.make_pages(plan, rows)
         layouts = [
             KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
             for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
@@ -135,6 +154,7 @@ class EngineCore:
         )
         self.info = replace(
             describe(config, model, draft, plan, time.perf_counter() - started),
+            weight_bytes=weight_bytes,
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             **context_refusals(spec),
@@ -248,13 +268,39 @@ class EngineCore:
         """Write what cached blocks are not in files yet, as far as there is time. The engine is used no more."""
         if self._store is not None:
             self._store.close(_CLOSE_SECONDS)
+        self._end_others()
+
+    def watch_ranks(self, gone: Callable[[str], None]) -> None:
+        """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
+        if self._others is not None:
+            self._others.gone = gone
+
+    def _end_others(self) -> None:
+        if self._others is not None:
+            self._others.close()
 
     def look(self, question: EngineQuestion[A]) -> A:
         """See `windlass.engine.core.looking`."""
+        if self._others is not None and isinstance(question, AttentionQuestion):
+            raise RequestError(
+                "attention is not shown where a model is split over ranks: start without `compute.tensor_parallel`",
+                "prompt",
+                "unsupported_value",
+            )
         return look(question, self.scheduler, self.blocks, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
         """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError."""
+        if self._others is not None:
+            refused: Future[Adapter] = Future()
+            refused.set_exception(
+                RequestError(
+                    "adapters are not split over ranks: start without `compute.tensor_parallel`",
+                    "model",
+                    "unsupported_value",
+                )
+            )
+            return refused
         return self.adapters.read_soon(source)
 
     def add_adapter(self, adapter: Adapter) -> AdapterInfo:
@@ -304,47 +350,3 @@ def _namespace(model: LoadedModel) -> bytes:
     plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
     said = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
     return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
-
-
-def _draft_model(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel, plan: CachePlan, rows: int
-) -> DraftModel:
-    """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
-    decoder = draft.decoder
-    groups = decoder.spec.rotary_groups
-    return DraftModel(
-        decoder,
-        _allocate(config, model, draft, plan),
-        RotaryTables(rows, [group.base for group in groups], decoder.backend),
-        RotationTransfer(model.rotary_groups, groups),
-    )
-
-
-def _plan(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
-    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
-    device, spec = model.decoder.device, model.decoder.spec
-    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type, config.replicas)
-    beside = draft_bytes_per_token(draft)
-    return plan_cache(
-        config,
-        spec.kv_groups,
-        spec.trained_len,
-        dtype_name(model.cache_dtype),
-        budget,
-        beside=beside,
-        whole_prompts=spec.sees_whole_texts,
-    )
-
-
-def _allocate(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
-    """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
-    decoder, backend = model.decoder, owner.decoder.backend
-    try:
-        return KVStorage(
-            owner.decoder.spec.kv_groups, plan.num_blocks, config.cache.block_size, owner.cache_dtype, backend
-        )
-    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
-        if not is_out_of_memory(error):
-            raise
-        there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
-        raise LoadError(no_room(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None

@@ -109,6 +109,13 @@ class _AdapterRead:
     found: Future[Any]
 
 
+@dataclass(frozen=True, slots=True)
+class _RankGone:
+    """The same: a rank of the model has ended, and no step can be computed any more."""
+
+    reason: str
+
+
 CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 
@@ -133,7 +140,9 @@ class EngineLoop:
         self._prepared_ahead = False
 
     def run(self) -> None:
-        """Serve until closed. Whatever a step raises is a defect of the engine and leaves this method."""
+        """Serve until closed. What a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
+        if hasattr(self._core, "watch_ranks"):  # a core of tests may have no ranks
+            self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
         while True:
             # Between steps take everything that waits; without work sleep until something comes.
             block = not self._core.has_work()
@@ -156,7 +165,7 @@ class EngineLoop:
         self._core.prepare_ahead()
         return self._inbox.get()
 
-    def _handle(self, message: Message | _AdapterRead) -> None:
+    def _handle(self, message: Message | _AdapterRead | _RankGone) -> None:
         match message:
             case Add(request):
                 self._add(request)
@@ -174,6 +183,8 @@ class EngineLoop:
                 self._core.drop_adapter(adapter_id)
             case Look(look_id, question):
                 self._emit(Seen(look_id, self._look(question)))
+            case _RankGone(reason):
+                raise RuntimeError(reason)
             case AskStats():
                 self._emit(Stats(self._snapshot()))
             case _:

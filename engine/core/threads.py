@@ -11,6 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
+from windlass.engine.api.config import ComputeConfig
 from windlass.engine.errors import LoadError
 
 # Rounds a thread polls at a barrier before it sleeps, a few microseconds.
@@ -67,6 +68,17 @@ def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, .
         )
     ends = [number * len(cores) // replicas for number in range(replicas + 1)]
     return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
+
+
+def rank_threads(compute: ComputeConfig) -> int:
+    """Threads of each rank: as many as the operator says, else an equal part of the cores it may use, at least one."""
+    if compute.threads is not None:
+        return compute.threads
+    if compute.cores is not None:
+        cores = len(compute.cores)
+    else:
+        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return max(1, cores // compute.tensor_parallel)
 
 
 def pin(cores: Iterable[int]) -> None:

@@ -99,6 +99,8 @@ class DecodeReplay:
             if plan.recording.repeat():
                 self.num_repeated += 1
                 return plan.made
+            if self._decoder.spec.vocabulary is not None:
+                raise RuntimeError("a step of several ranks failed: its ranks cannot begin it again, each on its own")
             _fill(plan, batch, x)  # the call that failed raises again below, with a message
         found = self._record(self._recorder, plan, maxima)
         if plan.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few

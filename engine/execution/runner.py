@@ -5,7 +5,9 @@ It follows the plans and never decides what runs.
 
 from __future__ import annotations
 
-from dataclasses import replace
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,28 +16,40 @@ from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
-from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.drafter import Drafter, DraftModel
-from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.pooler import Pooler
-from windlass.engine.execution.replay import DecodeReplay, StepTensors
-from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.execution.rank_runner import RankRunner
+from windlass.engine.execution.replay import StepTensors
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
-from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
+from windlass.engine.sampling.sampler import Sampler, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 
-# Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
-_PROMPT_LOGPROB_ROWS = 256
+
+@dataclass(frozen=True, slots=True)
+class TakePart:
+    """For the other ranks: compute this plan with the first one."""
+
+    plan: SchedulerOutput
 
 
-class Runner:
-    """One model on one device. `positions_computed` counts the tokens that passed through it, for tests and metrics.
+@dataclass(frozen=True, slots=True)
+class FollowPlan:
+    """For the other ranks: take in what a plan changes."""
+
+    plan: SchedulerOutput
+
+
+RankOrder: TypeAlias = TakePart | FollowPlan | Snapshot
+
+
+class Runner(RankRunner):
+    """The first rank of a model, or its only one: it draws tokens too, and pools.
 
     draft: the model that proposes tokens where a plan asks for it, if there is one. persisted: where blocks that plans load
-    come from.
+    come from. tell: has the other ranks do their part, where there are any; it returns at once.
     """
 
     def __init__(
@@ -48,36 +62,27 @@ class Runner:
         draft: DraftModel | None = None,
         adapters: LoadedAdapters | None = None,
         persisted: PersistedPages | None = None,
+        tell: Callable[[RankOrder], None] | None = None,
     ) -> None:
-        self.decoder, self.cache, self.tables, self.sampler = decoder, cache, tables, sampler
-        groups = len(decoder.spec.kv_groups)
-        self.sequences = LiveSequences(groups)
-        self.batches = BatchBuilder(
-            self.sequences,
-            tables,
-            num_groups=groups,
-            block_size=block_size,
-            windows=decoder.spec.attention_windows,
-            anchored=decoder.spec.scores_by_absolute_position,
-            backend=decoder.backend,
-            adapters=adapters,
-        )
-        self._persisted = persisted
-        self.replay = DecodeReplay(decoder, cache)
-        self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
+        super().__init__(decoder, cache, tables, block_size, adapters, persisted)
+        self.sampler = sampler
         vocab_size = decoder.spec.vocab_size
         self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
         self._pooler = Pooler(decoder)
-        self.positions_computed = 0
+        self._tell = tell
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
+        if self._tell is not None and self.drafter is None:
+            self._tell(TakePart(plan))
         self._follow(plan)
+        if self.drafter is not None:
+            plan = self.drafter.propose(plan) if plan.sequences else plan
+            if self._tell is not None:  # with what is proposed
+                self._tell(TakePart(plan))
         if not plan.sequences:
             return []
-        if self.drafter is not None:
-            plan = self.drafter.propose(plan)
         self._prepare(plan)
         hidden, made = self._forward(plan)
         results = {result.seq_id: result for result in self._sample(plan, hidden, made)}
@@ -97,66 +102,30 @@ class Runner:
         self._follow(plan)
         return self._forward(plan)[0]
 
-    @torch.inference_mode()
     def follow(self, plan: SchedulerOutput) -> None:
-        """Take in what a plan changes, in its books and in the cache, and compute nothing."""
-        self._follow(plan)
+        """See `RankRunner.follow`."""
+        if self._tell is not None:
+            self._tell(FollowPlan(plan))
+        super().follow(plan)
 
     def _follow(self, plan: SchedulerOutput) -> None:
-        self.sequences.apply(plan)
+        super()._follow(plan)
         for seq_id in plan.removed:
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
-        for row in plan.rotary_rows:
-            self.tables.write(row.row, row.specs)
-        for parked in plan.parked:
-            self.cache.park(parked)
-        for parked in plan.unparked:
-            self.cache.unpark(parked)
-        for seq_id in plan.forgotten:
-            self.cache.forget_parked(seq_id)
-        if self._persisted is not None:
-            for loaded in plan.loaded:
-                self._persisted.put(loaded)
-        self.cache.copy_blocks(plan.copies)
-        for rerotations in (plan.set_aside, plan.rerotations):
-            for rerotation in rerotations:
-                self._rotator.apply(rerotation)
         if self.drafter is not None:
             self.drafter.follow(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
-        """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""
+        """See `RankRunner.restore`."""
+        if self._tell is not None:
+            self._tell(snapshot)
         for seq_id in self.sequences:
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
-        self.sequences.restore(snapshot)
-        for row in snapshot.rotary_rows:
-            self.tables.write(row.row, row.specs)
+        super().restore(snapshot)
         if self.drafter is not None:
             self.drafter.restore((row.row, row.specs) for row in snapshot.rotary_rows)
-
-    def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, StepTensors | None]:
-        """Hidden states [T, hidden] of every row, and what else is known of every row already."""
-        batch = self.batches.build(plan.sequences)
-        if self.decoder.spec.token_types > 1 and self.sequences.pooled:
-            batch = replace(batch, token_types=self._token_types(plan))
-        live = self.sequences.by_id
-        maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
-        made = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
-        hidden = self.decoder.forward(batch, self.cache) if made is None else made.hidden
-        self.positions_computed += hidden.shape[0]
-        return hidden, made
-
-    def _token_types(self, plan: SchedulerOutput) -> Tensor:
-        """Which text of a pair each token belongs to, [T] int64."""
-        types = []
-        for item in plan.sequences:
-            rule = self.sequences.pooled.get(item.seq_id)
-            second = None if rule is None else rule.second_from
-            tokens = range(item.start, item.start + item.num_tokens)
-            types += [int(second is not None and index >= second) for index in tokens]
-        return torch.tensor(types, device=self.decoder.device)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Tell the sampler what it will be asked for, so that it can work while the model does."""
@@ -171,22 +140,14 @@ class Runner:
         """made: what is known of every row already."""
         rows: list[int] = []
         wanted: list[Draws] = []
-        end, live = 0, self.sequences.by_id
-        for item in plan.sequences:
-            end += item.num_tokens
-            if item.samples:
-                slots = tuple([live[seq_id].slot for seq_id in item.samples])
-                wanted.append(Draws(len(rows), slots, item.draft))
-                rows += range(end - 1 - len(item.draft), end)
+        live = self.sequences.by_id
+        for item, of_item in self._drawn_rows(plan):
+            wanted.append(Draws(len(rows), tuple([live[seq_id].slot for seq_id in item.samples]), item.draft))
+            rows += of_item
         if not wanted:
             return []
-        if made is not None and len(rows) == len(made.logits):
-            return draw_tokens(self.sampler, made.logits, wanted, made.maxima)
-        chosen = hidden if made is None else made.logits
-        if len(rows) < chosen.shape[0]:
-            chosen = chosen[torch.tensor(rows, device=chosen.device)]
-        logits = self.decoder.logits(chosen) if made is None else chosen  # [R, V]
-        return draw_tokens(self.sampler, logits, wanted)
+        maxima = made.maxima if made is not None and len(rows) == len(made.logits) else None
+        return draw_tokens(self.sampler, self._logits_of(rows, hidden, made), wanted, maxima)
 
     def _pooled(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
         """By sequence id: of every prompt that is pooled and ends in this step, and of those that cannot be."""
@@ -211,24 +172,19 @@ class Runner:
     ) -> list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]]:
         """By sequence id; the error, which is that request's alone, where its logits are not finite."""
         results: list[tuple[int, tuple[TokenLogprobs, ...] | EngineError]] = []
-        first_row = 0
-        for item in plan.sequences:
-            if item.prompt_logprobs is not None:
-                rows = hidden[first_row : first_row + item.num_tokens]
-                try:
-                    results.append((item.seq_id, self._chunk_logprobs(item, rows, item.prompt_logprobs)))
-                except EngineError as error:
-                    results.append((item.seq_id, error))
-            first_row += item.num_tokens
+        for item, rows in self._prompt_rows(plan, hidden):
+            assert item.prompt_logprobs is not None
+            results.append((item.seq_id, self._chunk_logprobs(item, rows, item.prompt_logprobs)))
         return results
 
-    def _chunk_logprobs(self, item: ScheduledSequence, hidden: Tensor, k: int) -> tuple[TokenLogprobs, ...]:
-        # Row i of the chunk predicts the token at index start + i + 1, if that is still the prompt's.
-        slot = self.sequences.by_id[item.seq_id].slot
-        targets = slot.token_ids[item.start + 1 : min(item.start + item.num_tokens + 1, slot.num_prompt_tokens)]
+    def _chunk_logprobs(
+        self, item: ScheduledSequence, hidden: Tensor, k: int
+    ) -> tuple[TokenLogprobs, ...] | EngineError:
         found: list[TokenLogprobs] = []
-        for begin in range(0, len(targets), _PROMPT_LOGPROB_ROWS):
-            part = targets[begin : begin + _PROMPT_LOGPROB_ROWS]
-            logits = self.decoder.logits(hidden[begin : begin + len(part)])
-            found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), k)
-        return tuple(found)
+        failed: EngineError | None = None
+        for part, logits in self._prompt_logits(item, hidden):  # to the end: other ranks form all of them, too
+            try:
+                found += token_logprobs(self.decoder.backend, logits, torch.tensor(part), k)
+            except EngineError as error:
+                failed = failed or error
+        return failed or tuple(found)

@@ -68,7 +68,7 @@ class Decoder:
         self._weights = weights = allocate(backend, spec.weights(), self.plan)
         none = Norm(spec.norm, None, None, spec.norm_eps, backend)
         self.embedding: Tensor | BlockWeight = weights["embedding"]
-        self.head: Weight = weights.get("head", self.embedding)
+        self.head: Weight = weights["head"] if "head" in weights else self._rows_of_head(self.embedding)
         self._head_bias: Tensor | None = weights.get("head_bias")  # [V]
         self._classes = None if spec.head is None else ClassificationHead(spec.head, weights, spec.norm_eps, backend)
         self._final_norm = none if spec.names.final_norm is None else self._norm(weights, "final_norm")
@@ -84,6 +84,13 @@ class Decoder:
             self._layer(layer, kind, f"layers.{index}.", weights)
             for index, (layer, kind) in enumerate(zip(spec.layers, self._attention.kind_of_layer, strict=True))
         ]
+
+    def _rows_of_head(self, embedding: Tensor | BlockWeight) -> Weight:
+        """Those of an embedding that is the head too."""
+        own = self.spec.vocabulary
+        if own is None:
+            return embedding
+        return embedding.narrow(0, *own) if isinstance(embedding, Tensor) else embedding.panels(*own)
 
     def _layer(self, layer: LayerSpec, kind: int, prefix: str, weights: dict[str, Weight]) -> DecoderLayer:
         hidden, backend = self.spec.hidden_size, self.backend
@@ -149,31 +156,36 @@ class Decoder:
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
-            y = layer.mixer_output_norm(layer.mixer.forward(normed, inputs, cache.pages(index), changes))
+            y = layer.mixer_output_norm(self._summed(layer.mixer.forward(normed, inputs, cache.pages(index), changes)))
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
                 x = layer.feed_forward_norm.after_adding(x, y)
-                x = normed = layer.output_norm.after_adding(x, layer.feed_forward.forward(x, changes))
+                x = normed = layer.output_norm.after_adding(x, self._summed(layer.feed_forward.forward(x, changes)))
                 continue
             if layer.parallel:
                 own = layer.feed_forward_norm
-                z = layer.feed_forward.forward(normed if own is None else own(x), changes)
+                z = self._summed(layer.feed_forward.forward(normed if own is None else own(x), changes))
                 self.backend.add(x, layer.feed_forward_output_norm(z))
             else:
                 assert layer.feed_forward_norm is not None
                 normed = layer.feed_forward_norm.after_adding(x, y)
-                y = layer.feed_forward_output_norm(layer.feed_forward.forward(normed, changes))
+                y = layer.feed_forward_output_norm(self._summed(layer.feed_forward.forward(normed, changes)))
             normed = next_norm.after_adding(x, y)
         return normed
 
+    def _summed(self, y: Tensor) -> Tensor:
+        """What a part of a layer gives [T, hidden], from what every rank has of it."""
+        self.backend.sum_over_ranks(y)
+        return y
+
     def logits(self, hidden: Tensor) -> Tensor:
-        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]."""
+        """Vocabulary logits, float32 [R, V], of normed hidden states [R, hidden]; a rank but the first has its own alone."""
         logits = self.backend.logits(hidden, self.head, self._head_bias)
         if self.spec.logit_scale != 1:
             logits = self.backend.scaled(logits, self.spec.logit_scale)
         if self.spec.logit_soft_cap is not None:
             logits = self.backend.soft_cap(logits, self.spec.logit_soft_cap)
-        return logits
+        return logits if self.spec.vocabulary is None else self.backend.gather_columns(logits)
 
     @property
     def classes(self) -> ClassificationHead:

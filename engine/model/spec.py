@@ -105,6 +105,7 @@ class ModelSpec:
     temperature: (beta, length): the query at position p is multiplied by 1 + beta ln(1 + floor(p / length)).
     unrotated_temperature: the same of layers that do not rotate alone, with positions that count from 1.
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
+    vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
     """
 
     architecture: str
@@ -134,6 +135,7 @@ class ModelSpec:
     unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
     unused: tuple[str, ...] = ()
+    vocabulary: tuple[int, int] | None = None
 
     @property
     def classifier(self) -> ClassifierInfo | None:
@@ -200,12 +202,13 @@ class ModelSpec:
         if not self.generates:
             return *own, *(() if self.head is None else self.head.weights(hidden)), *final_norm
         name = names.head
-        bias = (WeightSpec("head_bias", "bias", (vocab,), (StoredTensor(f"{name}.bias", vocab),)),)
+        rows = vocab if self.vocabulary is None else self.vocabulary[1]
+        bias = (WeightSpec("head_bias", "bias", (rows,), (StoredTensor(f"{name}.bias", rows),)),)
         more = (*own[1:], *(bias if self.head_bias else ()), *final_norm)
         if self.tied_embeddings:
             return WeightSpec("embedding", "table and head", (vocab, hidden), table), *more
         head = WeightSpec(
-            "head", "head", (vocab, hidden), (StoredTensor(f"{name}.weight", vocab, unit_rows=self.unit_head),)
+            "head", "head", (rows, hidden), (StoredTensor(f"{name}.weight", rows, unit_rows=self.unit_head),)
         )
         return own[0], head, *more
 

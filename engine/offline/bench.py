@@ -33,6 +33,20 @@ def run_engine_benchmark(
     if batch_size > most:
         raise LoadError(f"`batch_size={batch_size}` needs `scheduling.max_num_seqs={batch_size}` or more, it is {most}")
     core = EngineCore(config, progress)
+    try:
+        return _measure(core, config, batch_size, input_len, output_len, progress)
+    finally:
+        core.close()
+
+
+def _measure(
+    core: EngineCore,
+    config: EngineConfig,
+    batch_size: int,
+    input_len: int,
+    output_len: int,
+    progress: Progress | None,
+) -> dict[str, Any]:
     context = core.info.max_model_len
     if input_len + max(output_len, 1) > context:
         raise LoadError(f"`input_len={input_len}` and `output_len={output_len}` exceed the context of {context} tokens")

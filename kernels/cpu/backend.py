@@ -28,6 +28,7 @@ from windlass.kernels.cpu import (
     low_rank,
     ops,
     panels,
+    ranks,
     recording,
     rotary,
     sampling,
@@ -77,6 +78,7 @@ class CompiledBackend(Backend):
         else:
             self._most_rows = linear.MOST_ROWS
             self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
+        self._ranks = None if options.ranks is None else ranks.CompiledRanks(options.ranks)
         self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
         self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
         self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
@@ -205,6 +207,13 @@ class CompiledBackend(Backend):
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         ops.gate_by_sigmoid(x, gate, library=self._library)
+
+    def sum_over_ranks(self, x: Tensor) -> None:
+        if self._ranks is not None:
+            self._ranks.sum_up(x, library=self._library)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         try:

@@ -128,6 +128,8 @@ SIGNATURES: dict[str, list[type]] = {
     "xielu": [*_TENSOR2, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG],  # its four numbers, out
     "clip": [*_TENSOR2, _FLOAT, _LONG, _LONG],
     "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
+    "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
+    "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
@@ -198,6 +200,8 @@ class Library:
     xielu: Function
     clip: Function
     scale_rows: Function
+    sum_over_ranks: Function
+    gather_columns: Function
     repeat_calls: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function

@@ -56,6 +56,8 @@ _REPEATABLE = (
     "xielu",
     "clip",
     "scale_rows",
+    "sum_over_ranks",
+    "gather_columns",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

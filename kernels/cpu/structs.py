@@ -137,6 +137,19 @@ class ExpertProductsFields(ctypes.Structure):
     _fields_ = (("linear", _POINTER), ("linear_panels", _POINTER), ("linear_blocks", _POINTER))
 
 
+class RankGroupFields(ctypes.Structure):
+    """One of the ranks of a model: the same as `RankGroup` in src/ranks.h."""
+
+    _fields_ = (
+        ("memory", _POINTER),
+        ("bounds", _POINTER),
+        ("rank", _INT64),
+        ("ranks", _INT64),
+        ("slot_bytes", _INT64),
+        ("round", _INT64),
+    )
+
+
 RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function, address of its arguments
 
 # The sizes in bytes of what both sides lay out, by the names that C++ has for them.
@@ -148,6 +161,7 @@ SIZES = {
     "LowRankChange": ctypes.sizeof(LowRankFields),
     "ExpertPart": ctypes.sizeof(ExpertPartFields),
     "ExpertProducts": ctypes.sizeof(ExpertProductsFields),
+    "RankGroup": ctypes.sizeof(RankGroupFields),
 }
 
 # Packing all fields at once takes a third of the time of setting them one by one.

@@ -104,6 +104,16 @@ class BlockWeight:
             raise IndexError(f"rows {first} .. {first + count} of a weight of {self.rows}")
         return BlockRows(self, first, count)
 
+    def panels(self, first: int, count: int) -> BlockWeight:
+        """Rows first .. first + count as a weight of their own in the same memory. Raises IndexError where they do not begin
+        with a panel, or end in the middle of one that is not the last."""
+        end = first + count
+        if first % PANEL or not 0 <= first < end <= self.rows or (end % PANEL and end != self.rows):
+            raise IndexError(f"rows {first} .. {end} of a weight of {self.rows} in panels of {PANEL}")
+        own = slice(first // PANEL, -(-end // PANEL))
+        supers = None if self.supers is None else self.supers[own]
+        return BlockWeight(self.form, count, self.columns, self.codes[own], self.scales[own], supers)
+
     def dequantize(self, ids: Tensor | None = None) -> Tensor:
         """The rows `ids` (any shape), or all of them, as numbers: float32 [..., columns]. Raises IndexError."""
         index = torch.arange(self.rows) if ids is None else ids

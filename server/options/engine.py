@@ -185,7 +185,14 @@ class EngineOptions:
         option("--speculative-adaptive/--no-speculative-adaptive", panel=SPECULATION, help="Let the draft model propose less "
                "where less is kept, and nothing where that saves no time."),
     ] = True  # fmt: skip
-    threads: Annotated[int | None, option("--threads", panel=BATCHING, help="CPU threads for the model.")] = None
+    threads: Annotated[
+        int | None, option("--threads", panel=BATCHING, help="CPU threads for the model, of each rank.")
+    ] = None
+    tensor_parallel: Annotated[
+        int,
+        option("--tensor-parallel", panel=BATCHING, metavar="N", help="Split the model over N processes, each with its share of "
+               "every layer's heads and weights; they compute every step together. CPUs of one machine only."),
+    ] = 1  # fmt: skip
     pin_cores: Annotated[
         bool,
         option("--pin-cores/--no-pin-cores", panel=BATCHING, help="Keep the engine and the HTTP server off each other's "

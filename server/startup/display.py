@@ -111,11 +111,11 @@ def summary(
         f"  device    {info.device}, loaded in {info.load_seconds:.1f} s",
         *memory_lines(info),
     ]
+    if info.ranks > 1:
+        lines.insert(2, f"  ranks     {info.ranks}, each with a part of every layer and of the cache")
     if info.replicas > 1:
-        lines.insert(
-            2,
-            f"  replicas  {info.replicas}, each with the cache and the sequences below; the weights are in memory once",
-        )
+        weights = "" if info.ranks > 1 else "; the weights are in memory once"
+        lines.insert(2, f"  replicas  {info.replicas}, each with the cache and the sequences below{weights}")
     if info.draft_model is not None:
         draft = info.draft_model
         lines.insert(

@@ -23,7 +23,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     """The configuration that the draft model is loaded under; None where there is none.
 
     Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights lie in memory of their
-    own. Its context and its pages follow the
+    own; it is never split over ranks. Its context and its pages follow the
     model's, so no memory is planned for them here, and nothing hangs on the bits of what it computes.
     """
     speculation = config.scheduling.speculation
@@ -33,7 +33,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         config,
         model=speculation.model,
         max_model_len=config.cache.block_size,
-        compute=replace(config.compute, quantization=speculation.quantization, deterministic=False),
+        compute=replace(config.compute, quantization=speculation.quantization, deterministic=False, tensor_parallel=1),
         cache=replace(config.cache, memory=None),
         loading=replace(config.loading, shared_memory=config.loading.shared_memory[1:]),
         scheduling=replace(config.scheduling, max_num_seqs=1, speculation=SpeculationConfig()),

@@ -42,13 +42,14 @@ def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
 
 def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, stored: str) -> bool:
     """Whether `auto` means bfloat16 on a CPU whose kernels multiply that natively: prompts are read twice as quickly for 0.0005
-    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts, where it was not
+    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts and ranks, where it was not
     measured, and not where tokens must not depend on how a text was cut.
     """
     return (
         parse_dtype(config.compute.dtype) == "auto"
         and stored == "bfloat16"
         and not config.compute.deterministic
+        and config.compute.tensor_parallel == 1
         and not block_storages(spec, plan)
         and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
         and plan_bytes(spec, plan) >= _LEAST_ROUNDED

@@ -158,6 +158,13 @@ def kept_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[s
     return kept
 
 
+def units(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
+    """How many columns lie in a block, by the names of the tensors in blocks."""
+    sizes = {name: elements for name, (_, elements, _) in BLOCKS.items()}
+    sizes |= {name: elements for name, (elements, _) in _OTHERS.items()}
+    return {name: sizes[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in sizes}
+
+
 def requantized(tensors: Mapping[str, TensorHeader]) -> str | None:
     """What to say of tensors whose types are not multiplied as they are; None where there are none."""
     counts = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _OTHERS)

@@ -6,7 +6,7 @@ that is done by the `gguf` package, which is imported only then.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import numpy as np
 import torch
@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.fp4 import codes_of_fp4, scales_of_fp4
 from windlass.engine.model.loading.gguf_index import PLAIN, GgufIndex
-from windlass.engine.model.loading.tensor_stream import Entry, Part, Place, read_entries
+from windlass.engine.model.loading.tensor_stream import Cut, Entry, Part, Place, cut_out, read_entries
 
 _DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Where the float16 scales of a block lie: its first bytes, or its last.
@@ -35,8 +35,10 @@ _NO_EXPONENT = 255  # of MXFP4: its numbers are NaN
 _NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
 
 
-def read_gguf_tensors(index: GgufIndex, place: Place) -> Iterator[Part]:
+def read_gguf_tensors(index: GgufIndex, place: Place, cuts: Mapping[str, Cut] | None = None) -> Iterator[Part]:
     """Every tensor of the index, file by file in the order of the data. One in blocks is uint8 [rows, bytes of a row].
+
+    cuts: of the tensors that not all is wanted of.
 
     Raises LoadError.
     """
@@ -44,7 +46,7 @@ def read_gguf_tensors(index: GgufIndex, place: Place) -> Iterator[Part]:
         here = [name for name in index.tensors if index.places[name] == number]
         entries = [_entry(name, index) for name in sorted(here, key=lambda name: index.tensors[name].begin)]
         try:
-            yield from read_entries(path, entries, place)
+            yield from read_entries(path, cut_out(entries, cuts or {}), place)
         except OSError as error:
             raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 

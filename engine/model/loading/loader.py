@@ -21,6 +21,7 @@ from windlass.engine.model.loading.preflight import check_replicas, prepare_mode
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
 from windlass.engine.model.loading.weights import Progress, load_weights
+from windlass.engine.model.parallel.split import ModelPart
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import plan_bytes
 from windlass.engine.rotary.groups import RotaryGroup
@@ -40,6 +41,7 @@ class LoadedModel:
     own_spec: with rows in the order of the original weights, whatever files they came from.
     pooling: how its files have its states pooled.
     rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
+    whole: the specification of all of the model, where the decoder is one rank's part of it.
     """
 
     decoder: Decoder
@@ -50,23 +52,46 @@ class LoadedModel:
     quantization: str | None = None
     own_spec: ModelSpec | None = None
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
+    whole: ModelSpec | None = None
+
+    @property
+    def spec(self) -> ModelSpec:
+        """Of all of the model."""
+        return self.whole or self.decoder.spec
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None) -> LoadedModel:
-    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do."""
+@dataclass(frozen=True, slots=True)
+class RankSeat:
+    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptor of the memory that they meet in."""
+
+    rank: int
+    memory: int
+
+
+def load_model(config: EngineConfig, progress: Progress | None = None, seat: RankSeat | None = None) -> LoadedModel:
+    """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
+
+    seat: of the rank that it is loaded for, where there are several.
+    """
+    if seat is not None:  # replicas share whole models, each rank loads its own part
+        config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
     device = choose_device(config.compute.device)
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # what is shared is there already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
+    rank = 0 if seat is None else seat.rank
     prepared = prepare_model(
         config,
         str(device),
         reads_narrow=kernels.reads_narrow_weights(device),
         multiplies_narrow=kernels.multiplies_narrow_rows(device),
         free=free,
+        rank=rank,
     )
-    spec, stored = prepared.model.spec, _TORCH_DTYPES[prepared.weight_dtype]
+    part, stored = prepared.part, _TORCH_DTYPES[prepared.weight_dtype]
+    spec, plan = (prepared.model.spec, prepared.plan) if part is None else (part.spec, part.plan)
+    ranks = _ranks(part, seat, device)
     try:
         backend = kernels.bind(
             device,
@@ -76,8 +101,9 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             deterministic=config.compute.deterministic,
             rounds_prompts=prepared.rounds_prompts,
             shared=shared,
+            ranks=ranks,
         )
-        decoder = Decoder(spec, backend, prepared.plan)
+        decoder = Decoder(spec, backend, plan)
         if shared is not None and shared.note is not None:
             notices: tuple[str, ...] = ()
             digest = _found_digest(shared)
@@ -86,14 +112,14 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
-            notices = fill(decoder, directory, config, prepared.model.quantized, progress)
+            notices = fill(decoder, directory, config, prepared.model.quantized, progress, part)
             digest = weights_digest(directory)
         if shared is not None and shared.note is None:
             shared.finish(digest)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise
-        size = gib(plan_bytes(spec, prepared.plan))
+        size = gib(plan_bytes(spec, plan))
         can_quantize = device.type == "cpu" and not prepared.model.is_quantized
         less = ", `compute.quantization=int8` or int4" if can_quantize else ""
         raise LoadError(
@@ -111,7 +137,22 @@ def load_model(config: EngineConfig, progress: Progress | None = None) -> Loaded
         prepared.quantization,
         model.own_spec,
         _pooling(directory, spec),
+        None if part is None else part.whole,
     )
+
+
+def _ranks(part: ModelPart | None, seat: RankSeat | None, device: torch.device) -> kernels.Ranks | None:
+    """The ranks that hold the rest of the model; None where all of it is here. Raises LoadError."""
+    if part is None:
+        return None
+    if seat is None:
+        raise LoadError("`compute.tensor_parallel`: there is one process here: leave it out")
+    if not kernels.sums_over_ranks(device):
+        raise LoadError(
+            "`compute.tensor_parallel` needs the compiled CPU kernels, which are not there: install a C++ compiler and reinstall "
+            "Windlass, or leave it out"
+        )
+    return kernels.Ranks(seat.memory, part.rank, part.ranks, part.columns)
 
 
 def _shared_weights(config: EngineConfig, device: torch.device) -> kernels.SharedWeights | None:
@@ -154,17 +195,18 @@ def fill(
     config: EngineConfig,
     quantized: QuantizedCheckpoint | None = None,
     progress: Progress | None = None,
+    part: ModelPart | None = None,
 ) -> tuple[str, ...]:
     """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices.
 
-    quantized: what weights are made of that the checkpoint holds quantized.
+    quantized: what weights are made of that the checkpoint holds quantized. part: what the decoder has of the model.
     """
     if config.loading.weight_cache is None or config.compute.quantization == "none":
-        load_weights(decoder, directory, progress, quantized)
+        load_weights(decoder, directory, progress, quantized, part)
         return weight_cache.without_effect(config, "`compute.quantization=none`")
-    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder)
+    cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder, part)
     if not cache.load(decoder, progress):
-        load_weights(decoder, directory, progress, quantized)
+        load_weights(decoder, directory, progress, quantized, part)
         cache.store(decoder, progress)
     return tuple(cache.notices)
 

@@ -25,10 +25,12 @@ from windlass.engine.model.loading.draft_model import check_pair, draft_config, 
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
+from windlass.engine.model.loading.part import check_rank_device, prepare_part
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.stored_names import with_stored_names
+from windlass.engine.model.parallel.split import ModelPart
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
@@ -68,7 +70,8 @@ class ModelToLoad:
 
     compute_dtype, weight_dtype, cache_dtype: names of the types it computes in, its matrices have that are not in blocks, and
     keys and values are cached in. rounds_prompts: whether attention of prompts may round what it multiplies, as products do
-    already. plan: of all its weights. quantization: what to call that, None where nothing is quantized.
+    already. plan: of all its weights. quantization: what to call that, None where nothing is quantized. part: of the rank that
+    loads it, None where it is loaded whole.
     """
 
     model: ModelDescription
@@ -79,6 +82,7 @@ class ModelToLoad:
     plan: StoragePlan
     quantization: str | None
     notices: tuple[str, ...]
+    part: ModelPart | None = None
 
 
 def check_start(config: EngineConfig) -> ModelDescription:
@@ -96,6 +100,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     if device is not None:
         check_quantization(config, device)
         check_replicas(config, device)
+        check_rank_device(config, device)
     model, draft = describe_model(config), draft_config(config)
     if draft is not None:
         try:
@@ -107,12 +112,19 @@ def check_start(config: EngineConfig) -> ModelDescription:
 
 
 def prepare_model(
-    config: EngineConfig, device: str, *, reads_narrow: bool, multiplies_narrow: bool = False, free: int | None
+    config: EngineConfig,
+    device: str,
+    *,
+    reads_narrow: bool,
+    multiplies_narrow: bool = False,
+    free: int | None,
+    rank: int = 0,
 ) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
     device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits; multiplies_narrow: and do
-    so natively in bfloat16. free: bytes before the weights are there, None if nobody knows.
+    so natively in bfloat16. free: bytes before the weights are there, None if nobody knows. rank: of those of
+    `compute.tensor_parallel`.
     """
     check_quantization(config, device)
     model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
@@ -132,11 +144,13 @@ def prepare_model(
     rounded = in_blocks and config.compute.activations == "int8"
     cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
     check_cache_dtype(model.spec, cached)
+    title = None if model.quantized is None else model.quantized.title
+    part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
     check_memory(config, model, plan, cached, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
     rounds_prompts = rounded or dtype == "bfloat16"
-    notices = said + notices_of(model, plan, stored, device)
-    return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices)
+    notices = said + notices_of(model, plan, stored, device) + of_ranks
+    return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices, part)
 
 
 def prepare_draft(

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from itertools import pairwise
+
 import torch
 from torch import Tensor
 
+from windlass.engine.model.parallel.shares import Run, WeightSlice
 from windlass.engine.model.weight_spec import RotaryLast, StoredTensor
 
 
@@ -56,3 +60,37 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
     order = (swapped_order if heads.swapped else half_split_order)(heads.heads, heads.head_dim, heads.rotary_dim)
     order = torch.cat((order, torch.arange(len(order), tensor.rows)))
     return order if by_part is None else by_part[order]
+
+
+@dataclass(frozen=True, slots=True)
+class Picked:
+    """What becomes of a checkpoint's tensor. runs: of its rows, those that are read, None: all.
+
+    rows: which of the rows read becomes each row here; None: in order. columns: which are taken once it is read; None: all.
+    """
+
+    runs: tuple[tuple[int, int], ...] | None = None
+    rows: Tensor | None = None
+    columns: Run | None = None
+
+
+def pick(tensor: StoredTensor, part: WeightSlice, first: int) -> Picked:
+    """What is read, and in which order, where `part` of the weight is wanted whose rows from `first` on are this tensor."""
+    order = row_order(tensor)
+    if part.rows is None and part.columns is None:
+        return Picked(rows=order)
+    runs = tuple(part.within(first, tensor.rows))
+    if tensor.transposed or tensor.by_head is not None:  # its rows are not the weight's: it is read whole
+        rows = order
+        if part.rows is not None:
+            wanted = torch.cat([torch.arange(*run) for run in runs])
+            rows = wanted if order is None else order[wanted]
+        return Picked(rows=rows, columns=part.columns)
+    if order is None:
+        return Picked(runs)
+    wanted = order[torch.cat([torch.arange(*run) for run in runs])]
+    there = wanted.sort().values
+    breaks = torch.nonzero(there.diff() != 1)[:, 0] + 1
+    edges = [0, *breaks.tolist(), len(there)]
+    found = tuple((int(there[begin]), int(there[end - 1]) + 1) for begin, end in pairwise(edges))
+    return Picked(found, torch.searchsorted(there, wanted))

@@ -17,7 +17,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
-from windlass.engine.model.loading.tensor_stream import Entry, Part, Place, bytes_of, read_entries
+from windlass.engine.model.loading.tensor_stream import Cut, Entry, Part, Place, bytes_of, cut_out, read_entries
 
 _DTYPES = {
     "F64": torch.float64,
@@ -39,18 +39,22 @@ _PIECE = 64 << 20  # bytes written at a time
 
 
 def read_tensors(
-    path: Path, place: Place, leave: Callable[[str], bool] = lambda name: False, stacks: Container[str] = ()
+    path: Path,
+    place: Place,
+    leave: Callable[[str], bool] = lambda name: False,
+    stacks: Container[str] = (),
+    cuts: Mapping[str, Cut] | None = None,
 ) -> Iterator[Part]:
     """Every tensor of the file, in the order of its data, as `read_entries` gives them.
 
     leave: whether one is left out, by its name. stacks: names of tensors that come as one for each number of their first
-    dimension, "name[0]" and so on.
+    dimension, "name[0]" and so on. cuts: of the tensors that not all is wanted of.
 
     Raises SafetensorError or OSError, which name no path, or LoadError.
     """
     entries = (entry for entry in _entries(_checked_header(path)) if not leave(entry.name))
     parts = (part for entry in entries for part in (_each(entry) if entry.name in stacks else [entry]))
-    yield from read_entries(path, parts, place)
+    yield from read_entries(path, cut_out(parts, cuts or {}), place)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:

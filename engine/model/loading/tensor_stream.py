@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
@@ -30,13 +30,53 @@ _ROWS = 16  # a part has a multiple of so many, or what is left: weights in pane
 
 
 @dataclass(frozen=True, slots=True)
+class Cut:
+    """What is wanted of a tensor. runs: of its rows, from one to before another, upwards. columns: of so many, the first and how
+    many; None: all."""
+
+    runs: tuple[tuple[int, int], ...]
+    columns: tuple[int, int, int] | None = None
+
+    def of(self, entry: Entry) -> Entry:
+        """The entry that holds this alone; what it says of columns is true of the bytes of blocks, too."""
+        _, *inner = entry.shape
+        row_bytes, skipped = prod(inner) * entry.dtype.itemsize, 0
+        if self.columns is not None:
+            all_columns, first, count = self.columns
+            skipped, inner = first * inner[0] // all_columns, [count * inner[0] // all_columns]
+        shape = [sum(end - begin for begin, end in self.runs), *inner]
+        return Entry(
+            entry.name, entry.dtype, shape, entry.offset + skipped * entry.dtype.itemsize, row_bytes, self.runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
 class Entry:
-    """A tensor in a file."""
+    """A tensor in a file, or what is wanted of it: runs of rows that lie `row_bytes` apart, None for one behind the other."""
 
     name: str
     dtype: torch.dtype
     shape: list[int]
     offset: int  # bytes from the start of the file
+    row_bytes: int = 0
+    runs: tuple[tuple[int, int], ...] | None = None
+
+    def spans(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where the bytes of so many of its rows lie in the file, and how many there are, piece by piece."""
+        own = prod(self.shape[1:]) * self.dtype.itemsize
+        if self.runs is None:
+            yield self.offset + first * own, count * own
+            return
+        passed = 0
+        for begin, end in self.runs:
+            start, stop = max(begin, begin + first - passed), min(end, begin + first + count - passed)
+            passed += end - begin
+            if start >= stop:
+                continue
+            if own == self.row_bytes:
+                yield self.offset + start * own, (stop - start) * own
+            else:
+                yield from ((self.offset + row * self.row_bytes, own) for row in range(start, stop))
 
 
 # Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
@@ -74,6 +114,12 @@ def read_entries(path: Path, entries: Iterable[Entry], place: Place) -> Iterator
                 yield from _hand_out(*pending.popleft(), buffers)
         while pending:
             yield from _hand_out(*pending.popleft(), buffers)
+
+
+def cut_out(entries: Iterable[Entry], cuts: Mapping[str, Cut]) -> Iterator[Entry]:
+    """The same with what is wanted of those that have a cut."""
+    for entry in entries:
+        yield cuts[entry.name].of(entry) if entry.name in cuts else entry
 
 
 def bytes_of(tensor: Tensor) -> memoryview:
@@ -129,16 +175,19 @@ def _read(descriptor: int, request: _Request) -> Part:
     if tensor is None:
         assert request.buffer is not None
         tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
-    start = entry.offset + request.first * (prod(entry.shape[1:]) * entry.dtype.itemsize)
-    finite = True
+    finite, looked, filled = True, 0, 0
     with bytes_of(tensor) as view:
-        for begin in range(0, request.size, _LOOK):
-            piece = view[begin : begin + _LOOK]
-            done = 0
-            while done < len(piece):
-                count = os.preadv(descriptor, [piece[done:]], start + begin + done)
-                if count <= 0:
-                    raise OSError(f"the file ends inside tensor {entry.name!r}")
-                done += count
-            finite = finite and all_finite(piece, entry.dtype)
+        for start, size in entry.spans(request.first, request.shape[0] if request.shape else 1):
+            for begin in range(0, size, _LOOK):
+                piece = view[filled : filled + min(_LOOK, size - begin)]
+                done = 0
+                while done < len(piece):
+                    count = os.preadv(descriptor, [piece[done:]], start + begin + done)
+                    if count <= 0:
+                        raise OSError(f"the file ends inside tensor {entry.name!r}")
+                    done += count
+                filled += len(piece)
+                if filled - looked >= _LOOK:
+                    finite, looked = finite and all_finite(view[looked:filled], entry.dtype), filled
+        finite = finite and all_finite(view[looked:filled], entry.dtype)
     return Part(entry.name, entry.shape, request.first, request.last, tensor, finite)

@@ -33,6 +33,7 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
+from windlass.engine.model.parallel.split import ModelPart
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 BESIDE = "beside"
@@ -48,13 +49,16 @@ class WeightCache:
     """The cache file of one decoder. notices: one line each, for the person who started the server.
 
     where: a folder, or `BESIDE` for one in the model's directory. quantization: as `compute.quantization` has it.
-    decoder: of that plan, filled or not.
+    decoder: of that plan, filled or not. part: what it has of the model, None: all.
     """
 
-    def __init__(self, where: str, directory: Path, quantization: str, decoder: Decoder) -> None:
+    def __init__(
+        self, where: str, directory: Path, quantization: str, decoder: Decoder, part: ModelPart | None = None
+    ) -> None:
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
         self._directory = directory
-        self._made_into = "-".join((quantization, *dtypes))
+        of_part = () if part is None else (f"{part.rank + 1}of{part.ranks}",)
+        self._made_into = "-".join((quantization, *dtypes, *of_part))
         self._plan = {name: [[p.rows, p.storage] for p in parts] for name, parts in decoder.plan.items()}
         self.path = _folder(where, directory) / f"{_model_prefix(where, directory)}{self._made_into}.safetensors"
         self._fingerprint = self._describe()

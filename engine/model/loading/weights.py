@@ -5,7 +5,7 @@ Which tensor goes where is said by the specs of the weights. Reads safetensors a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -24,9 +24,11 @@ from windlass.engine.model.loading.inventory import is_derived
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.quantized.reading import read_quantized
-from windlass.engine.model.loading.row_order import row_order
+from windlass.engine.model.loading.row_order import pick
 from windlass.engine.model.loading.safetensors_file import read_tensors
-from windlass.engine.model.loading.tensor_stream import Part, Place
+from windlass.engine.model.loading.tensor_stream import Cut, Part, Place
+from windlass.engine.model.parallel.shares import Run, WeightSlice
+from windlass.engine.model.parallel.split import ModelPart
 from windlass.engine.model.spec import ModelSpec
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
 from windlass.kernels.layouts.blocks import store
@@ -46,6 +48,7 @@ class _WeightTarget:
 
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
     transposed: once its columns have become rows. by_head: into how many rows the checkpoint's tensor is folded.
+    columns: of those that are read whole, the first that the view has, and how many; None: all. zeros: it gets them instead.
     """
 
     view: Tensor | _Rows
@@ -54,6 +57,8 @@ class _WeightTarget:
     unit_rows: bool = False
     transposed: bool = False
     by_head: int | None = None
+    columns: Run | None = None
+    zeros: bool = False
 
     @property
     def wants_whole(self) -> bool:
@@ -72,8 +77,13 @@ class _WeightTarget:
         """
         tensor = tensor.t() if self.transposed else tensor
         tensor = tensor if self.by_head is None else tensor.reshape(-1)
+        tensor = tensor if self.columns is None else tensor.narrow(1, *self.columns)
         ordered = tensor if self.rows is None else tensor[self.rows]
-        view = _rows_of(self.view, first, len(tensor))
+        view = _rows_of(self.view, first, len(ordered))
+        if self.zeros:
+            assert isinstance(view, Tensor)
+            view.zero_()
+            return
         if blocks:
             assert isinstance(view, BlockRows)
             backend.repack(view, ordered)
@@ -104,38 +114,57 @@ def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
     return [_rows(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def _targets(decoder: Decoder) -> dict[str, _WeightTarget]:
-    """Checkpoint name -> destination, as the specs of the weights say."""
-    weights, targets = decoder.weights(), {}
-    for spec in decoder.spec.weights():
-        offset = decoder.spec.norm_offset if spec.kind == "norm" else 0.0
-        views = _split(weights[spec.name], [tensor.rows for tensor in spec.stored])
+def _targets(decoder: Decoder, part: ModelPart | None) -> tuple[dict[str, _WeightTarget], dict[str, Cut]]:
+    """Checkpoint name -> destination, as the specs of the weights say, and what is read of those that not all is wanted of.
+
+    part: what the decoder has of a model, None: all.
+    """
+    weights, targets, cuts = decoder.weights(), dict[str, _WeightTarget](), dict[str, Cut]()
+    whole = decoder.spec if part is None else part.whole
+    for spec in whole.weights():
+        offset = whole.norm_offset if spec.kind == "norm" else 0.0
+        own, first = WeightSlice() if part is None else part.slices.get(spec.name, WeightSlice()), 0
+        counts = []
+        for tensor in spec.stored:
+            counts.append(own.count(first, tensor.rows))
+            first += tensor.rows
+        views, first = _split(weights[spec.name], counts), 0
         for tensor, view in zip(spec.stored, views, strict=True):
-            order = row_order(tensor)
+            picked = pick(tensor, own, first)
+            first += tensor.rows
+            zeros = own.first_only and part is not None and part.rank > 0
             targets[tensor.name] = _WeightTarget(
-                view, offset, order, tensor.unit_rows, tensor.transposed, tensor.by_head
+                view, offset, picked.rows, tensor.unit_rows, tensor.transposed, tensor.by_head, picked.columns, zeros
             )
-    return targets
+            if picked.runs is not None:
+                columns = None if own.columns is None else (spec.shape[1], *own.columns)
+                cuts[tensor.name] = Cut(picked.runs, columns)
+    return targets, cuts
 
 
 class _Checkpoint:
     """The tensors of a model's files, whatever their format. names: those that are wanted."""
 
     def __init__(
-        self, directory: Path, quantized: QuantizedCheckpoint | None, spec: ModelSpec, names: Iterable[str]
+        self,
+        directory: Path,
+        quantized: QuantizedCheckpoint | None,
+        spec: ModelSpec,
+        names: Iterable[str],
+        cuts: Mapping[str, Cut],
     ) -> None:
         sources = quantized.sources if quantized is not None else {}
         self._leave = lambda name: name in sources or name.startswith(spec.unused)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         self._gguf: GgufIndex | None = read_index(directory)
-        self._files = checkpoint_files(directory)
+        self._files, self._cuts = checkpoint_files(directory), cuts
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
     def parts(self, place: Place) -> Iterator[Part]:
         """Raises LoadError for files that cannot be read."""
         if self._gguf is not None:
-            return read_gguf_tensors(self._gguf, place)
-        return _read(self._files, place, self._leave, self._stacks)
+            return read_gguf_tensors(self._gguf, place, self._cuts)
+        return _read(self._files, place, self._leave, self._stacks, self._cuts)
 
     def blocks(self, name: str) -> str | None:
         """The type of a tensor that comes as rows of bytes; None for one that comes as numbers."""
@@ -148,14 +177,16 @@ def load_weights(
     directory: Path,
     progress: Progress | None = None,
     quantized: QuantizedCheckpoint | None = None,
+    part: ModelPart | None = None,
 ) -> None:
     """Stream every tensor of the checkpoint into the decoder. That there is each of them, once and in its shape, `check_tensors`
     has found in the headers; what only numbers tell is a LoadError here.
 
-    quantized: what weights are made of that the checkpoint holds quantized, in the ways of Hugging Face.
+    quantized: what weights are made of that the checkpoint holds quantized, in the ways of Hugging Face. part: what the
+    decoder has of the model, None: all.
     """
-    targets = _targets(decoder)
-    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets)
+    targets, cuts = _targets(decoder, part)
+    checkpoint = _Checkpoint(directory, quantized, decoder.spec, targets, cuts)
     done = 0
     if quantized is not None:
         for size in _fill_quantized(decoder, directory, targets, quantized):
@@ -175,11 +206,11 @@ def load_weights(
         fits = view.dtype == dtype and list(view.shape) == shape and view.is_cpu and view.is_contiguous()
         return view if fits else None
 
-    for part in checkpoint.parts(place):
-        name, tensor = part.name, part.tensor if part.tensor.dim() else part.tensor.reshape(1)
+    for rows in checkpoint.parts(place):
+        name, tensor = rows.name, rows.tensor if rows.tensor.dim() else rows.tensor.reshape(1)
         done += tensor.nbytes
         target, blocks = targets.get(name), checkpoint.blocks(name)
-        if not _is_finite(part, blocks) and (target is not None or not is_derived(name)):
+        if not _is_finite(rows, blocks) and (target is not None or not is_derived(name)):
             raise LoadError(_not_finite(directory, name))
         if target is None:
             if name in heads and decoder.spec.tied_embeddings:
@@ -193,7 +224,7 @@ def load_weights(
             tensor = as_kept(tensor, blocks, name)
         else:
             tensor = _numbers(tensor, blocks, decoder, directory, target, name)
-        target.fill(decoder.backend, tensor, part.first, blocks=taken)
+        target.fill(decoder.backend, tensor, rows.first, blocks=taken)
         if progress:
             progress("loading weights", done, checkpoint.num_bytes)
     if tied_copy is not None and not _equals(decoder.backend, *tied_copy[1:], decoder.embedding):
@@ -294,9 +325,11 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in parts)
 
 
-def _read(files: list[Path], place: Place, leave: Callable[[str], bool], stacks: Container[str]) -> Iterator[Part]:
+def _read(
+    files: list[Path], place: Place, leave: Callable[[str], bool], stacks: Container[str], cuts: Mapping[str, Cut]
+) -> Iterator[Part]:
     for file in files:
         try:
-            yield from read_tensors(file, place, leave, stacks)
+            yield from read_tensors(file, place, leave, stacks, cuts)
         except (SafetensorError, OSError) as error:
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None

@@ -17,6 +17,7 @@
 #include "panels.h"
 #include "panels_convert.h"
 #include "pointwise.h"
+#include "ranks.h"
 #include "repeat.h"
 #include "rotary.h"
 #include "rotary_int8.h"

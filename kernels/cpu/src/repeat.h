@@ -15,6 +15,7 @@
 #include "names.h"
 #include "panels.h"
 #include "pointwise.h"
+#include "ranks.h"
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "simd.h"
@@ -88,6 +89,8 @@ static int make_all(const void *calls, long count) {
             case 24: code = make(call, WINDLASS_NAME(xielu)); break;
             case 25: code = make(call, WINDLASS_NAME(clip)); break;
             case 26: code = make(call, WINDLASS_NAME(scale_rows)); break;
+            case 27: code = make(call, WINDLASS_NAME(sum_over_ranks)); break;
+            case 28: code = make(call, WINDLASS_NAME(gather_columns)); break;
         }
         if (code) return code;
     }

@@ -1,0 +1,61 @@
+"""The pages of an engine: how many there are, of which models, and the memory for them."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.budget import CachePlan, plan_cache
+from windlass.engine.cache.memory import default_kv_budget, gib
+from windlass.engine.cache.storage import KVStorage
+from windlass.engine.core.description import draft_bytes_per_token, dtype_name
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.drafter import DraftModel
+from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory
+from windlass.engine.model.loading.preflight import no_room
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.transfer import RotationTransfer
+
+
+def make_draft_model(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel, plan: CachePlan, rows: int
+) -> DraftModel:
+    """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
+    decoder = draft.decoder
+    groups = decoder.spec.rotary_groups
+    return DraftModel(
+        decoder,
+        allocate_pages(config, model, draft, plan),
+        RotaryTables(rows, [group.base for group in groups], decoder.backend),
+        RotationTransfer(model.rotary_groups, groups),
+    )
+
+
+def plan_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
+    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
+    device, spec = model.decoder.device, model.spec
+    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type, config.replicas)
+    beside = draft_bytes_per_token(draft)
+    return plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        dtype_name(model.cache_dtype),
+        budget,
+        beside=beside,
+        whole_prompts=spec.sees_whole_texts,
+    )
+
+
+def allocate_pages(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
+    """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
+    decoder, backend = model.decoder, owner.decoder.backend
+    try:
+        return KVStorage(
+            owner.decoder.spec.kv_groups, plan.num_blocks, config.cache.block_size, owner.cache_dtype, backend
+        )
+    except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
+        if not is_out_of_memory(error):
+            raise
+        there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
+        raise LoadError(no_room(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None

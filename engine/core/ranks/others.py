@@ -1,0 +1,150 @@
+"""The other ranks as the first one has them: processes that it starts, tells what to compute, and ends.
+
+All of them end together: where one is gone, steps fail in all that wait for it; where the first one is gone, the system ends
+the others, whatever they are doing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import pickle
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable
+from multiprocessing.connection import Connection, Pipe
+from queue import SimpleQueue
+from typing import Any
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.budget import CachePlan
+from windlass.engine.core.black_box import memory_file
+from windlass.engine.core.ranks.messages import LoadPart, MakePages, PartFailed, PartLoaded
+from windlass.engine.core.threads import wait_settings
+from windlass.engine.errors import LoadError
+from windlass.kernels import Ranks, memory_bytes
+
+_END_SECONDS = 2.0  # that a rank has to end by itself once nobody holds the other end of its pipe
+
+Gone = Callable[[str], None]
+
+
+class _OtherRank:
+    """A process, the pipe to it, and what it has answered; None once it is gone."""
+
+    def __init__(self, rank: int, memory: int, log_level: str) -> None:
+        self.rank = rank
+        self.pipe, theirs = Pipe()
+        with theirs:
+            self.process = subprocess.Popen(
+                [
+                    *(sys.executable, "-P", "-m", "windlass.engine.core.ranks.process"),
+                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--parent={os.getpid()}"),
+                    f"--log-level={log_level}",
+                ],
+                pass_fds=[theirs.fileno(), memory],
+                env={**os.environ, **wait_settings(os.environ)},
+                stdin=subprocess.DEVNULL,
+                stdout=2,
+            )
+        self.answers: SimpleQueue[Any] = SimpleQueue()
+
+    def describe_end(self) -> str:
+        """How it ended, for people."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self.process.wait(_END_SECONDS)
+        code = self.process.returncode
+        if code is None:
+            return "it closed its connection"
+        return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
+
+
+class OtherRanks:
+    """They begin to load at once. `close` it, or end this process."""
+
+    def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
+        self.count = config.compute.tensor_parallel
+        self.memory = memory_file(memory_bytes(self.count))
+        self.gone: Gone | None = None  # told once, by another thread, why a rank is not there any more
+        self._meeting: Ranks | None = None
+        self._fault: str | None = None
+        self._closing = False
+        self._ranks: list[_OtherRank] = []
+        try:
+            for rank in range(1, self.count):
+                other = _OtherRank(rank, self.memory, log_level)
+                self._ranks.append(other)
+                other.pipe.send(LoadPart(config, rank))
+                threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()
+        except OSError as error:
+            self.close()
+            raise LoadError(f"`compute.tensor_parallel`: a process cannot be started: {error.strerror}") from None
+
+    def meet_in(self, ranks: Ranks | None) -> None:
+        """Have steps fail that wait in there for a rank that is gone."""
+        self._meeting = ranks
+        if self._fault is not None and ranks is not None:
+            ranks.end(self._fault)
+
+    def loaded(self) -> list[PartLoaded]:
+        """What each of them has loaded, once all have. Raises LoadError."""
+        return [self._answer(other) for other in self._ranks]
+
+    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+        """Have them make ready for steps. Raises LoadError."""
+        self.tell(MakePages(plan, rotary_rows))
+        for other in self._ranks:
+            self._answer(other)
+
+    def tell(self, order: object) -> None:
+        """Send all of them an order. Raises RuntimeError where one is gone."""
+        data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
+        for other in self._ranks:
+            try:
+                other.pipe.send_bytes(data)
+            except OSError:
+                raise RuntimeError(self._fault or f"rank {other.rank} ended: {other.describe_end()}") from None
+
+    def close(self) -> None:
+        """End them. Safe to call twice."""
+        self._closing = True
+        if self._meeting is not None:
+            self._meeting.end("the engine was closed")
+        for other in self._ranks:
+            other.process.kill()
+        for other in self._ranks:
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                other.process.wait(_END_SECONDS)
+        number, self.memory = self.memory, -1
+        if number >= 0:
+            os.close(number)
+
+    def _answer(self, other: _OtherRank) -> PartLoaded:
+        answer = other.answers.get()
+        if isinstance(answer, PartLoaded):
+            return answer
+        if isinstance(answer, PartFailed):
+            raise LoadError(answer.message)
+        raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
+
+    def _read(self, other: _OtherRank) -> None:
+        while True:
+            try:
+                other.answers.put(other.pipe.recv())
+            except (EOFError, OSError):
+                break
+        other.answers.put(None)
+        if self._closing:
+            return
+        self._fault = fault = self._fault or f"rank {other.rank} ended: {other.describe_end()}"
+        if self._meeting is not None:
+            self._meeting.end(fault)
+        if self.gone is not None:
+            self.gone(fault)
+
+
+def connection(number: int) -> Connection:
+    """The other end of the pipe, in the process of a rank."""
+    return Connection(number)

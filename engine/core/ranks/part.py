@@ -1,0 +1,49 @@
+"""What a rank that is not the first has of an engine: its part of the model, pages for its heads, and the steps on them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from windlass.engine.api.config import EngineConfig, SpeculationConfig
+from windlass.engine.cache.budget import CachePlan
+from windlass.engine.core.pages import allocate_pages
+from windlass.engine.core.threads import rank_threads
+from windlass.engine.execution.rank_runner import RankRunner
+from windlass.engine.execution.runner import FollowPlan, RankOrder, TakePart
+from windlass.engine.model.loading.loader import RankSeat, load_model
+from windlass.engine.rotary.tables import RotaryTables
+
+
+class RankPart:
+    """Loads at once; raises LoadError. memory: the descriptor of the memory that the ranks meet in."""
+
+    def __init__(self, config: EngineConfig, rank: int, memory: int) -> None:
+        torch.set_num_threads(rank_threads(config.compute))
+        # Drafts are made by the first rank.
+        self._config = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig()))
+        self._model = load_model(self._config, seat=RankSeat(rank, memory))
+        self._runner: RankRunner | None = None
+
+    @property
+    def weight_bytes(self) -> int:
+        return self._model.decoder.weight_bytes()
+
+    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+        """Make what steps need, as large as the first rank has it. Raises LoadError."""
+        decoder = self._model.decoder
+        cache = allocate_pages(self._config, self._model, self._model, plan)
+        tables = RotaryTables(rotary_rows, [group.base for group in decoder.spec.rotary_groups], decoder.backend)
+        self._runner = RankRunner(decoder, cache, tables, self._config.cache.block_size)
+
+    def do(self, order: RankOrder) -> None:
+        """What the first rank says."""
+        assert self._runner is not None
+        match order:
+            case TakePart(plan):
+                self._runner.take_part(plan)
+            case FollowPlan(plan):
+                self._runner.follow(plan)
+            case _:
+                self._runner.restore(order)

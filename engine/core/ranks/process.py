@@ -1,0 +1,86 @@
+"""The process of a rank that is not the first: `python -m windlass.engine.core.ranks.process`, started by `others`.
+
+It loads its part of the model, makes its pages, and then does what it is told, step by step. It ends when the first rank does:
+its pipe is closed then, and the system kills it even where it is stuck.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import logging
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from multiprocessing.connection import Connection
+
+from windlass.engine.api.json_log import log_as_json, wants_json
+from windlass.engine.core.ranks.messages import LoadPart, MakePages, PartFailed, PartLoaded
+from windlass.engine.core.ranks.others import connection
+from windlass.engine.errors import LoadError
+
+_logger = logging.getLogger("windlass.engine")
+_PR_SET_PDEATHSIG = 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serve the first rank until it is gone; the exit code is 0 only then."""
+    parser = argparse.ArgumentParser(
+        prog="windlass.engine.core.ranks.process", description="internal: started by the engine"
+    )
+    parser.add_argument("--fd", type=int, required=True)
+    parser.add_argument("--memory", type=int, required=True)
+    parser.add_argument("--parent", type=int, required=True)
+    parser.add_argument("--log-level", default="warning")
+    options = parser.parse_args(argv)
+    _end_with(options.parent)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    pipe = connection(options.fd)
+    try:
+        order: LoadPart = pipe.recv()
+        if wants_json():
+            log_as_json(f"rank-{order.rank}", options.log_level)
+        else:
+            logging.basicConfig(
+                level=options.log_level.upper(),
+                stream=sys.stderr,
+                format="%(asctime)s %(levelname)s %(name)s: %(message)s",
+            )
+        return _serve(pipe, order, options.memory)
+    except (EOFError, ConnectionError):
+        return 0
+    except Exception:
+        _logger.exception("a rank of the model failed")
+        return 1
+
+
+def _end_with(parent: int) -> None:
+    """Be killed when the parent dies, whatever it dies of; where the system cannot do that, the closed pipe has to do."""
+    prctl = getattr(ctypes.CDLL(None), "prctl", None)
+    if prctl is not None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # it died before
+        os._exit(0)
+
+
+def _serve(pipe: Connection, order: LoadPart, memory: int) -> int:
+    # Late, because it brings torch.
+    from windlass.engine.core.ranks.part import RankPart
+
+    try:
+        part = RankPart(order.config, order.rank, memory)
+        pipe.send(PartLoaded(part.weight_bytes))
+        pages: MakePages = pipe.recv()
+        part.make_pages(pages.plan, pages.rotary_rows)
+        pipe.send(PartLoaded(part.weight_bytes))
+    except LoadError as error:
+        pipe.send(PartFailed(str(error)))
+        return 1
+    while True:
+        part.do(pipe.recv())
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,91 @@
+"""Which part of a model a rank of `compute.tensor_parallel` loads, and what stands against splitting it. Imports no torch."""
+
+from __future__ import annotations
+
+import os
+from math import prod
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.memory import gib
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.gguf_index import GgufIndex, units
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.parallel.split import ModelPart, split_model
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.storage import StoragePlan, plan_bytes
+
+_TABLE_BYTES = 2  # of an element of an embedding, which every rank has whole, about
+
+
+def prepare_part(
+    config: EngineConfig,
+    spec: ModelSpec,
+    plan: StoragePlan,
+    device: str,
+    gguf: GgufIndex | None,
+    quantized: str | None,
+    free: int | None,
+    rank: int,
+) -> tuple[ModelPart | None, tuple[str, ...]]:
+    """A rank's part, and what a person should know of it; None where there is one rank. Raises LoadError.
+
+    plan: of the whole model. device: "cpu" or "cuda". quantized: what to call a checkpoint that is quantized already. free:
+    bytes of memory, None if nobody knows.
+    """
+    ranks = config.compute.tensor_parallel
+    if ranks == 1:
+        return None, ()
+    check_rank_device(config, device)
+    _check(config, quantized)
+    part = split_model(spec, plan, rank, ranks, None if gguf is None else units(gguf.tensors))
+    return part, _notices(config, part, plan_bytes(spec, plan), free)
+
+
+def check_rank_device(config: EngineConfig, device: str) -> None:
+    """LoadError where ranks cannot meet. device: "cpu", "cuda:1", …"""
+    ranks = config.compute.tensor_parallel
+    if ranks > 1 and device != "cpu":
+        raise LoadError(
+            f"`compute.tensor_parallel={ranks}` works on a CPU only so far: use `compute.device=cpu`, or leave it out"
+        )
+
+
+def _check(config: EngineConfig, quantized: str | None) -> None:
+    """LoadError for what an engine of several ranks does not do."""
+    option = f"`compute.tensor_parallel={config.compute.tensor_parallel}`"
+    if quantized is not None:
+        raise LoadError(
+            f"{option}: a {quantized} checkpoint is not split: give the unquantized model with `compute.quantization=int8`, or "
+            "a GGUF file"
+        )
+    if config.loading.format == "dummy":
+        raise LoadError(f"{option} splits weights that are in files: leave `loading.format=dummy` out")
+    if config.adapters.sources:
+        raise LoadError(f"{option}: adapters are not split: leave `adapters.sources` out, or merge them into the model")
+    if config.cache.persist is not None:
+        raise LoadError(
+            f"{option}: each rank caches heads of its own, which are not kept in files: leave `cache.persist` out"
+        )
+
+
+def _notices(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int | None) -> tuple[str, ...]:
+    ranks, engines, found = part.ranks, config.replicas, []
+    heads = {layer.mixer.num_kv_heads for layer in part.whole.layers if isinstance(layer.mixer, AttentionSpec)}
+    if uneven := sorted(count for count in heads if count % ranks):
+        found.append(
+            f"{uneven[0]} heads of keys are not shared out evenly over {ranks} ranks: those with fewer wait for those with more"
+        )
+    own = config.compute.cores
+    processes, cores = (ranks * engines, _cores()) if own is None else (ranks, len(own))
+    if processes > cores:
+        found.append(f"{processes} ranks share {cores} cores, and wait for each other: use fewer")
+    tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "table and head")]
+    needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
+    if free is not None and needed > free:
+        found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
+    return tuple(found)
+
+
+def _cores() -> int:
+    """Those that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

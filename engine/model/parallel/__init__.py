@@ -1,0 +1,1 @@
+"""Models that several ranks hold together: which part each of them has."""

@@ -1,0 +1,153 @@
+"""What a rank has of a layer: heads of its attention, and a part of the inner width of its feed-forward. Imports no torch.
+
+What the ranks make of their parts are summands: the output of a layer's part is their sum. So whatever is not linear has to
+lie within what one rank has; what does not is refused, by a reason that says what it is.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.model.parallel.shares import Run, WeightSlice, share
+from windlass.engine.model.spec import FeedForwardSpec
+
+OPTION = "`compute.tensor_parallel`"
+
+
+@dataclass(frozen=True, slots=True)
+class Seat:
+    """Which rank this is, and of how many."""
+
+    rank: int
+    ranks: int
+
+
+# Columns of a layer's weight, by its name, that cannot be cut further: a block of numbers with scales in common.
+UnitOf = Callable[[str], int]
+
+
+def split_attention(
+    spec: AttentionSpec | LatentSpec, seat: Seat, unit_of: UnitOf
+) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
+    """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
+    whole. Raises LoadError."""
+    if isinstance(spec, LatentSpec):
+        raise refusal("latent attention is not split")
+    if reason := _attention_refusal(spec):
+        raise refusal(f"{reason} is not split")
+    first, count = share(spec.num_kv_heads, seat.rank, seat.ranks)
+    if spec.num_kv_heads < seat.ranks:
+        raise LoadError(
+            f"{OPTION} is {seat.ranks}, and the model has {spec.num_kv_heads} heads of keys: use {spec.num_kv_heads} or less"
+        )
+    queries, dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
+    heads: Run = (first * queries, count * queries)
+    q, k = _times(heads, dim), _times((first, count), dim)
+    q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
+    fit(OPTION, q, q_size, unit_of("out"), "heads", seat)
+    qkv = WeightSlice((q, _behind(k, q_size), _behind(k, q_size + kv_size)))
+    slices = {
+        "qkv": qkv,
+        "qkv_bias": qkv,
+        "out": WeightSlice(columns=q),
+        "out_bias": WeightSlice(first_only=True),
+        "gate": WeightSlice((q,)),
+        "sinks": WeightSlice((heads,)),
+    }
+    if spec.qk_norm == "by head":
+        slices |= {"q_norm": WeightSlice((q,)), "k_norm": WeightSlice((k,))}
+    return replace(spec, num_heads=heads[1], num_kv_heads=count), slices
+
+
+def _attention_refusal(spec: AttentionSpec) -> str | None:
+    if spec.alibi:
+        return "attention whose scores lose by distance (ALiBi)"
+    if spec.qk_norm == "all heads":
+        return "a norm of queries over all heads"
+    if spec.qk_norm == "by head" and "{head}" in spec.names.q_norm:
+        return "a norm with a tensor for each head"
+    if spec.names.output_norm is not None:
+        return "a norm of what attention gives, over all heads,"
+    if spec.num_heads % spec.num_kv_heads:
+        return "attention whose heads of queries do not share heads of keys evenly"
+    return None
+
+
+def split_feed_forward(
+    spec: FeedForwardSpec, seat: Seat, unit_of: UnitOf
+) -> tuple[FeedForwardSpec, dict[str, WeightSlice]]:
+    """As `split_attention`."""
+    if isinstance(spec, ExpertsSpec):
+        return _split_experts(spec, seat, unit_of)
+    size = spec.intermediate_size
+    own = _inner_share(size, seat, unit_of("down"))
+    if isinstance(spec, PlainSpec):
+        up = WeightSlice((own,))
+        return replace(spec, intermediate_size=own[1]), {"up": up, "up_bias": up, **_down(own)}
+    if spec.names.inner_norm is not None:
+        raise refusal("a norm within the feed-forward is not split")
+    return replace(spec, intermediate_size=own[1]), _gated(own, size)
+
+
+def _split_experts(spec: ExpertsSpec, seat: Seat, unit_of: UnitOf) -> tuple[ExpertsSpec, dict[str, WeightSlice]]:
+    """Every rank has a part of every expert: all of them meet the same tokens, and the router is had whole."""
+    size = spec.intermediate_size
+    own = _inner_share(size, seat, unit_of("experts.0.down"))
+    slices = {
+        f"experts.{index}.{name}": part for index in range(spec.experts) for name, part in _gated(own, size).items()
+    }
+    result = replace(spec, intermediate_size=own[1])
+    if spec.shared is not None and spec.shared_size is not None:
+        shared = _inner_share(spec.shared_size, seat, unit_of("shared.down"))
+        slices |= {f"shared.{name}": part for name, part in _gated(shared, spec.shared_size).items()}
+        result = replace(result, shared_size=shared[1])
+    return result, slices
+
+
+def _gated(own: Run, size: int) -> dict[str, WeightSlice]:
+    both = WeightSlice((own, _behind(own, size)))
+    return {"gate_up": both, "gate_up_bias": both, **_down(own)}
+
+
+def _down(own: Run) -> dict[str, WeightSlice]:
+    return {"down": WeightSlice(columns=own), "down_bias": WeightSlice(first_only=True)}
+
+
+def _inner_share(size: int, seat: Seat, unit: int) -> Run:
+    """A part of the inner width; LoadError where there are fewer units of it than ranks."""
+    if size // unit < seat.ranks:
+        most = size // unit
+        raise LoadError(
+            f"{OPTION} is {seat.ranks}, and a feed-forward of width {size} is cut at multiples of {unit} only: use {most} or "
+            "less, or another quantization"
+        )
+    return share(size, seat.rank, seat.ranks, unit)
+
+
+def fit(option: str, own: Run, size: int, unit: int, what: str, seat: Seat) -> None:
+    """LoadError where columns are not cut at the bounds of blocks."""
+    first, count = own
+    if first % unit or ((first + count) % unit and first + count != size):
+        raise LoadError(
+            f"{option} is {seat.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, and "
+            f"their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks that fits"
+        )
+
+
+def refusal(what: str) -> LoadError:
+    """For what no number of ranks would do."""
+    return LoadError(f"{OPTION}: {what}: leave it out, or give another model")
+
+
+def _times(run: Run, factor: int) -> Run:
+    return run[0] * factor, run[1] * factor
+
+
+def _behind(run: Run, first: int) -> Run:
+    return run[0] + first, run[1]

@@ -1,0 +1,135 @@
+// What the ranks of one model do together: sums, and columns brought to the first of them, through memory that they all map.
+//
+// The memory is a page of words, one line for each rank and one more, and behind it two slots for every rank. A rank copies
+// what it has into its slot, says so in its line and waits until the others have said so too. The two slots are used by
+// turns: who has seen all others in round n knows that they have read everything of round n - 1, and may write over it.
+// Sums are formed in the order of the ranks by each of them, so that all come to the same bits.
+
+#pragma once
+
+#include <cstdint>
+
+#include "names.h"
+#include "simd.h"
+#include "team.h"
+#include "tiles.h"
+
+// For all instruction sets, in isa_generic.cpp: sleep while the word has this value, some milliseconds at most; wake who does.
+extern "C" void windlass_sleep_on(uint32_t *word, uint32_t value);
+extern "C" void windlass_wake_all(uint32_t *word);
+
+namespace {
+
+// Of one rank, in its own memory. round: of the last meeting; bounds: the first column of each rank's, and the end.
+struct RankGroup {
+    char *memory;
+    const int64_t *bounds;
+    int64_t rank, ranks, slot_bytes, round;
+};
+
+namespace ranks {
+
+constexpr long HEADER = 4096;
+constexpr long SPINS = 1 << 11;  // some ten microseconds; then whoever else wants the core may have it
+constexpr int GONE = 3;          // a rank has ended
+
+struct alignas(64) Line { uint32_t round, sleeps; };
+
+INLINE Line *lines_of(const RankGroup &group) { return (Line *)group.memory; }
+INLINE char *slot_of(const RankGroup &group, long rank) {
+    return group.memory + HEADER + ((group.round & 1) * group.ranks + rank) * group.slot_bytes;
+}
+
+// Says that this rank's slot is full, and waits for those of the others. False where the word of the last line is set.
+static bool meet(const RankGroup &group) {
+    Line *lines = lines_of(group), &own = lines[group.rank];
+    const uint32_t round = uint32_t(group.round);
+    __atomic_store_n(&own.round, round, __ATOMIC_SEQ_CST);
+    bool sleeps = false;
+    for (long r = 0; r < group.ranks; r++) sleeps |= r != group.rank && __atomic_load_n(&lines[r].sleeps, __ATOMIC_SEQ_CST);
+    if (sleeps) windlass_wake_all(&own.round);
+    for (long r = 0; r < group.ranks; r++) {
+        for (long turns = 0; r != group.rank; turns++) {
+            const uint32_t there = __atomic_load_n(&lines[r].round, __ATOMIC_ACQUIRE);
+            if (int32_t(there - round) >= 0) break;
+            if (__atomic_load_n(&lines[group.ranks].round, __ATOMIC_RELAXED)) return false;
+            if (turns < SPINS) {
+                relax();
+                continue;
+            }
+            __atomic_store_n(&own.sleeps, 1, __ATOMIC_SEQ_CST);
+            const uint32_t still = __atomic_load_n(&lines[r].round, __ATOMIC_SEQ_CST);
+            if (int32_t(still - round) < 0) windlass_sleep_on(&lines[r].round, still);
+            __atomic_store_n(&own.sleeps, 0, __ATOMIC_RELAXED);
+        }
+    }
+    return true;
+}
+
+}  // namespace ranks
+
+// x [count] becomes the sum of what all ranks have there, in float32 in their order, rounded once. Returns 3 where one ended.
+EXPORT int WINDLASS_NAME(sum_over_ranks)(void *of, void *x, int type, long count) {
+    RankGroup &group = *(RankGroup *)of;
+    int code = 0;
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+        const long size = sizeof(*element), piece = group.slot_bytes / size;
+        for (long first = 0; first < count && !code; first += piece) {
+            const long n = min_of(piece, count - first);
+            auto *own = (T)((char *)x + first * size);
+            group.round++;
+            __builtin_memcpy(ranks::slot_of(group, group.rank), own, n * size);
+            if (!ranks::meet(group)) {
+                code = ranks::GONE;
+                return;
+            }
+            const T start = (T)ranks::slot_of(group, 0);
+            const long step = group.slot_bytes / size;
+            long i = 0;
+            for (; i + W <= n; i += W) {
+                vf total = load(start + i);
+                for (long r = 1; r < group.ranks; r++) total += load(start + r * step + i);
+                store(own + i, total);
+            }
+            for (; i < n; i++) {
+                float total = widen(start[i]);
+                for (long r = 1; r < group.ranks; r++) total += widen(start[r * step + i]);
+                narrow(total, own[i]);
+            }
+        }
+    });
+    return code;
+}
+
+// part: float32 [rows][columns] of this rank, whose columns begin at its bound. The first rank's `out` [rows][all columns] gets
+// those of all ranks; the others have none. Returns 3 where a rank ended.
+EXPORT int WINDLASS_NAME(gather_columns)(void *of, const float *part, float *out, long rows) {
+    RankGroup &group = *(RankGroup *)of;
+    const int64_t *bounds = group.bounds;
+    const long columns = bounds[group.rank + 1] - bounds[group.rank], all = bounds[group.ranks];
+    long widest = 1;
+    for (long r = 0; r < group.ranks; r++) widest = max_of(widest, bounds[r + 1] - bounds[r]);
+    const long piece = group.slot_bytes / long(sizeof(float)), width = min_of(widest, piece), height = piece / width;
+    const auto move = [](float *to, long to_row, const float *from, long from_row, long count, long length) {
+        for (long i = 0; i < count; i++) __builtin_memcpy(to + i * to_row, from + i * from_row, length * sizeof(float));
+    };
+    if (out) move(out + bounds[group.rank], all, part, columns, rows, columns);
+    for (long row = 0; row < rows; row += height) {
+        const long count = min_of(height, rows - row);
+        for (long first = 0; first < widest; first += width) {
+            group.round++;
+            const long own = max_of(0, min_of(width, columns - first));
+            if (!out) move((float *)ranks::slot_of(group, group.rank), width, part + row * columns + first, columns, count, own);
+            if (!ranks::meet(group)) return ranks::GONE;
+            for (long r = 0; out && r < group.ranks; r++) {
+                const long theirs = max_of(0, min_of(width, bounds[r + 1] - bounds[r] - first));
+                if (r == group.rank) continue;
+                move(out + row * all + bounds[r] + first, all, (const float *)ranks::slot_of(group, r), width, count, theirs);
+            }
+        }
+    }
+    return 0;
+}
+
+}  // namespace

@@ -1,0 +1,52 @@
+"""The ranks of one model: processes that hold a part of it each, and the memory that they meet in.
+
+Responsible for that memory: how large it is, who a rank is among the others, and the word that tells all of them that one has
+ended. How numbers pass through it is the backends' business; what is split, and who starts whom, that of those above.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from itertools import accumulate
+
+HEADER_BYTES = 4096  # the same as in cpu/src/ranks.h
+SLOT_BYTES = 256 << 10  # what a rank hands over at a time: two of each rank's stay in a core's cache
+MOST_RANKS = 32
+_LINE_BYTES = 64
+
+
+class RankEndedError(RuntimeError):
+    """Another rank of the model has ended: nothing that the ranks do together can be done any more."""
+
+
+def memory_bytes(ranks: int) -> int:
+    """How large a memory file for so many ranks has to be."""
+    return HEADER_BYTES + 2 * ranks * SLOT_BYTES
+
+
+class Ranks:
+    """What one rank has of all of them. fault: why nothing works any more, None while all is well.
+
+    number: the descriptor of a memory file of `memory_bytes`, zeros at first. rank: which one this is, of `count`.
+    columns: how many columns of the model's logits each rank forms.
+    """
+
+    def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...]) -> None:
+        if not 0 <= rank < count <= MOST_RANKS or len(columns) != count:
+            raise ValueError(f"rank {rank} of {count}, of at most {MOST_RANKS}, with columns of {len(columns)}")
+        self.rank, self.count = rank, count
+        self.bounds = (0, *accumulate(columns))
+        self.fault: str | None = None
+        self._map = mmap.mmap(os.dup(number), memory_bytes(count))
+        self._first = ctypes.c_char.from_buffer(self._map)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._first)
+
+    def end(self, reason: str) -> None:
+        """Have every rank fail that waits for others, now and from now on. Any thread may call it."""
+        self.fault = self.fault or reason
+        self._map[self.count * _LINE_BYTES] = 1

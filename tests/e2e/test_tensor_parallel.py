@@ -1,0 +1,101 @@
+"""A real server of two ranks: answers equal those of one, a rank's death ends the engine, and nothing is left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers.eventually import eventually
+from helpers.real_server import RealServer, serve
+
+pytestmark = pytest.mark.slow
+SMALL = ("--kv-cache-memory", "32MiB", "--max-model-len", "512")
+SCALING = {"rope_type": "yarn", "factor": 2.0}
+
+
+def complete(server: RealServer, prompt: Any, **fields: object) -> Any:
+    body = {"model": "demo", "prompt": prompt, "max_tokens": 12, "temperature": 0, **fields}
+    answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return [(choice["text"], choice["finish_reason"]) for choice in answer.json()["choices"]]
+
+
+def rank_pids(server: RealServer) -> list[int]:
+    engine = server.engine_pid()
+    found = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
+    return [int(pid) for pid in found if b"core.ranks.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+
+
+def is_gone(pid: int) -> Callable[[], bool]:
+    return lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+
+
+def test_two_ranks_answer_as_one_does() -> None:
+    asked: list[tuple[Any, dict[str, object]]] = [
+        ("Once upon a time", {}),
+        ("Once upon a time there was", {"rope_scaling": SCALING}),
+        ("The king said", {"temperature": 0.9, "seed": 3, "n": 2}),
+        (list(range(10, 300)), {"max_tokens": 20}),
+        (list(range(10, 300)), {"max_tokens": 20}),  # its beginning is cached
+    ]
+    with serve(*SMALL) as server:
+        expected = [complete(server, prompt, **fields) for prompt, fields in asked]
+    with serve("--tensor-parallel", "2", *SMALL) as server:
+        assert len(rank_pids(server)) == 1
+        assert [complete(server, prompt, **fields) for prompt, fields in asked] == expected
+        log = server.log.read_text()
+        assert "ranks     2" in log
+
+
+def test_a_rank_that_dies_ends_the_engine_which_starts_again() -> None:
+    with serve("--tensor-parallel", "2", *SMALL) as server:
+        before = complete(server, "Once upon a time")
+        engine, (rank,) = server.engine_pid(), rank_pids(server)
+        os.kill(rank, signal.SIGKILL)  # nothing runs: the end is noticed all the same
+        eventually(is_gone(engine), seconds=30)
+        eventually(lambda: server.metric("windlass_engine_restarts_total") == 1, seconds=30)
+        server.wait_ready()
+        assert complete(server, "Once upon a time") == before
+        assert "rank 1 ended: killed by SIGKILL" in server.log.read_text()
+        assert rank_pids(server) != [rank]
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
+    """Not even one that is stopped, which no closed pipe ends."""
+    with serve("--tensor-parallel", "2", *SMALL) as server:
+        (rank,) = rank_pids(server)
+        if stopped:
+            os.kill(rank, signal.SIGSTOP)
+        os.kill(server.engine_pid(), signal.SIGKILL)
+        eventually(is_gone(rank), seconds=30)
+        server.wait_ready()
+        engine, (rank,) = server.engine_pid(), rank_pids(server)
+        server.process.kill()
+        eventually(is_gone(engine), seconds=30)
+        eventually(is_gone(rank), seconds=30)
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        (("--tensor-parallel", "5"), "the model has 4 heads of keys: use 4 or less"),
+        (("--tensor-parallel", "0"), "--tensor-parallel must be at least 1"),
+        (("--tensor-parallel", "2", "--device", "cuda"), "use --device cpu"),
+        (("--tensor-parallel", "2", "--load-format", "dummy"), "leave --load-format dummy out"),
+        (("--tensor-parallel", "2", "--kv-persist", "/tmp/never"), "leave --kv-persist out"),
+    ],
+)
+def test_what_cannot_be_split_is_one_line_before_anything_listens(options: tuple[str, ...], told: str) -> None:
+    command = [str(Path(sys.executable).with_name("windlass")), "serve", "demo", "--port", "0", *options]
+    began = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert began.returncode == 2
+    assert told in began.stderr and "Traceback" not in began.stderr
+    assert len(began.stderr.strip().splitlines()) == 1, began.stderr

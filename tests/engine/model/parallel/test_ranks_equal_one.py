@@ -1,0 +1,132 @@
+"""A model split over ranks comes to the logits of one process: families, ways of storing weights, ways of serving."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.gguf_models import make_gguf
+from helpers.thread_ranks import ranked
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.rotary.scaling import RopeScaling
+
+# Heads that share keys, biases, norms of heads, caps and norms with an offset, layers in parallel, fused and interleaved heads,
+# experts with a shared one, norms behind the rotation, tied heads, learned sinks; of each, the ranks it is cut into.
+SPLIT = {
+    "llama": 2,
+    "llama_bias": 2,
+    "qwen2": 2,
+    "qwen3": 2,
+    "gemma2": 2,
+    "gemma3": 2,
+    "gpt_neox": 4,
+    "gptj": 3,
+    "codegen": 2,
+    "falcon": 2,
+    "cohere_normed": 2,
+    "phi3": 2,
+    "glm": 2,
+    "hunyuan": 2,
+    "apertus": 2,
+    "granite": 2,
+}
+LONG = {"rope_type": "yarn", "factor": 4.0}
+
+
+def requests(**fields: Any) -> list[EngineRequest]:
+    return [greedy("a", range(5, 45), 10, **fields), greedy("b", range(20, 33), 6), greedy("c", [7, 9, 11], 6)]
+
+
+# Nothing is rounded to 8 or 16 bits on the way, where the last bit of a sum can tip a number to its neighbour.
+UNROUNDED = {"activations": "float32", "kv_cache_dtype": "float32"}
+
+
+def assert_equal(found: dict[Any, Finished], expected: dict[Any, Finished], bound: float = 1e-5) -> None:
+    assert found.keys() == expected.keys()
+    for key, one in expected.items():
+        assert found[key].token_ids == one.token_ids, key
+        for ours, theirs in zip(found[key].logits, one.logits, strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < bound, key
+
+
+@pytest.mark.parametrize("family", SPLIT)
+def test_a_family_comes_to_the_logits_of_one_rank(tmp_path: Path, family: str) -> None:
+    directory = make_model(family, tmp_path / "model")
+    expected = run(make_core(directory, threads=1), requests())
+    with ranked(directory, SPLIT[family]) as core:
+        assert_equal(run(core, requests()), expected)
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    wide = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 200}
+    return make_model("llama", tmp_path_factory.mktemp("llama"), head_dim=32, intermediate_size=160, **wide)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"max_num_batched_tokens": 16, "deterministic": True},
+        {"kv_cache_dtype": "int8"},
+        {"speculative_ngram": 4, "prefix_caching": False},
+        {"quantization": "int8", **UNROUNDED},
+        {"dtype": "float32", "max_num_seqs": 2},
+    ],
+    ids=["cut prompts, deterministic", "int8 cache", "proposals", "int8 weights", "queue"],
+)
+def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]) -> None:
+    """Three heads of keys over two ranks, one to the first."""
+    asked = [*requests(rope_scaling=RopeScaling.from_dict(LONG)), greedy("d", [5, 6, 7] * 12, 12)]
+    bound = 1e-2 if options.get("kv_cache_dtype") == "int8" else 1e-5  # one step of a cached number in a hundred
+    expected = run(make_core(llama, threads=1, **options), asked)
+    with ranked(llama, 2, **options) as core:
+        assert any("3 heads of keys are not shared out evenly" in notice for notice in core.info.notices)
+        assert_equal(run(core, asked), expected, bound)
+        assert_equal(run(core, asked), expected, bound)  # from cached prefixes, by recorded steps
+        assert core.runner.replay.num_repeated > 0 and core.runner.replay.obstacle is None
+
+
+def test_preempted_sequences_go_on_as_they_were(llama: Path) -> None:
+    asked = [greedy(str(i), range(3 + i, 43 + i), 40) for i in range(5)]
+    small = {"kv_cache_memory": 20 * 16 * 4 * 3 * 2 * 32 * 4, "max_model_len": 128}
+    expected = run(make_core(llama, threads=1, **small), asked)
+    with ranked(llama, 2, **small) as core:
+        assert_equal(run(core, asked), expected)
+        assert core.stats().num_preemptions > 0
+
+
+def test_what_a_prompt_is_given_comes_to_the_same(llama: Path) -> None:
+    asked = [greedy("a", range(5, 150), 2, prompt_logprobs=2), greedy("b", [8], 4, logprobs=3)]
+    expected = run(make_core(llama, threads=1), asked)
+    with ranked(llama, 3) as core:
+        found = run(core, asked)
+    theirs, ours = (one["a", 0].outputs[0].prompt_logprobs for one in (expected, found))
+    assert theirs is not None and ours is not None and len(ours) == 145
+    for one, other in zip(ours[1:], theirs[1:], strict=True):
+        assert one is not None and other is not None
+        assert one.logprob == pytest.approx(other.logprob, abs=1e-4)
+    assert found["b", 0].token_ids == expected["b", 0].token_ids
+
+
+def test_blocks_of_a_gguf_file_are_cut_as_they_lie(tmp_path: Path) -> None:
+    source = make_model("llama", tmp_path / "source", intermediate_size=160, head_dim=32)
+    directory = make_gguf(source, tmp_path / "gguf", lambda name: "Q8_0", interleaved=True).derived
+    expected = run(make_core(directory, threads=1, **UNROUNDED), requests())
+    with ranked(directory, 2, **UNROUNDED) as core:
+        assert_equal(run(core, requests()), expected)
+        assert core.info.quantization == "GGUF Q8_0"
+
+
+def test_each_rank_holds_its_part(llama: Path) -> None:
+    whole = make_core(llama, threads=1)
+    with ranked(llama, 3) as core:
+        own = core.runner.decoder.spec
+        assert [(one.mixer.num_heads, one.mixer.num_kv_heads) for one in own.layers] == [(2, 1)] * 4  # type: ignore[union-attr]
+        assert own.kv_groups[0].num_kv_heads == 1 and own.vocabulary == (0, 64)
+        assert core.info.kv_bytes_per_token == whole.info.kv_bytes_per_token
+        assert core.info.num_parameters == whole.info.num_parameters and core.info.ranks == 3
+        assert core.runner.decoder.weight_bytes() < whole.info.weight_bytes / 2

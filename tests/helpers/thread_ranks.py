@@ -1,0 +1,84 @@
+"""The ranks of a model as threads of this process, so that tests of what they compute start no processes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+from helpers.engines import make_core
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.budget import CachePlan
+from windlass.engine.core import engine_core
+from windlass.engine.core.black_box import memory_file
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.ranks.messages import PartLoaded
+from windlass.engine.core.ranks.part import RankPart
+from windlass.kernels import Ranks, memory_bytes
+
+
+class ThreadRanks:
+    """What `OtherRanks` offers, with each rank's steps in a thread."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.memory = memory_file(memory_bytes(config.compute.tensor_parallel))
+        self.gone: Callable[[str], None] | None = None
+        self.parts = [RankPart(config, rank, self.memory) for rank in range(1, config.compute.tensor_parallel)]
+        self._queues = [SimpleQueue[Any]() for _ in self.parts]
+        self._threads = [
+            threading.Thread(target=self._run, args=pair) for pair in zip(self.parts, self._queues, strict=True)
+        ]
+        self._meeting: Ranks | None = None
+        self.failed: list[BaseException] = []
+
+    def meet_in(self, ranks: Ranks | None) -> None:
+        self._meeting = ranks
+
+    def loaded(self) -> list[PartLoaded]:
+        return [PartLoaded(part.weight_bytes) for part in self.parts]
+
+    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+        for part in self.parts:
+            part.make_pages(plan, rotary_rows)
+        for thread in self._threads:
+            thread.start()
+
+    def tell(self, order: object) -> None:
+        for queue in self._queues:
+            queue.put(order)
+
+    def close(self) -> None:
+        self.tell(None)
+        for thread in self._threads:
+            if thread.ident is not None:
+                thread.join()
+        os.close(self.memory)
+        assert not self.failed, self.failed
+
+    def _run(self, part: RankPart, queue: SimpleQueue[Any]) -> None:
+        while (order := queue.get()) is not None:
+            try:
+                part.do(order)
+            except BaseException as error:
+                self.failed.append(error)
+                if self._meeting is not None:
+                    self._meeting.end(str(error))
+                return
+
+
+@contextmanager
+def ranked(directory: Path, ranks: int, **options: Any) -> Iterator[EngineCore]:
+    """A core of so many ranks, the others of which are threads of this process."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(engine_core, "OtherRanks", ThreadRanks)
+        core = make_core(directory, tensor_parallel=ranks, threads=1, **options)
+    try:
+        yield core
+    finally:
+        core.close()
