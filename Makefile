@@ -104,7 +104,7 @@ sbom: $(TOOLS)/cyclonedx-py $(VENV)/.installed
 	@echo "== see build/sbom.cdx.json"
 
 audit: $(TOOLS)/pip-audit
-	$(TOOLS)/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	$(TOOLS)/pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
 
 wheels: $(TOOLS)/cibuildwheel
 	$(TOOLS)/python -m build --sdist --outdir build/source .
