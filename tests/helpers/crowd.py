@@ -94,12 +94,13 @@ def main(url: str, count: int, source: str, ask: bytes) -> None:
 def _end(connection: socket.socket) -> str:
     """What there is to read of an answer."""
     connection.settimeout(0.0)
-    received = b""
+    begin = end = b""
     with contextlib.suppress(OSError):
         while data := connection.recv(65536):
-            received = received[:20] + (received + data)[20:][-400:]
-    end = "told" if b'"error"' in received else "whole" if received.endswith(b"0\r\n\r\n") else "cut"
-    return f"{received[9:12].decode()} {end}"
+            begin = begin or data[:12]
+            end = (end + data)[-400:]
+    how = "told" if b'"error"' in end else "whole" if end.endswith(b"0\r\n\r\n") else "cut"
+    return f"{begin[9:].decode()} {how}"
 
 
 if __name__ == "__main__":

@@ -17,7 +17,7 @@ from helpers.real_server import RealServer, serve
 IDLE, UNREAD = 10_000, 1_000
 PATH = "/v1/completions"
 BODY = {"prompt": "The sea", "max_tokens": 300, "ignore_eos": True, "temperature": 0, "stream": True}
-ENDLESS = {"prompt": "The sea", "max_tokens": 1500, "n": 2, "ignore_eos": True, "logprobs": 5, "stream": True}
+ENDLESS = {"prompt": "The sea", "max_tokens": 480, "ignore_eos": True, "logprobs": 5, "stream": True}
 
 pytestmark = [pytest.mark.soak, pytest.mark.timeout(1800)]
 
@@ -133,8 +133,8 @@ def test_ten_thousand_connections_beyond_the_bounds() -> None:
 
 
 def test_a_thousand_readers_that_never_read() -> None:
-    """They are dropped after their time, whole answers that fit the system's buffers aside; none gets in another's way."""
-    options = ("--max-connections-per-address", str(UNREAD), "--write-timeout", "5", "--max-num-seqs", "16")
+    """They are dropped after their time, and none gets in another's way."""
+    options = ("--max-connections-per-address", str(UNREAD), "--write-timeout", "3")
     with serve(*options) as server:
         pid, engine = server.process.pid, server.engine_pid()
         neighbour, files = Neighbour(server.url), open_files(pid)
@@ -152,7 +152,7 @@ def test_a_thousand_readers_that_never_read() -> None:
                         assert time.monotonic() < end
                         time.sleep(0.2)
                 print(f"{UNREAD} that read nothing: {crowd.ends}")
-                assert sum(crowd.ends.values()) == UNREAD and all(end.startswith("200") for end in crowd.ends)
+                assert sum(crowd.ends.values()) == UNREAD and set(crowd.ends) <= {"200 cut", "200 told"}
             print(beside.told())
             assert set(beside.texts) == {neighbour.texts[0]}
             wait_for(lambda: open_files(pid) < files + 10, 60.0)
@@ -161,6 +161,8 @@ def test_a_thousand_readers_that_never_read() -> None:
             f"server: {before:.0f} MiB before, {most:.0f} at most, {after} behind; engine {engine_before:.0f}", end=" "
         )
         print(f"and {memory(engine):.0f}")
+        lag, looks = (server.metric(f"windlass_event_loop_lag_seconds_{part}") for part in ("sum", "count"))
+        print(f"event loop: {lag / looks:.4f} s late on average")
         assert most - before < UNREAD * 0.5
         assert after[1] - after[0] < 16 and memory(engine) - engine_before < 100
         assert_nothing_is_left(server, files)
