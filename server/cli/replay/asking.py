@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from windlass.server.cli.replay.reading import RecordedLine, RecordedPooling
+from windlass.server.cli.replay.reading import RecordedLine, RecordedRows
 
 # Of one client or one moment: a repetition has its own.
 _NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
@@ -54,7 +54,7 @@ def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
     return AskedAgain(recorded, path, body, wanted)
 
 
-def _pooled_again(recorded: RecordedLine, rule: RecordedPooling, ordinary: Sequence[int]) -> AskedAgain:
+def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> AskedAgain:
     """Whatever was made of the rows, such as scores: the rows themselves, as float32, so that they can be compared."""
     kind: dict[str, Any] = {"task": _TASKS[rule.kind]} if rule.kind in _TASKS else {"pooling": rule.kind}
     if kind.get("task") in ("classify", "token_classify"):

@@ -37,7 +37,7 @@ class RecordedAnswer(BaseModel):
     digest: str | None = None
 
 
-class RecordedPooling(BaseModel):
+class RecordedRows(BaseModel):
     """How rows were made of a request's texts: see `PoolingRule`."""
 
     kind: PoolingKind
@@ -63,7 +63,7 @@ class RecordedLine(BaseModel):
     exact: bool = False
     body: dict[str, Any] | None = None
     chat: bool = False
-    pooling: RecordedPooling | None = None  # of one that generated nothing
+    pooling: RecordedRows | None = None  # of one that generated nothing
     line: int = 0
     of: RecordHead = RecordHead(windlass_record=FORM)
 
