@@ -89,7 +89,7 @@ bench: $(VENV)/.installed-dev
 	$(BIN)/python benchmarks/peers.py $(BENCH)
 	$(BIN)/python benchmarks/context_cost.py
 	$(BIN)/python benchmarks/experts_and_latent.py
-	$(BIN)/python benchmarks/http_cost.py --model smollm2
+	$(BIN)/python benchmarks/http_cost.py --model work/bench-1b/model --quantization int8
 
 $(TOOLS)/%: | $(BIN)/python
 	@test -x $(TOOLS)/python || $(PYTHON) -m venv $(RELEASE)
@@ -104,7 +104,7 @@ sbom: $(TOOLS)/cyclonedx-py $(VENV)/.installed
 	@echo "== see build/sbom.cdx.json"
 
 audit: $(TOOLS)/pip-audit
-	$(TOOLS)/pip-audit --require-hashes --disable-pip --requirement requirements.lock
+	$(TOOLS)/pip-audit --strict --require-hashes --disable-pip --requirement requirements.lock
 
 wheels: $(TOOLS)/cibuildwheel
 	$(TOOLS)/python -m build --sdist --outdir build/source .

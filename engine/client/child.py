@@ -46,13 +46,20 @@ class ChildProcess:
     ahead: a module to import meanwhile, see `module_ahead`. seat: where it runs; OpenMP reads its cores once, so they are
     settled before torch comes.
     Attributes: `socket` is the parent's end, `process` the Popen object. `box` and `stacks`: what is left of it when it is gone.
+    Raises OSError, and leaves nothing behind, where the system has no process or descriptor for it.
     """
 
     def __init__(self, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE) -> None:
-        self.socket, theirs = socket.socketpair()
-        kept = [BlackBox.make(), StackMemory.make()]
-        self.box, self.stacks = BlackBox(kept[0]), StackMemory(kept[1])
-        with theirs:
+        with contextlib.ExitStack() as given_on, contextlib.ExitStack() as undone:
+            self.socket, theirs = socket.socketpair()
+            undone.callback(self.socket.close)
+            given_on.enter_context(theirs)
+            kept = []
+            for kind in (BlackBox, StackMemory):
+                kept.append(kind.make())
+                given_on.callback(os.close, kept[-1])
+            self.box, self.stacks = BlackBox(kept[0]), StackMemory(kept[1])
+            undone.callback(self.forget)
             # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
             # ctrl-C away: the parent decides when the engine ends.
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
@@ -67,8 +74,7 @@ class ChildProcess:
                 stdout=2,  # nothing it prints may mix with what a command writes to its standard output
                 start_new_session=True,
             )
-        for number in kept:
-            os.close(number)
+            undone.pop_all()
 
     def load(self, config: EngineConfig) -> None:
         """Tell it what to load, once."""

@@ -19,7 +19,8 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat, module_ahead
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat
+from windlass.engine.client.child_maker import ChildMaker
 from windlass.engine.client.crash_reports import STACK_SECONDS, CrashReports
 from windlass.engine.client.looks import LookCalls
 from windlass.engine.client.router import RequestRouter
@@ -44,6 +45,7 @@ from windlass.engine.errors import EngineDeadError, LoadError
 _logger = logging.getLogger("windlass.engine.client")
 
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
+NO_PROCESS_SECONDS = 1.0  # after which a process is asked for again, where the system had none to give
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
@@ -75,9 +77,7 @@ class ProcessClient:
     ) -> None:
         self.progress = progress
         self._config = config
-        self._core = core
-        self._log_level = log_level
-        self._waiting_child = child
+        self._children = ChildMaker(core, log_level, lambda: self._seat, child)
         self._hang_seconds = hang_seconds
         self._max_deaths = max_deaths
         self._death_window = death_window
@@ -194,7 +194,7 @@ class ProcessClient:
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
-            self._child = self._new_child()
+            self._child = self._children.take()
             self._child.load(self._config)
 
     def start_nowait(self) -> None:
@@ -221,13 +221,9 @@ class ProcessClient:
             await self._state_changed.wait()
         return self._state
 
-    def _new_child(self) -> ChildProcess:
-        child, self._waiting_child = self._waiting_child, None
-        return child or ChildProcess(self._core, self._log_level, seat=self._seat)
-
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
-        self._drop_spare()
+        self._children.drop(reap=reap)
         if self._child is not None:
             self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
@@ -260,14 +256,27 @@ class ProcessClient:
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
             _logger.error("%s; starting another in %.2g s%s", reason, pause, told)
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._closing.wait(), pause)
-            if self._closing.is_set():
+            if await self._closes_within(pause):
                 return
             self._child.forget()
-            self._child = self._new_child()
+            while (child := self._next_child()) is None:
+                if await self._closes_within(NO_PROCESS_SECONDS):
+                    return
+            self._child = child
             self._child.load(self._adapters.again(self._config))
             self._restarts += 1
+
+    def _next_child(self) -> ChildProcess | None:
+        try:
+            return self._children.take()
+        except OSError as error:
+            _logger.error("no process for another engine: %s; trying again", error)
+            return None
+
+    async def _closes_within(self, seconds: float) -> bool:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._closing.wait(), seconds)
+        return self._closing.is_set()
 
     async def _serve(self, child: ChildProcess) -> bool:
         """Carry messages until the child is gone, and reap it. True if it had loaded."""
@@ -279,7 +288,7 @@ class ProcessClient:
             self._hang_seconds,
             owes_answer=lambda: self._router.in_flight > 0,
             answers_looks=lambda: self._looks.waiting > 0,
-            suspect=self._keep_spare,
+            suspect=self._children.keep,
         )
         watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
         frames = FrameReader()
@@ -290,6 +299,8 @@ class ProcessClient:
                         self._receive(message)
             loaded = self._state == "ready"
             self._engine_gone()
+            if self._info is not None and not self._closing.is_set():
+                self._children.keep(True)  # while the old one is reaped, and its end is written down
             if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
                 await wait_ended(child, 10.0)
@@ -308,24 +319,9 @@ class ProcessClient:
             writer.transport.abort()
             return
         self._reported = f"{reason}; it was killed"
-        await wait_for_stacks(child, STACK_SECONDS)
+        if not watchdog.stopped:
+            await wait_for_stacks(child, STACK_SECONDS)
         child.process.kill()
-
-    def _keep_spare(self, wanted: bool) -> None:
-        """Have a child at hand that imports what it needs, which takes most of a start, or none."""
-        if wanted and self._waiting_child is None:
-            self._waiting_child = ChildProcess(
-                self._core, self._log_level, ahead=module_ahead(self._core), seat=self._seat
-            )
-        elif not wanted and self._waiting_child is not None:
-            self._drop_spare()
-
-    def _drop_spare(self) -> None:
-        spare, self._waiting_child = self._waiting_child, None
-        if spare is not None:
-            spare.kill(reap=False)
-            spare.socket.close()
-            spare.forget()
 
     def _receive(self, message: Message) -> None:
         if self._watchdog is not None:
@@ -384,6 +380,7 @@ class ProcessClient:
         self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:
+        self._children.drop(reap=True)
         self._failure = reason
         self._set_state("failed")
 

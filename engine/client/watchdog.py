@@ -13,6 +13,10 @@ from windlass.engine.client.pulse import Pulse
 from windlass.engine.core.forecast import ALWAYS_ANNOUNCED
 from windlass.engine.core.wire import Message, StepBegun, StepDone
 
+TICK = 0.25  # seconds between two looks
+STOPPED_SECONDS = (
+    0.75  # a child that owes an answer, and was stopped by a signal when first looked at and ever since, is stuck
+)
 LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 SUSPICIOUS_SECONDS = 1.0  # one that has done nothing for so long may have to be replaced
 BUSY_SECONDS = 10.0  # a step that computes may take so long, whatever was expected of it
@@ -23,7 +27,7 @@ class Watchdog:
     """Watches one child.
 
     hang_seconds: how long it may be silent where nothing better is known. owes_answer: whether it has anything to do.
-    answers_looks: whether it has questions to answer, which nobody expected. suspect: called about twice a second with
+    answers_looks: whether it has questions to answer, which nobody expected. suspect: called at every look with
     whether the child may soon have to be replaced.
     """
 
@@ -48,6 +52,11 @@ class Watchdog:
         """Bytes the child had when it was looked at last."""
         return self._pulse.memory
 
+    @property
+    def stopped(self) -> bool:
+        """Whether a signal had stopped the child when it was looked at last."""
+        return self._pulse.stopped
+
     def hear(self, message: Message) -> None:
         """The child has said something."""
         self._silent_seconds = 0.0
@@ -62,27 +71,34 @@ class Watchdog:
         Silence is counted in ticks of this loop rather than read off a clock, so a parent that was itself stopped or
         busy does not blame the engine.
         """
-        tick = min(0.5, self._hang_seconds / 10)
+        tick = min(TICK, self._hang_seconds / 10)
         lifeless = used_before = 0.0
+        stopped, stopped_before = 0.0, False
         while True:
             await asyncio.sleep(tick)
             if self._child.ended:
                 return None
             self._pulse.feel()
             if not self._owes_answer():
-                self._silent_seconds = lifeless = 0.0
+                self._silent_seconds = lifeless = stopped = 0.0
+                stopped_before = False
                 continue
             used = self._pulse.used_seconds or 0.0
             if self._silent_seconds == 0.0:
                 used_before = used
             self._silent_seconds += tick
             lifeless = lifeless + tick if self._pulse.lifeless and self._silent_seconds > tick else 0.0
+            # The first look at one that is stopped does not tell for how long it has been.
+            stopped = stopped + tick if stopped_before and self._pulse.stopped and self._pulse.lifeless else 0.0
+            stopped_before = self._pulse.stopped
+            if stopped >= STOPPED_SECONDS:
+                return f"the engine was stopped by a signal for {stopped:g} seconds with requests to answer"
             if lifeless >= LIFELESS_SECONDS:
                 return f"the engine did nothing for {lifeless:g} seconds with requests to answer"
             limit = self._most_silence(used - used_before)
             if self._silent_seconds >= limit:
                 return f"no step of the engine finished for {limit:g} seconds"
-            self._suspect(lifeless >= SUSPICIOUS_SECONDS)
+            self._suspect(self._pulse.stopped or lifeless >= SUSPICIOUS_SECONDS)
 
     def _most_silence(self, used: float) -> float:
         """Seconds that the engine may be silent which has used so many of processor time since it was last heard.

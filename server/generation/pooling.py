@@ -9,13 +9,13 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.api.request import EngineRequest, ModelInfo, RequestOutput, SamplingParams
 from windlass.engine.errors import EngineDeadError
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter
@@ -25,6 +25,8 @@ from windlass.server.generation.prompts import check_token_prompts
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.protocol.retrieval import MAX_INPUTS, PromptRequest
 
+# What `pool` is once its job is known.
+Pool = Callable[[Sequence[Sequence[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
 _NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
@@ -141,9 +143,12 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
 
 
 async def pool(
-    job: PoolingJob, prompts: Sequence[Sequence[int]], rule: PoolingRule | Sequence[PoolingRule]
+    job: PoolingJob,
+    prompts: Sequence[Sequence[int]],
+    rules: Sequence[PoolingRule],
+    seen: Callable[[int, RequestOutput], None] | None = None,
 ) -> list[PooledRows]:
-    """The rows of each prompt, in order. rule: of all of them, or of each.
+    """The rows of each prompt, in order. rules: of each. seen: told of each prompt's output as it comes.
 
     Raises what the engine raises; being cancelled aborts all of them.
     """
@@ -152,7 +157,11 @@ async def pool(
 
     async def work() -> None:
         for index, ids in todo:
-            found[index] = await _pool_one(job, list(ids), rule if isinstance(rule, PoolingRule) else rule[index])
+            output = await _pool_one(job, list(ids), rules[index])
+            assert output.pooled is not None
+            found[index] = output.pooled
+            if seen is not None:
+                seen(index, output)
             await asyncio.sleep(0)
 
     state.callers.take_prompts(job.caller, sum(map(len, prompts)))
@@ -174,7 +183,8 @@ def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
     return _first(error) if isinstance(error, BaseExceptionGroup) else error
 
 
-async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> PooledRows:
+async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> RequestOutput:
+    """The only output of a prompt, which has its rows."""
     state, body, rotation = job.state, job.body, job.rotation
     request = EngineRequest(
         request_id=state.unique_id(job.request_id),
@@ -201,7 +211,7 @@ async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> Poole
                 state.metrics.time_to_first_token.observe(now - job.arrival)
                 state.metrics.finished(output.finish_reason, now - job.arrival, prompt_tokens=len(ids))
                 state.metrics.answered(1, 0)
-                return output.pooled
+                return output
     raise EngineDeadError("the engine ended this request early: send it again")
 
 

@@ -16,10 +16,10 @@ from windlass.engine.api.model_heads import Activation
 from windlass.engine.api.pooling import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.generation.pooling import (
+    Pool,
     PoolingJob,
     embedding_rule,
     numbers,
-    pool,
     read_inputs,
     telling_what_bounds,
 )
@@ -74,17 +74,22 @@ def check_head(job: PoolingJob, pooling: str | None) -> None:
 
 
 async def score_pairs(
-    job: PoolingJob, first: Sequence[str], second: Sequence[str], names: tuple[str, str], pooling: str | None
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    pooling: str | None,
+    pool: Pool,
 ) -> Scores:
     """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from."""
     classifier = job.info.classifier
     if classifier is not None and job.info.sees_whole_texts:
-        return await _by_encoder(job, first, second, names, classifier.activation)
+        return await _by_encoder(job, first, second, names, classifier.activation, pool)
     ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
     if classifier is not None:
-        return await _by_head(job, ids[0], ids[1], names[1], classifier.activation)
+        return await _by_head(job, ids[0], ids[1], names[1], classifier.activation, pool)
     rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
-    rows = await pool(job, [*ids[0], *ids[1]], rule)
+    rows = await pool([*ids[0], *ids[1]], rule)
     vectors = [numbers(row)[0] for row in rows]
     values = await job.state.text.on_thread(_cosines, vectors[: len(first)], vectors[len(first) :])
     return Scores(values, sum(map(len, (*ids[0], *ids[1]))))
@@ -96,6 +101,7 @@ async def _by_encoder(
     second: Sequence[str],
     names: tuple[str, str],
     activation: Activation,
+    pool: Pool,
 ) -> Scores:
     """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
     if len(first) == 1:
@@ -111,13 +117,18 @@ async def _by_encoder(
             caller=job.caller,
         )
     rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
-    rows = await pool(job, [ids for ids, _ in joined], rules)
+    rows = await pool([ids for ids, _ in joined], rules)
     values = [probabilities(numbers(row)[0], activation)[0] for row in rows]
     return Scores(values, sum(len(ids) for ids, _ in joined))
 
 
 async def _by_head(
-    job: PoolingJob, first: list[list[int]], second: list[list[int]], param: str, activation: Activation
+    job: PoolingJob,
+    first: list[list[int]],
+    second: list[list[int]],
+    param: str,
+    activation: Activation,
+    pool: Pool,
 ) -> Scores:
     """The second text behind the first, as tokenizers of decoders join a pair."""
     if len(first) == 1:
@@ -127,7 +138,7 @@ async def _by_head(
         if len(prompt) > job.longest:
             where = f"{param}[{index}]" if len(prompts) > 1 else param
             raise context_length_exceeded(job.longest, len(prompt), param=where)
-    rows = await pool(job, prompts, PoolingRule("classify"))
+    rows = await pool(prompts, PoolingRule("classify"))
     return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
 
 

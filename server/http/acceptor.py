@@ -15,7 +15,7 @@ from typing import Any
 
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.refusals import REFUSALS
+from windlass.server.http.refusals import refused
 from windlass.server.http.tls import use_small_buffers
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 
@@ -88,7 +88,7 @@ class Acceptor:
         if refusal is not None:
             with connection, contextlib.suppress(OSError):
                 if not self._tls:  # else nobody could read it
-                    connection.send(REFUSALS[refusal])
+                    connection.send(refused(refusal))
             return
         protocol = self._make_protocol()
         if self._tls:

@@ -20,7 +20,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from windlass.server.http.access_log import AccessLog
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.refusals import REQUEST_TIMEOUT
+from windlass.server.http.refusals import late, malformed
 from windlass.server.http.warnings_log import WarningsLog
 
 # The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.
@@ -66,10 +66,11 @@ class HttpProtocol(H11Protocol):
         self._report()
 
     def send_400_response(self, msg: str) -> None:
+        # What follows an answer, as the rest of a body does, cannot be answered again.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            super().send_400_response(msg)
-        else:  # what follows an answer, as the rest of a body does, cannot be answered again
-            self.transport.close()
+            self.transport.write(malformed())
+            self.conn.send_failed()  # nothing more is sent by whoever still works on the request
+        self.transport.close()
 
     def _unsupported_upgrade_warning(self) -> None:
         self.logger.warning("A client asked for an upgrade to another protocol; it was answered in HTTP/1.1.")
@@ -98,7 +99,7 @@ class HttpProtocol(H11Protocol):
             self.abort()
             return
         if self._has_begun():
-            self.transport.write(REQUEST_TIMEOUT)
+            self.transport.write(late())
         self.transport.close()
 
     def abort(self) -> None:

@@ -16,8 +16,10 @@ from typing import Any
 from windlass._version import __version__
 from windlass.engine.rotary.ladder import AUTO
 from windlass.server.errors import from_exception
-from windlass.server.exchange.recording import WorkloadRecorder
+from windlass.server.exchange.recording import Line, WorkloadRecorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
+from windlass.server.generation.pooling import PoolingJob
+from windlass.server.generation.request_rotation import Rotation
 from windlass.server.routes.job import GenerationJob
 
 FORM = 1  # of the lines; the first field of a file's first line
@@ -37,6 +39,34 @@ def with_seed(job: GenerationJob) -> GenerationJob:
     if job.sampling.seed is not None or job.sampling.temperature == 0:
         return job
     return replace(job, sampling=replace(job.sampling, seed=secrets.randbits(53)))
+
+
+def outcome_of(error: BaseException | None, cut_short: str) -> str:
+    """OK, or the code of what ended a request. cut_short: the code where `error` is a cancellation."""
+    if error is None:
+        return OK
+    known = from_exception(error)
+    return cut_short if known is None else known.code or str(known.status)
+
+
+def put_line(recorder: WorkloadRecorder, job: GenerationJob | PoolingJob, clock: float, line: Line) -> None:
+    """Have a request's line written, behind the one that tells of the server."""
+    if not recorder.begun:
+        head = _head(recorder, job, clock)
+        recorder.put(lambda: head)
+    recorder.put(line)
+
+
+def rotation_fields(rotation: Rotation, asked: Any) -> dict[str, Any]:
+    """The scaling as a request names it, and the rule of its updates. asked: the body's `rope_scaling`."""
+    fields: dict[str, Any] = {}
+    if rotation.update is not None:
+        fields["rope_update"] = {"policy": rotation.update, "exact": rotation.exact or None}
+    if isinstance(asked, str) or rotation.scaling is AUTO:
+        fields["rope_scaling"] = asked
+    elif rotation.scaling is not None:
+        fields["rope_scaling"] = rotation.scaling.to_dict()
+    return fields
 
 
 class RecordedRequest:
@@ -63,13 +93,8 @@ class RecordedRequest:
 
     def end(self, error: BaseException | None, cut_short: str) -> None:
         """Have it written. cut_short: the code of what ended it from outside, where `error` is a cancellation."""
-        known = None if error is None else from_exception(error)
-        outcome = OK if error is None else (known.code or str(known.status)) if known is not None else cut_short
-        now, clock, recorder = time.monotonic(), time.time(), self._recorder
-        if not recorder.begun:
-            head = _head(recorder, self._job, clock)
-            recorder.put(lambda: head)
-        recorder.put(lambda: self._line(outcome, now, clock))
+        outcome, now, clock = outcome_of(error, cut_short), time.monotonic(), time.time()
+        put_line(self._recorder, self._job, clock, lambda: self._line(outcome, now, clock))
 
     def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
         job, text = self._job, self._recorder.settings.text
@@ -105,7 +130,7 @@ class RecordedRequest:
         return answer | {"digest": digest(ids)} if text else answer
 
 
-def _head(recorder: WorkloadRecorder, job: GenerationJob, clock: float) -> dict[str, Any]:
+def _head(recorder: WorkloadRecorder, job: GenerationJob | PoolingJob, clock: float) -> dict[str, Any]:
     settings = recorder.settings
     return {
         "windlass_record": FORM,
@@ -146,14 +171,8 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
         "cache_reuse_recompute": reuse.recompute if reuse.takes_any else None,
         "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
         "priority": job.priority or None,
-        "rope_update": None
-        if rotation.update is None
-        else {"policy": rotation.update, "exact": rotation.exact or None},
+        **rotation_fields(rotation, body.rope_scaling),
     }
-    if isinstance(body.rope_scaling, str) or rotation.scaling is AUTO:
-        fields["rope_scaling"] = body.rope_scaling
-    elif rotation.scaling is not None:
-        fields["rope_scaling"] = rotation.scaling.to_dict()
     return {name: value for name, value in fields.items() if value is not None}
 
 

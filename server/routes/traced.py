@@ -6,8 +6,8 @@ import time
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.server.errors import from_exception
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
+from windlass.server.routes.recorded import outcome_of
 
 if TYPE_CHECKING:
     from windlass.server.exchange.tracing import Tracing
@@ -43,8 +43,7 @@ class TracedRequest:
     def end(self, error: BaseException | None, cut_short: str) -> None:
         """Write the spans of the phases that have begun. cut_short: see `RecordedRequest.end`."""
         now, job = time.monotonic(), self._job
-        known = None if error is None else from_exception(error)
-        outcome = "ok" if error is None else (known.code or str(known.status)) if known is not None else cut_short
+        outcome = outcome_of(error, cut_short)
         self._phase("prepare", job.arrival, self._handed, {})
         for index, prompt in enumerate(self._prompts):
             seen: dict[str, Any] = {"windlass.prompt": index} if len(self._prompts) > 1 else {}

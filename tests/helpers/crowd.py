@@ -1,12 +1,14 @@
-"""A crowd of clients that never complete a request, as a process of its own: `python -m helpers.crowd URL COUNT SOURCE`.
+"""A crowd of clients that do no good, as a process of its own: `python -m helpers.crowd URL COUNT SOURCE [REQUEST]`.
 
-It holds so many connections from one address, idle and half open by turns, and replaces those that are closed. Each
-round it prints how many it has opened so far; it ends with its standard input.
+It holds so many connections from one address. Without a request, which is given in hexadecimal digits, they are idle and half
+open by turns, and those that are closed are replaced. With one each asks for it, once, and reads nothing before the end.
+Each round it prints how many it has opened so far; it ends with its standard input.
 """
 
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import resource
 import select
@@ -14,20 +16,27 @@ import socket
 import subprocess
 import sys
 import threading
+from collections import Counter
 from pathlib import Path
 
 from helpers.raw_client import connect, is_open
 
 ROUND_SECONDS = 0.1
+HALF = b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: "
 
 
 class Crowd:
-    """Runs the crowd; `opened` is how many connections it has made."""
+    """Runs the crowd; `opened` is how many connections it has made.
 
-    def __init__(self, url: str, count: int, source: str) -> None:
+    ask: the request that each sends, whose answer nobody reads. `ends`: once it has ended, how often which answer was there:
+    its status, and "whole", "told" (of an error in a stream) or "cut".
+    """
+
+    def __init__(self, url: str, count: int, source: str, ask: bytes = b"") -> None:
         self.opened = 0
+        self.ends: dict[str, int] = {}
         self._process = subprocess.Popen(
-            [sys.executable, "-m", "helpers.crowd", url, str(count), source],
+            [sys.executable, "-m", "helpers.crowd", url, str(count), source, ask.hex()],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -42,7 +51,10 @@ class Crowd:
     def _read(self) -> None:
         assert self._process.stdout is not None
         for line in self._process.stdout:
-            self.opened = int(line)
+            if line.startswith("{"):
+                self.ends = json.loads(line)
+            else:
+                self.opened = int(line)
 
     def __enter__(self) -> Crowd:
         return self
@@ -50,29 +62,46 @@ class Crowd:
     def __exit__(self, *error: object) -> None:
         assert self._process.stdin is not None and self._process.stdout is not None
         self._process.stdin.close()
-        self._reader.join(30.0)
+        self._reader.join(60.0)
         self._process.stdout.close()
         assert self._process.wait(30.0) == 0
 
 
-def main(url: str, count: int, source: str) -> None:
+def main(url: str, count: int, source: str, ask: bytes) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     held: list[socket.socket] = []
     opened = 0
     while not select.select([sys.stdin], [], [], ROUND_SECONDS)[0]:
         while len(held) < count:
-            held.append(connect(url, source))
+            held.append(connect(url, source, receive_buffer=4096 if ask else None))
             opened += 1
-            if opened % 2:
+            if ask or opened % 2:
                 with contextlib.suppress(ConnectionError):
-                    held[-1].sendall(b"GET /health HTTP/1.1\r\nhost: x\r\nx-padding: ")
+                    held[-1].sendall(ask or HALF)
+            if opened % 250 == 0:
+                print(opened, flush=True)
         print(opened, flush=True)
-        for connection in held:
-            if not is_open(connection):
-                connection.close()
-        held = [connection for connection in held if connection.fileno() >= 0]
+        if not ask:
+            for connection in held:
+                if not is_open(connection):
+                    connection.close()
+            held = [connection for connection in held if connection.fileno() >= 0]
+    if ask:
+        print(json.dumps(Counter(map(_end, held))), flush=True)
+
+
+def _end(connection: socket.socket) -> str:
+    """What there is to read of an answer."""
+    connection.settimeout(0.0)
+    begin = end = b""
+    with contextlib.suppress(OSError):
+        while data := connection.recv(65536):
+            begin = begin or data[:12]
+            end = (end + data)[-400:]
+    how = "told" if b'"error"' in end else "whole" if end.endswith(b"0\r\n\r\n") else "cut"
+    return f"{begin[9:].decode()} {how}"
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], int(sys.argv[2]), sys.argv[3])
+    main(sys.argv[1], int(sys.argv[2]), sys.argv[3], bytes.fromhex(sys.argv[4]))

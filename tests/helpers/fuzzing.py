@@ -42,7 +42,6 @@ READING = [
 METHODS = ["GET", "HEAD", "POST", "PUT", "DELETE", "PATCH", "OPTIONS", "TRACE"]
 # Answers of 500 and above that a request may ask for: a deadline that nothing can meet.
 EXPLAINED = {504: "deadline_exceeded"}
-NO_HTTP = b"Invalid HTTP request received."  # what cannot be read has no request, and no id
 
 
 class Heart:
@@ -208,7 +207,7 @@ class Sender:
                 self._found.codes[code] += 1
             else:
                 self._found.wrong.append(f"{code}: {context}")
-        if "x-request-id" not in headers and status != 408 and text != NO_HTTP:
+        if "x-request-id" not in headers:
             self._found.wrong.append(f"no request id: {context}")
 
     def _codes(self, status: int, headers: dict[str, str], text: bytes) -> list[str]:

@@ -28,7 +28,7 @@ class RealServer:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels; 0.0 if it is not there."""
-        text = httpx.get(f"{self.url}/metrics").text
+        text = httpx.get(f"{self.url}/metrics", timeout=120).text
         found = re.findall(rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)
         return sum(map(float, found))
 

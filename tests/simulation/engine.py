@@ -35,6 +35,8 @@ class EngineProcess:
     def __init__(
         self, world: World, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE
     ) -> None:
+        if len(world.ready) >= world.replicas and world.happens("no engine can be started"):
+            raise OSError(f"{INJECTED}: Cannot allocate memory")
         self.world = world
         self.pid = world.new_pid(self)
         ours, self._theirs = connection(world.loop, world.weather(calm=True), ("engine", self.pid))
@@ -46,7 +48,7 @@ class EngineProcess:
         self.box = self.stacks = _Nothing()
         self._used = 0.0  # seconds of processor time
         self._computing_since: float | None = None
-        self.stuck = False
+        self.stuck = self.stopped = False
         self._dying = False
         self.forgotten = False
         self.answered: set[str] = set()  # ids of requests that had a token
@@ -124,9 +126,14 @@ class EngineProcess:
         if happens("engine is killed"):
             self._dying = True
             self.world.loop.call_later(seconds / 2, self.die, SIGKILL)
-        if happens("engine stands still"):
+        self.stopped = happens("engine is stopped")
+        if self.stopped or happens("engine stands still"):
             self.stuck = True
             self.sleep(None)
+        if happens("engine is stopped for a moment"):
+            self.stopped = True
+            self.sleep(self.world.rng.uniform(0.05, 0.7))
+            self.stopped = False
         self._computing_since = self.world.loop.time()
         if happens("engine computes for ever"):
             self.sleep(None)
@@ -246,10 +253,11 @@ class SignsOfLife:
 
     def __init__(self, world: World, pid: int) -> None:
         self._process = world.processes[pid]
-        self.lifeless = False
+        self.lifeless = self.stopped = False
         self.used_seconds: float | None = None
         self.memory = None
 
     def feel(self) -> None:
         before, self.used_seconds = self.used_seconds, self._process.used_seconds
         self.lifeless = self.used_seconds == before
+        self.stopped = self._process.stopped

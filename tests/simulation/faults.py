@@ -17,7 +17,10 @@ ENGINE = {
     "step crashes": 0.03,
     "step has no memory": 0.03,
     "engine is killed": 0.02,
-    "engine stands still": 0.01,  # asleep for ever, as one that was stopped
+    "engine stands still": 0.01,  # asleep for ever
+    "engine is stopped": 0.01,  # by a signal, for ever
+    "engine is stopped for a moment": 0.02,  # and nobody may take it for dead
+    "no engine can be started": 0.5,  # for want of memory, or of descriptors
     "engine computes for ever": 0.006,
     "step is slow": 0.2,
     "logits are not finite": 0.05,

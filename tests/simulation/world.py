@@ -329,7 +329,7 @@ def _operating_system(world: World) -> Iterator[None]:
         with (
             simulated_time(world.loop),
             mock.patch(
-                f"{client}.process.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)
+                f"{client}.child_maker.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)
             ),
             mock.patch(f"{client}.watchdog.Pulse", lambda pid: SignsOfLife(world, pid)),
             mock.patch(f"{text}.ForkServer", lambda source: SimulatedForkServer(world, source)),

@@ -42,8 +42,8 @@ def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
 
 def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, stored: str) -> bool:
     """Whether `auto` means bfloat16 on a CPU whose kernels multiply that natively: prompts are read twice as quickly for 0.0005
-    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts and ranks, where it was not
-    measured, and not where tokens must not depend on how a text was cut.
+    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts and ranks, where
+    it was not measured, and not where tokens must not depend on how a text was cut.
     """
     return (
         parse_dtype(config.compute.dtype) == "auto"

@@ -7,10 +7,12 @@ from dataclasses import dataclass
 from random import Random
 from typing import Any
 
-from windlass.server.cli.replay.reading import RecordedLine
+from windlass.server.cli.replay.reading import RecordedLine, RecordedRows
 
 # Of one client or one moment: a repetition has its own.
 _NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
+
+_TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +31,8 @@ class AskedAgain:
 
 def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
     """ordinary: token ids to make prompts of, where those of the request are not known."""
+    if recorded.pooling is not None:
+        return _pooled_again(recorded, recorded.pooling, ordinary)
     path = "/v1/completions"
     if recorded.prompt_token_ids is None:
         return AskedAgain(recorded, path, {**_common(recorded), **_synthetic(recorded, ordinary)})
@@ -50,18 +54,43 @@ def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
     return AskedAgain(recorded, path, body, wanted)
 
 
+def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> AskedAgain:
+    """Whatever was made of the rows, such as scores: the rows themselves, as float32, so that they can be compared."""
+    kind: dict[str, Any] = {"task": _TASKS[rule.kind]} if rule.kind in _TASKS else {"pooling": rule.kind}
+    if kind.get("task") in ("classify", "token_classify"):
+        kind["use_activation"] = False
+    else:
+        kind |= {"normalize": rule.normalize}
+        if rule.dimensions is not None:
+            kind["dimensions"] = rule.dimensions
+    wanted = None
+    if recorded.exact and recorded.ended_well:
+        digests = [answer.digest for answer in sorted(recorded.answers, key=lambda answer: answer.choice)]
+        wanted = tuple(digest for digest in digests if digest is not None)
+    ids = recorded.prompt_token_ids or _other_prompts(recorded, ordinary)
+    body = {**recorded.fields, **recorded.texts, **kind, **_named(recorded), "encoding_format": "base64", "input": ids}
+    return AskedAgain(recorded, "/pooling", body, wanted)
+
+
 def _common(recorded: RecordedLine) -> dict[str, Any]:
-    """What holds for every repetition. Only an adapter is asked for by its name: the model may be called something else now."""
-    common: dict[str, Any] = {"stream": recorded.stream, "return_token_ids": True}
-    if recorded.model and recorded.model != recorded.of.model:
-        common["model"] = recorded.model
-    return common
+    """What holds for every repetition of a generation."""
+    return {"stream": recorded.stream, "return_token_ids": True, **_named(recorded)}
+
+
+def _named(recorded: RecordedLine) -> dict[str, Any]:
+    """Only an adapter is asked for by its name: the model may be called something else now."""
+    return {"model": recorded.model} if recorded.model and recorded.model != recorded.of.model else {}
+
+
+def _other_prompts(recorded: RecordedLine, ordinary: Sequence[int]) -> list[list[int]]:
+    """As long, of other tokens; the same ones each time the file is repeated."""
+    random = Random(f"{recorded.line}/{recorded.request_id}")
+    return [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
 
 
 def _synthetic(recorded: RecordedLine, ordinary: Sequence[int]) -> dict[str, Any]:
-    """As long a prompt and as long an answer, of other tokens; the same ones each time the file is repeated."""
-    random = Random(f"{recorded.line}/{recorded.request_id}")
-    prompts = [random.choices(ordinary, k=max(1, count)) for count in recorded.prompt_tokens]
+    """As long a prompt and as long an answer."""
+    prompts = _other_prompts(recorded, ordinary)
     tokens = recorded.tokens if recorded.ended_well or recorded.answers else 1
     fixed = {"max_tokens": tokens, "min_tokens": tokens, "ignore_eos": True}
     return {**recorded.fields, **fixed, "prompt": prompts[0] if len(prompts) == 1 else prompts}

@@ -12,6 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
+from windlass.engine.api.pooling import PoolingKind
 from windlass.server.routes.recorded import FORM, OK
 
 Model = TypeVar("Model", bound=BaseModel)
@@ -29,11 +30,19 @@ class RecordHead(BaseModel):
 
 
 class RecordedAnswer(BaseModel):
-    """digest: of its tokens, where text was recorded."""
+    """digest: of its tokens, or of a text's rows, where text was recorded."""
 
     choice: int
-    tokens: Annotated[int, Field(ge=0)]
+    tokens: Annotated[int, Field(ge=0)] = 0
     digest: str | None = None
+
+
+class RecordedRows(BaseModel):
+    """How rows were made of a request's texts: see `PoolingRule`."""
+
+    kind: PoolingKind
+    dimensions: int | None = None
+    normalize: bool = False
 
 
 class RecordedLine(BaseModel):
@@ -44,7 +53,7 @@ class RecordedLine(BaseModel):
     route: str
     model: str = ""
     stream: bool = False
-    prompt_tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=1024)]
+    prompt_tokens: Annotated[list[Annotated[int, Field(ge=0, lt=2**31)]], Field(min_length=1, max_length=4096)]
     fields: dict[str, Any]
     outcome: str
     seconds: float = 0.0
@@ -54,6 +63,7 @@ class RecordedLine(BaseModel):
     exact: bool = False
     body: dict[str, Any] | None = None
     chat: bool = False
+    pooling: RecordedRows | None = None  # of one that generated nothing
     line: int = 0
     of: RecordHead = RecordHead(windlass_record=FORM)
 

@@ -69,6 +69,8 @@ def _difference(each: Repeated) -> str:
     if each.asked.some or len(wanted) != len(each.digests):
         return f"mismatch: {_name(each)}: {len(wanted)} answers recorded, {len(each.digests)} now, others among them"
     index = next(i for i, (then, now) in enumerate(zip(wanted, each.digests, strict=True)) if then != now)
+    if each.asked.recorded.pooling is not None:
+        return f"mismatch: {_name(each)}: text {index}: its numbers were {wanted[index]}, now {each.digests[index]}"
     answers = sorted(each.asked.recorded.answers, key=lambda answer: answer.choice)
     return (
         f"mismatch: {_name(each)}: answer {index}: {answers[index].tokens} tokens {wanted[index]} recorded, "

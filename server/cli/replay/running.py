@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import base64
 import json
 import time
 from collections import Counter
@@ -15,6 +16,7 @@ import httpx
 from windlass.clients.sse import SSEDecoder
 from windlass.server.cli.replay.asking import AskedAgain
 from windlass.server.routes.recorded import digest
+from windlass.server.routes.retrieval.followed import digest_of_rows
 
 _PATIENCE = httpx.Timeout(600.0, connect=10.0)
 _SHOWN = 200  # characters of an error
@@ -70,9 +72,10 @@ class Replayed:
 
 @dataclass(slots=True)
 class _Read:
-    """Token ids by choice, while an answer comes."""
+    """Token ids by choice, while an answer comes; or the digests of a text's rows."""
 
     ids: dict[int, list[int]] = field(default_factory=dict)
+    rows: dict[int, str] = field(default_factory=dict)
     fingerprint: str = ""
 
     def take(self, payload: Any) -> None:
@@ -81,6 +84,8 @@ class _Read:
         self.fingerprint = payload.get("system_fingerprint") or self.fingerprint
         for choice in payload.get("choices", ()):
             self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
+        for item in payload.get("data", ()):
+            self.rows[item["index"]] = digest_of_rows(base64.b64decode(item["data"]))
 
 
 async def replay(url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace) -> Replayed:
@@ -126,6 +131,8 @@ async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
         return Repeated(asked, error=f"{type(error).__name__}: {error}"[:_SHOWN])
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         return Repeated(asked, error=str(error)[:_SHOWN] or type(error).__name__)
+    if read.rows:
+        return Repeated(asked, tuple(read.rows[index] for index in sorted(read.rows)))
     ids = [read.ids[choice] for choice in sorted(read.ids)]
     return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
 

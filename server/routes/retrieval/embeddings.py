@@ -15,11 +15,12 @@ from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.server.answers.vectors import base64_json, vector_bytes, vector_json
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.generation.pooling import PoolingJob, embedding_rule, numbers, pool, read_inputs, split_inputs
+from windlass.server.generation.pooling import PoolingJob, embedding_rule, numbers, read_inputs, split_inputs
 from windlass.server.generation.scores import probabilities
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
 from windlass.server.routes.retrieval.beginning import begin, envelope, usage
+from windlass.server.routes.retrieval.followed import following
 
 router = APIRouter()
 
@@ -109,7 +110,7 @@ def _answer(
         pieces = [to_json(envelope(prefix, job))[:-1], b',"data":[']
         batch: list[PooledRows] = []
         first = 0
-        for number, rows in enumerate(await pool(job, prompts, rule), start=1):
+        for number, rows in enumerate(await following(exchange, job)(prompts, rule), start=1):
             batch.append(rows)
             if number == len(prompts) or sum(len(each.values) for each in batch) >= 4 * _BATCH:
                 if activation != "none":

@@ -16,6 +16,7 @@ from windlass.server.protocol.ranking import Reranking, RerankRequest, ScoreList
 from windlass.server.protocol.retrieval import MAX_INPUTS
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
 from windlass.server.routes.retrieval.beginning import begin, envelope, usage
+from windlass.server.routes.retrieval.followed import following
 
 router = APIRouter()
 
@@ -33,7 +34,7 @@ async def create_score(request: Request) -> Response:
         )
 
     async def work(exchange: Exchange) -> None:
-        scores = await score_pairs(job, first, second, ("text_1", "text_2"), body.pooling)
+        scores = await score_pairs(job, first, second, ("text_1", "text_2"), body.pooling, following(exchange, job))
         data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
         answer = {**envelope("score", job), "data": data, "usage": usage(scores.tokens)}
         await exchange.send_json([to_json(answer)])
@@ -51,7 +52,9 @@ async def create_reranking(request: Request) -> Response:
     documents = _documents(body.documents)
 
     async def work(exchange: Exchange) -> None:
-        scores = await score_pairs(job, [body.query], documents, ("query", "documents"), body.pooling)
+        scores = await score_pairs(
+            job, [body.query], documents, ("query", "documents"), body.pooling, following(exchange, job)
+        )
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]

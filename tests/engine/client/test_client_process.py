@@ -19,7 +19,7 @@ from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REF
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client import process, watchdog
+from windlass.engine.client import child_maker, watchdog
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
@@ -51,7 +51,7 @@ def spares(monkeypatch):
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(process, "ChildProcess", Noted)
+    monkeypatch.setattr(child_maker, "ChildProcess", Noted)
     return made
 
 
@@ -227,6 +227,7 @@ async def test_a_stopped_engine_is_noticed_within_seconds(spares):
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, spares):
     monkeypatch.setattr(watchdog, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(watchdog, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         pid = client.pid
         stream = client.generate(request("a", max_tokens=100_000))

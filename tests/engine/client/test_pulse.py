@@ -35,9 +35,9 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
             assert first is not None and pulse.used_seconds is not None
             assert (pulse.used_seconds - first < 0.05) is asleep
             process.send_signal(signal.SIGSTOP)
-            assert looks(pulse)[-1]
+            assert looks(pulse)[-1] and pulse.stopped
             process.send_signal(signal.SIGCONT)
-            assert looks(pulse)[-1] is asleep
+            assert looks(pulse)[-1] is asleep and not pulse.stopped
         finally:
             process.kill()
 

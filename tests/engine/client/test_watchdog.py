@@ -27,8 +27,10 @@ class Child:
 
     used_seconds: float | None = 0.0
     lifeless: bool = False
+    stopped: bool = False
+    stopped_until: int = 10**9  # the look from which on it is no longer
     ended: bool = False
-    a_tick: float = 0.5  # processor seconds that it uses in a tick
+    a_tick: float = 0.25  # processor seconds that it uses in a tick
     ticks: int = 0
     owes: bool = True
     looks: bool = False
@@ -42,15 +44,17 @@ class Child:
 
     def feel(self) -> None:
         self.ticks += 1
+        if self.ticks == self.stopped_until:
+            self.stopped = self.lifeless = False
         if self.used_seconds is not None:
             self.used_seconds += self.a_tick
 
 
-async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 400) -> float | None:
-    """Seconds of silence after which the child is given up; None after `most` ticks of half a second."""
+async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 800) -> float | None:
+    """Seconds of silence after which the child is given up; None after `most` looks, four a second."""
 
     async def tick(seconds: float) -> None:
-        assert seconds == 0.5
+        assert seconds == 0.25
         if child.ticks == most:
             child.ended = True
 
@@ -65,7 +69,7 @@ async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 4
     )
     for message in heard:
         watchdog.hear(message)
-    return None if await watchdog.watch() is None else child.ticks / 2
+    return None if await watchdog.watch() is None else child.ticks / 4
 
 
 async def test_of_a_first_step_nothing_is_known(monkeypatch) -> None:
@@ -79,14 +83,14 @@ async def test_one_that_computes_far_longer_than_expected(monkeypatch) -> None:
 async def test_a_long_step_that_was_announced(monkeypatch) -> None:
     done = StepDone((), 0.01)
     assert await killed_after(monkeypatch, Child(), done, StepBegun(3.0)) == 60.0
-    assert await killed_after(monkeypatch, Child(), done, StepBegun(30.0), most=1300) == 600.0
+    assert await killed_after(monkeypatch, Child(), done, StepBegun(30.0), most=2600) == 600.0
     assert await killed_after(monkeypatch, Child(), done, StepBegun(None)) == HANG
     assert await killed_after(monkeypatch, Child(), StepBegun(3.0), done) == 20.0
 
 
 async def test_one_that_gets_no_processor_is_not_to_blame(monkeypatch) -> None:
-    assert await killed_after(monkeypatch, Child(a_tick=0.125), StepDone((), 0.01)) == 40.5  # 10 seconds of its own
-    assert await killed_after(monkeypatch, Child(a_tick=0.01), StepDone((), 0.01)) == HANG
+    assert await killed_after(monkeypatch, Child(a_tick=0.0625), StepDone((), 0.01)) == 40.25  # 10 seconds of its own
+    assert await killed_after(monkeypatch, Child(a_tick=0.005), StepDone((), 0.01)) == HANG
     assert await killed_after(monkeypatch, Child(used_seconds=None), StepDone((), 0.01)) == HANG  # no Linux
 
 
@@ -100,5 +104,20 @@ async def test_one_that_has_nothing_to_do_is_left_alone(monkeypatch) -> None:
 
 async def test_one_that_does_nothing_is_suspected_first(monkeypatch) -> None:
     child = Child(lifeless=True, a_tick=0.0)
-    assert await killed_after(monkeypatch, child) == 3.0
-    assert child.suspected == [False, False, True, True, True]
+    assert await killed_after(monkeypatch, child) == 2.75
+    assert child.suspected == [False] * 4 + [True] * 6
+
+
+async def test_one_that_was_stopped_is_suspected_at_once(monkeypatch) -> None:
+    child = Child(stopped=True, lifeless=True, a_tick=0.0)
+    assert await killed_after(monkeypatch, child, StepDone((), 0.01)) == 1.0
+    assert child.suspected == [True] * 3
+    assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True, owes=False)) is None
+    assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True), StepBegun(None)) == 1.0
+
+
+async def test_one_that_was_stopped_for_a_moment_goes_on(monkeypatch) -> None:
+    child = Child(stopped=True, lifeless=True, stopped_until=4)
+    assert await killed_after(monkeypatch, child, StepDone((), 0.01), most=20) is None
+    assert child.suspected == [True] * 3 + [False] * 17
+    assert await killed_after(monkeypatch, Child(stopped=True), most=20) is None  # it went on between any two looks

@@ -43,6 +43,10 @@ def workload(server: RealServer) -> int:
             "type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA}}}),
         ("/v1/messages", {"model": "demo", "messages": ASK, "max_tokens": 16}),
         ("/v1/responses", {"input": f"Say {CANARY}", "max_output_tokens": 16}),
+        ("/v1/embeddings", {"input": [f"The {CANARY}", "Two words"], "dimensions": 16, "pooling": "mean"}),
+        ("/v1/rerank", {"query": CANARY, "documents": ["One", "Two words"], "pooling": "last",
+                        "rope_scaling": {"rope_type": "linear", "factor": 2.0}}),
+        ("/pooling", {"input": "One", "task": "token_embed", "attention_window": 64}),
     ]  # fmt: skip
     headers = {"authorization": f"Bearer {KEY}"}
     with httpx.Client(base_url=server.url, headers=headers, timeout=120) as http:
@@ -104,12 +108,12 @@ def replayed(file: Path, *arguments: str) -> tuple[int, dict[str, Any]]:
 def test_another_server_gives_the_same_tokens_one_by_one_and_all_at_once(with_text: Path) -> None:
     code, found = replayed(with_text, "demo", *SMALL)
     assert code == 0, found
-    assert found["requests"] == 13 and found["failed"] == found["mismatches"] == []
+    assert found["requests"] == 16 and found["failed"] == found["mismatches"] == []
     # All but the one whose client left: best_of too, and what grammars and penalties made of texts hold.
-    assert found["compared"] == found["equal"] == 12
+    assert found["compared"] == found["equal"] == 15
     assert found["fingerprint"]["now"] == found["fingerprint"]["recorded"]
     code, crowded = replayed(with_text, "demo", *SMALL, "--as-fast-as-possible")
-    assert code == 0 and crowded["equal"] == 12 and crowded["tokens"] == found["tokens"]
+    assert code == 0 and crowded["equal"] == 15 and crowded["tokens"] == found["tokens"]
 
 
 @pytest.mark.slow
@@ -131,10 +135,12 @@ def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
     lines[1]["answers"][0]["digest"] = "0" * 32
     lines[2]["fields"]["seed"] += 1
     lines[5]["prompt_token_ids"][0][-1] += 1
+    lines[13]["prompt_token_ids"][1][0] += 1
+    lines[14]["fields"]["rope_scaling"]["factor"] = 3.0
     changed = tmp_path / "changed.jsonl"
     changed.write_text("".join(json.dumps(line) + "\n" for line in lines))
     code, found = replayed(changed, "demo", *SMALL, "--as-fast-as-possible")
-    assert code == 1 and {each["line"] for each in found["mismatches"]} == {2, 3, 6}
+    assert code == 1 and {each["line"] for each in found["mismatches"]} == {2, 3, 6, 14, 15}
 
 
 @pytest.mark.slow
@@ -150,19 +156,22 @@ def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None
         "/v1/chat/completions",
         "/v1/messages",
         "/v1/responses",
+        "/v1/embeddings",
+        "/v1/rerank",
+        "/pooling",
     }
     assert [line["outcome"] for line in lines].count("client_disconnected") == 1
     assert all(
         type(line["fields"]["seed"]) is int
         for line in lines
-        if line["fields"]["temperature"] and len(line["prompt_tokens"]) == 1
+        if line["fields"].get("temperature") and len(line["prompt_tokens"]) == 1
     )
     with serve(*SMALL, "--api-key", KEY) as server:
         code, found = replayed(without, "--url", server.url, "--api-key", KEY, "--speed", "8")
         assert code == 0 and found["compared"] == 0 and found["failed"] == []
-        answers = [answer["tokens"] for line in lines for answer in line["answers"]]
+        answers = [answer.get("tokens", 0) for line in lines for answer in line["answers"]]
         # The answers of one prompt all become as long as its longest.
-        longest = sum(max(a["tokens"] for a in line["answers"]) * len(line["answers"]) for line in lines)
+        longest = sum(max(a.get("tokens", 0) for a in line["answers"]) * len(line["answers"]) for line in lines)
         assert sum(answers) <= found["tokens"] == longest
         prompts = sum(sum(line["prompt_tokens"]) for line in lines)
         metrics = httpx.get(f"{server.url}/metrics", headers={"x-api-key": KEY}).text

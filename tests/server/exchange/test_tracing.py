@@ -154,8 +154,18 @@ def test_the_real_engine_tells_when_it_began() -> None:
             "rope_scaling": {"rope_type": "yarn", "factor": 2.0},
         }
         assert httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).status_code == 200
-        eventually(lambda: receiver.named("decode"), 20)
-    (span,), phases = receiver.named("POST /v1/completions"), [receiver.named(name)[0] for name in PHASES]
+        asked = {"query": "sea", "documents": ["ship", "house"], "pooling": "mean"}
+        assert httpx.post(f"{server.url}/v1/rerank", json=asked, timeout=60).status_code == 200
+        eventually(lambda: receiver.named("decode") and receiver.named("pool"), 20)
+    (pooled,) = receiver.named("pool")
+    (ranking,) = receiver.named("POST /v1/rerank")
+    assert pooled["parent"] == ranking["id"] and pooled["windlass.texts"] == 3 and pooled["end"] > pooled["start"]
+    assert ranking["windlass.outcome"] == "ok"
+    assert ranking["gen_ai.usage.input_tokens"] == pooled["gen_ai.usage.input_tokens"] > 0
+    (span,), phases = (
+        receiver.named("POST /v1/completions"),
+        [next(each for each in receiver.named(name) if each["parent"] != ranking["id"]) for name in PHASES],
+    )
     assert span["windlass.scaling"] == "yarn" and span["gen_ai.usage.input_tokens"] == 100
     for before, after in itertools.pairwise(phases):
         assert before["start"] <= before["end"] == pytest.approx(after["start"], abs=2e-3)

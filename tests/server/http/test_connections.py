@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -194,7 +195,9 @@ def test_what_is_no_http_is_said_once(connect, caplog):
         for _ in range(15):
             connection = connect(live.url)
             connection.sendall(b"nonsense\r\n\r\n")
-            assert until_closed(connection).startswith(b"HTTP/1.1 400 ")
+            head, _, body = until_closed(connection).partition(b"\r\n\r\n")
+            assert head.startswith(b"HTTP/1.1 400 ") and re.search(rb"\r\nx-request-id: [0-9a-f]{32}$", head)
+            assert json.loads(body)["error"]["code"] == "malformed_request"
         for _ in range(5):
             connection = connect(live.url)
             connection.sendall(request("/health", None, "connection: Upgrade, close", "upgrade: websocket"))
@@ -231,7 +234,7 @@ def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, s
         else:
             tokens = {"tokens": [65] * 1_000_000}
             connection.sendall(request("/detokenize", tokens))
-        wait_for(lambda: len(live.registry) == 0)
+        wait_for(lambda: len(live.registry) == 0, 60.0)
         assert live.engine.running == 0 and live.state.in_flight == 0
         if stream:
             assert len(live.engine.aborted) == 1

@@ -18,64 +18,12 @@ import httpx
 import pytest
 from helpers.raw_client import wait_for
 from helpers.real_server import RealServer, serve
+from helpers.running_streams import PATH, Streams, answer, open_files, serves_again
 
 pytestmark = [
     pytest.mark.timeout(180),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, limits a process"),
 ]
-
-PATH = "/v1/completions"
-LONG = {"prompt": "The sea", "max_tokens": 4000, "ignore_eos": True, "temperature": 0, "stream": True}
-
-
-class Streams:
-    """Streams that run side by side; `ends` has how each of them ended: "length", or the code of its error."""
-
-    def __init__(self, url: str, count: int) -> None:
-        self.ends: list[str] = []
-        self.begun = threading.Semaphore(0)
-        self._threads = [threading.Thread(target=self._run, args=(url,)) for _ in range(count)]
-        for thread in self._threads:
-            thread.start()
-        for _ in self._threads:
-            assert self.begun.acquire(timeout=60)
-
-    def _run(self, url: str) -> None:
-        end, done, begun = "cut", False, False
-        with httpx.Client(timeout=60) as http, http.stream("POST", url + PATH, json=LONG) as answer:
-            for line in answer.iter_lines():
-                if line == "data: [DONE]":
-                    done = True
-                elif line.startswith("data: "):
-                    event = json.loads(line[6:])
-                    if not begun:
-                        self.begun.release()
-                    begun = True
-                    if "error" in event:
-                        end = event["error"]["code"]
-                    elif event["choices"] and event["choices"][0]["finish_reason"]:
-                        end = event["choices"][0]["finish_reason"]
-        self.ends.append(end if done else f"{end}, without [DONE]")
-
-    def finish(self) -> list[str]:
-        for thread in self._threads:
-            thread.join(60)
-        assert len(self.ends) == len(self._threads)
-        return self.ends
-
-
-def answer(server: RealServer, **fields: object) -> httpx.Response:
-    return httpx.post(
-        server.url + PATH, json={"prompt": "The sea", "max_tokens": 8, "temperature": 0, **fields}, timeout=60
-    )
-
-
-def serves_again(server: RealServer) -> None:
-    wait_for(lambda: answer(server).status_code == 200, 60.0)
-
-
-def open_files(pid: int) -> int:
-    return len(list(Path(f"/proc/{pid}/fd").iterdir()))
 
 
 def health(server: RealServer) -> dict[str, object]:
