@@ -39,9 +39,7 @@ def paged_attention(
     return out
 
 
-def _singles(
-    q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, processors: int
-) -> None:
+def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, processors: int) -> None:
     places, heads, width = (call.num_tokens if by_token else call.batch_size), q.shape[1], pages.value_dim
     group = heads // pages.num_kv_heads
     rows = min(power_of_two(group), 64 if q.shape[2] <= 256 else 16)

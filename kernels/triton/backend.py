@@ -109,9 +109,7 @@ class TritonBackend(TorchBackend):
         return rotary.turn_queries(q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return attention.paged_attention(
-            q, pages, call, deterministic=self.deterministic, processors=self._processors
-        )
+        return attention.paged_attention(q, pages, call, deterministic=self.deterministic, processors=self._processors)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         plain = q.shape[2] - rotary_dim

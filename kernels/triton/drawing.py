@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
@@ -18,9 +18,9 @@ from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
-_BLOCK, _LIST = 4096, 256
+_BLOCK, _LIST = 2048, 256
 _FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
-_EXACT = {"enable_fp_fusion": False}
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -30,9 +30,7 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     columns = logits.shape[1]
     grid = (logits.shape[0],)
-    launch(
-        programs.row_maxima, grid, logits, logits, logits.stride(0), columns, places, largest, BLOCK=_block(columns)
-    )
+    launch(programs.row_maxima, grid, logits, logits, logits.stride(0), columns, places, largest, BLOCK=_block(columns))
     return places, largest
 
 

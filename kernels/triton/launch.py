@@ -20,7 +20,7 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **siz
     """Run the program for every place of a grid, where `on` lies; nothing for an empty grid."""
     if 0 in grid:
         return
-    with torch.cuda.device_of(on):
+    with torch.cuda.device_of(on):  # type: ignore[no-untyped-call]
         kernel[grid](*operands, **sizes)
 
 

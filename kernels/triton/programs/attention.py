@@ -112,8 +112,8 @@ def attention(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN), or
-    else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token."""
+    """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN),
+    or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token."""
     place = tl.program_id(0).to(tl.int64)
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -299,6 +299,4 @@ def merge_splits(
         weight += kept * tl.load(weights + at + split)
         summed += kept * tl.load(sums + (at + split) * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
     found = summed / tl.where(weight == 0.0, 1.0, weight)
-    tl.store(
-        out + (row * HEADS + head) * VALUE_DIM + dims, found.to(out.dtype.element_ty), mask=dims < VALUE_DIM
-    )
+    tl.store(out + (row * HEADS + head) * VALUE_DIM + dims, found.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

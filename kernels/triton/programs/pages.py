@@ -5,7 +5,9 @@ import triton.language as tl
 
 
 @triton.jit
-def key_place(block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr):
+def key_place(
+    block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
+):
     """The element of a key that is at an offset of a block. block: int64; all four broadcast."""
     if CODES:
         QUADS: tl.constexpr = (DIM + 3) // 4

@@ -22,13 +22,12 @@ def tanh(x):
 def activated(x, KIND: tl.constexpr):
     if KIND == "silu":
         return x * sigmoid(x)
-    elif KIND == "gelu_tanh":
+    if KIND == "gelu_tanh":
         return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
-    elif KIND == "gelu":
+    if KIND == "gelu":
         return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
-    else:  # relu2
-        positive = tl.where(x > 0, x, x * 0.0)
-        return positive * positive
+    positive = tl.where(x > 0, x, x * 0.0)  # relu2
+    return positive * positive
 
 
 @triton.jit

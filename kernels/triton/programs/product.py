@@ -1,8 +1,8 @@
 """Products of rows with a weight that is plain or in blocks, which become numbers in registers.
 
 A program makes one tile of the result, summing over K in tiles of one size and order. So a row's bits follow from that row,
-the weight and the sizes of tiles. Three ways to say which weight: one, one for each head (BATCHED, by stride), or one for each expert
-(GROUPED, by tables of addresses: rows come sorted by expert, and `row_ends` says where each expert's rows end).
+the weight and the sizes of tiles. Three ways to say which weight: one, one for each head (BATCHED, by stride), or one for each
+expert (GROUPED, by tables of addresses: rows come sorted by expert, and `row_ends` says where each expert's rows end).
 """
 
 import triton
@@ -198,7 +198,18 @@ def gather_blocks(
     row = tl.load(ids + to)
     there = (row >= 0) & (row < table_rows)
     numbers = block_numbers(
-        codes, scales, supers, row, column, (column < columns) & there, groups, BITS, GROUP, SUPER_GROUPS, MINIMUM, OFFSET
+        codes,
+        scales,
+        supers,
+        row,
+        column,
+        (column < columns) & there,
+        groups,
+        BITS,
+        GROUP,
+        SUPER_GROUPS,
+        MINIMUM,
+        OFFSET,
     )
     kind = out.dtype.element_ty
     found = tl.where(there, numbers, float("nan")).to(kind)

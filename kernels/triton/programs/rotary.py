@@ -157,9 +157,7 @@ def rerotate_keys(
     pair = tl.arange(0, BLOCK_HALF)
     pair_ok = pair < HALF
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    plain = tl.load(
-        keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0
-    )
+    plain = tl.load(keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0)
     dim = tl.arange(0, BLOCK_V)
     if VALUES:
         at = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)

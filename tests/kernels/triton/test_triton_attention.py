@@ -73,9 +73,7 @@ def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> 
     sinks = torch.randn(2)
     for processors in (1, 132):  # few splits and many
         call = call_of(case, sink_logits=sinks)
-        assert_near(
-            paged_attention(case.q, case.all_pages, call, processors=processors).double(), case.expected(sinks)
-        )
+        assert_near(paged_attention(case.q, case.all_pages, call, processors=processors).double(), case.expected(sinks))
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

@@ -1,4 +1,4 @@
-"""Whole steps of tiny models on Triton's programs, interpreted, against plain torch: prompts, decoding, quantized weights, draws."""
+"""Whole steps of tiny models on Triton's programs, interpreted, against plain torch."""
 
 from __future__ import annotations
 
@@ -38,9 +38,30 @@ def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch,
         assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
 
 
+@pytest.mark.slow
 def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads; two sequences, of which one decodes beside the prompt of the other; draws with filters and penalties."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
     drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
     requests = [greedy("a", PROMPT, 2), greedy("b", PROMPT[2:], 2, **drawn)]
     check(directory, requests, monkeypatch, max_num_batched_tokens=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2_moe", {"quantization": "int8"}),
+        ("gpt_oss", {}),
+        ("gemma2", {}),
+        ("deepseek_v2", {}),
+    ],
+)
+def test_other_kinds_of_layers(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, sinks, caps, windows, latent attention; blocks whose rows meet them unrounded."""
+    directory = make_model(family, tmp_path / "m")
+    if "quantization" in options:
+        options = {**options, "activations": "float32"}
+    check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)
