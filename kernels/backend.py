@@ -324,7 +324,7 @@ class Backend(ABC):
 
         q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
         query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
-        none.
+        none. Both operations give NaN instead on a device that would have to be waited for.
         """
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
