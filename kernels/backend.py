@@ -24,10 +24,10 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.draws import Drawer, TopLogprobs
-from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import BlockForm
+from windlass.kernels.layouts.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
