@@ -28,7 +28,7 @@ import torch
 from harness.rates import readable
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
-from windlass.kernels.huge_pages import advise_huge_pages
+from windlass.kernels.layouts.huge_pages import advise_huge_pages
 from windlass.kernels.torch import batched, reference
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 64, 16

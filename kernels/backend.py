@@ -24,10 +24,10 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.draws import Drawer, TopLogprobs
-from windlass.kernels.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import BlockForm
+from windlass.kernels.layouts.huge_pages import advise_huge_pages
 from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -346,7 +346,7 @@ class Backend(ABC):
 
         q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
         query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
-        none.
+        none. Both operations give NaN instead on a device that would have to be waited for.
         """
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims

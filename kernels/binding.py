@@ -1,9 +1,12 @@
 """Chooses the backend for a device, once: the quickest that does not refuse, else plain torch.
 
-The one module that knows all backends. A new kind of device is a line here and a folder beside the others.
+The one module that knows all backends. A new kind of device is an entry here and a folder beside the others.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 
@@ -11,9 +14,29 @@ from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.triton import support as triton_support
 from windlass.kernels.weight_memory import SharedWeights
 
-_OWN_KERNELS = {"cpu": CompiledBackend}  # by kind of device
+
+class _Own(NamedTuple):
+    """refusal: why a kind of device cannot have its kernels. make: them. narrow: see `reads_narrow_weights`."""
+
+    refusal: Callable[[BackendOptions], str | None]
+    make: Callable[[BackendOptions], Backend]
+    narrow: bool
+
+
+def _triton(options: BackendOptions) -> Backend:
+    # Triton takes a second to import, and is there with CUDA builds of torch only.
+    from windlass.kernels.triton.backend import TritonBackend
+
+    return TritonBackend(options)
+
+
+_OWN_KERNELS = {  # by kind of device
+    "cpu": _Own(CompiledBackend.refusal, CompiledBackend, narrow=True),
+    "cuda": _Own(lambda options: triton_support.refusal(options.device), _triton, narrow=False),
+}
 
 
 def bind(
@@ -39,21 +62,22 @@ def bind(
     own = _OWN_KERNELS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:
-        return own(options)
+        return own.make(options)
     return (RowIndependentBackend if deterministic else TorchBackend)(options, refusal)
 
 
 def reads_narrow_weights(device: torch.device | str) -> bool:
     """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
     own = _OWN_KERNELS.get(torch.device(device).type)
-    return own is not None and own.refusal(BackendOptions(torch.device(device))) is None
+    return own is not None and own.narrow and own.refusal(BackendOptions(torch.device(device))) is None
 
 
 def multiplies_narrow_rows(device: torch.device | str) -> bool:
     """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
-    own = _OWN_KERNELS.get(torch.device(device).type)
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
-    return own is not None and own.refusal(options) is None and own(options).multiplies_pairs
+    if options.device.type != "cpu" or CompiledBackend.refusal(options) is not None:
+        return False
+    return CompiledBackend(options).multiplies_pairs
 
 
 def sums_over_ranks(device: torch.device | str) -> bool:

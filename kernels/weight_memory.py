@@ -18,7 +18,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.kernels.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
+from windlass.kernels.layouts.huge_pages import HUGE_PAGE_BYTES, advise_huge_pages
 
 _ALIGNMENT = 64  # bytes, a cache line and the widest vector
 _BLOCK_BYTES = 256 << 20  # reserved at a time; what is not given out is never touched

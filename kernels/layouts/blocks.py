@@ -32,7 +32,7 @@ PANEL = 16
 QUAD = 4
 MAX_COLUMNS = 1 << 24  # far above any model; sums are formed a group at a time and cannot overflow
 
-# Makes an uninitialised contiguous CPU tensor of a shape and a type.
+# Makes an uninitialised contiguous tensor of a shape and a type.
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
@@ -116,7 +116,7 @@ class BlockWeight:
 
     def dequantize(self, ids: Tensor | None = None) -> Tensor:
         """The rows `ids` (any shape), or all of them, as numbers: float32 [..., columns]. Raises IndexError."""
-        index = torch.arange(self.rows) if ids is None else ids
+        index = torch.arange(self.rows, device=self.device) if ids is None else ids
         flat = index.flatten()
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.rows:
             raise IndexError(f"rows outside 0 .. {self.rows - 1}")
@@ -150,7 +150,7 @@ def codes_of(weight: BlockWeight, rows: Tensor) -> Tensor:
     codes = torch.stack((halves & 0x0F, halves >> 4), dim=3).flatten(2, 3)  # [R, G, quads, 4]
     if form.bits > 4:
         width = form.bits - 4  # bits of a code in a byte of the lines that follow
-        shifts = torch.arange(0, 8, width, dtype=torch.uint8)[:, None]
+        shifts = torch.arange(0, 8, width, dtype=torch.uint8, device=lines.device)[:, None]
         upper = (lines[:, :, form.group // 8 :, None] >> shifts) & ((1 << width) - 1)  # [R, G, lines, 8 / width, 4]
         codes = codes | (upper.flatten(2, 3) << 4)
     return codes.flatten(2)
@@ -179,7 +179,7 @@ def store(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | Non
     """
     weight = target.weight
     form = weight.form
-    rows = torch.arange(target.first, target.first + target.count)
+    rows = torch.arange(target.first, target.first + target.count, device=weight.device)
     panel, row = rows // PANEL, rows % PANEL
     codes = F.pad(codes.view(torch.uint8), (0, -weight.columns % form.group))
     quads = codes.view(target.count, -1, form.group // QUAD, QUAD)  # [R, G, quads, 4]
@@ -195,7 +195,7 @@ def store(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | Non
             for i in range(8 // width):
                 more |= upper[:, :, :, i] << (i * width)
             lines = torch.cat((lines, more), dim=2)
-    weight.codes[panel, :, :, row] = lines
-    weight.scales[panel, :, :, row] = scales
+    weight.codes[panel, :, :, row] = lines.to(weight.device)
+    weight.scales[panel, :, :, row] = scales.to(weight.device)
     if weight.supers is not None and supers is not None:
-        weight.supers[panel, :, :, row] = supers
+        weight.supers[panel, :, :, row] = supers.to(weight.device)

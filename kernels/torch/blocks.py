@@ -38,13 +38,13 @@ def linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor
     values, scale = round_groups(x.float(), weight.form.group)
     rounded = values.double().transpose(0, 1)  # [G, M, group]
     totals = rounded.sum(2)  # [G, M]
-    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
     step = max(1, _CHUNK // weight.columns)
     for begin in range(0, weight.rows, step):
-        rows = torch.arange(begin, min(begin + step, weight.rows))
+        rows = torch.arange(begin, min(begin + step, weight.rows), device=x.device)
         codes = codes_of(weight, rows).double().permute(1, 2, 0)  # [G, group, R]
         own, minimum = group_scales(weight, rows)  # [R, G, 1]
-        part = torch.zeros(x.shape[0], len(rows))
+        part = torch.zeros(x.shape[0], len(rows), device=x.device)
         for g in range(codes.shape[0]):
             sums = rounded[g] @ codes[g] - weight.form.offset * totals[g, :, None]
             part += sums.float() * (own[:, g, 0] * scale[:, g, None])
@@ -62,7 +62,7 @@ def linear_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -
     x: [M, K]; returns [M, N] in x's dtype.
     """
     wide = x.float()
-    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
     for rows, numbers in widened(weight):
         torch.mm(wide, numbers.t(), out=out[:, rows])
     if bias is not None:
@@ -75,4 +75,4 @@ def widened(weight: BlockWeight) -> Iterator[tuple[slice, Tensor]]:
     step = max(1, _WIDENED // weight.columns)
     for begin in range(0, weight.rows, step):
         end = min(begin + step, weight.rows)
-        yield slice(begin, end), weight.dequantize(torch.arange(begin, end))
+        yield slice(begin, end), weight.dequantize(torch.arange(begin, end, device=weight.device))

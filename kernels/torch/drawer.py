@@ -19,7 +19,7 @@ class TorchDraw:
     """See `Draw`."""
 
     def __init__(self, filters: Filters, penalties: Penalties) -> None:
-        self.filters, self._penalties = filters, penalties
+        self.filters, self.penalties = filters, penalties
         self.row, self.uniform = 0, 0.0
         self.token, self.status = -1, int(DrawStatus.NOTHING_LEFT)
         self._changes: LogitsChanges | None = None
@@ -29,6 +29,11 @@ class TorchDraw:
         if self._changes is None or changes.allowed is not self._changes.allowed:
             self._others = None
         self._changes = changes
+
+    @property
+    def changes(self) -> LogitsChanges | None:
+        """What was last said to be done to the row, None for nothing."""
+        return self._changes
 
     @property
     def exclude_from(self) -> float:
@@ -70,7 +75,7 @@ class TorchDraw:
             row.index_add_(0, changes.decreased, changes.decrease, alpha=-1)
 
     def _penalise(self, row: Tensor, ids: Tensor, in_output: Tensor) -> None:
-        penalties, scores = self._penalties, row[ids]
+        penalties, scores = self.penalties, row[ids]
         if penalties.repetition != 1:
             scores = torch.where(scores < 0, scores * penalties.repetition, scores / penalties.repetition)
         scores -= penalties.frequency * in_output

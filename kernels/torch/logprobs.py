@@ -34,8 +34,15 @@ def _fill(found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor) -> Non
     found.chosen[part] = (chosen - normaliser).squeeze(1).cpu().numpy()
     k = found.top.shape[1]
     if k:
-        values, ids = rows.topk(k, dim=-1)
+        # Elsewhere topk may take any of equal ones.
+        values, ids = rows.topk(k, dim=-1) if rows.is_cpu else _first_largest(rows, k)
         ids, order = ids.sort(dim=-1)  # then by logit, of which two may have one logarithm
         values, order = values.gather(1, order).sort(dim=-1, descending=True, stable=True)
         found.top_ids[part] = ids.gather(1, order).cpu().numpy()
         found.top[part] = (values - normaliser).cpu().numpy()
+
+
+def _first_largest(rows: Tensor, k: int) -> tuple[Tensor, Tensor]:
+    """The k largest numbers of each row and their places; of equal ones the first."""
+    found = rows.sort(dim=-1, descending=True, stable=True)
+    return found.values[:, :k], found.indices[:, :k]

@@ -47,7 +47,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def linear_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
     """See `blocks.linear_widened`."""
     wide = x.float()
-    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32)
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
     for rows, numbers in blocks.widened(weight):
         out[:, rows] = linear(wide, numbers)
     if bias is not None:

@@ -1,0 +1,162 @@
+"""Paged attention: which programs a call takes, and in what sizes. Nothing here waits for the device.
+
+A sequence's single new token is attended in splits over the context, which another program merges; longer runs go in tiles of
+tokens, unsplit. Under `deterministic` every token is a single one and splits have one size, so its bits follow from its own
+sequence and no chunking.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
+from windlass.kernels.triton.programs.attention import attention, merge_splits
+
+SPLIT_KEYS = 512  # of a split whose size shall not depend on the batch
+_LEAST_SPLIT, _MOST_SPLITS = 256, 128
+_WAVES = 4  # of programs for each processor that splits are to make
+
+
+def paged_attention(
+    q: Tensor, pages: KVPages, call: AttentionCall, *, deterministic: bool = False, processors: int = 132
+) -> Tensor:
+    """See `Backend.paged_attention`. A block or row of q that is none gives NaN. processors: that the device has.
+
+    Raises ValueError where q and the call disagree about tokens.
+    """
+    if q.shape[0] < call.num_tokens or (q.shape[0] > call.num_tokens and not call.has_ranges):
+        raise ValueError(f"q has {q.shape[0]} rows for {call.num_tokens} tokens")
+    q = strided(q)
+    out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
+    if deterministic or call.only_single_tokens:
+        _singles(q, pages, call, out, deterministic, processors)
+    else:
+        _singles(q, pages, call, out, False, processors)
+        _tiles(q, pages, call, out)
+    return out
+
+
+def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, processors: int) -> None:
+    places, heads, width = (call.num_tokens if by_token else call.batch_size), q.shape[1], pages.value_dim
+    group = heads // pages.num_kv_heads
+    rows = min(power_of_two(group), 64 if q.shape[2] <= 256 else 16)
+    longest = call.block_tables.shape[1] * pages.block_size
+    split = SPLIT_KEYS
+    if not by_token:
+        programs = places * pages.num_kv_heads * -(-group // rows)
+        wanted = min(max(1, -(-_WAVES * processors // max(programs, 1))), _MOST_SPLITS)
+        split = power_of_two(-(-longest // wanted), _LEAST_SPLIT)
+    splits = max(1, -(-longest // split))
+    shape = (places, heads, splits)
+    sums = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
+    maxima, weights = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
+    parts = sums, maxima, weights
+    _launch(q, pages, call, out, parts, (places, splits), split, rows, 1, singles=not by_token, by_token=by_token)
+    launch(
+        merge_splits,
+        (places, heads),
+        q,
+        out,
+        *parts,
+        call.query_start,
+        call.sink_logits,
+        splits,
+        HEADS=heads,
+        VALUE_DIM=width,
+        SINKS=call.sink_logits is not None,
+        SINGLES=not by_token,
+        BLOCK_V=power_of_two(width, 16),
+    )
+
+
+def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
+    rows_of_tile = 128 if q.shape[2] <= 128 else 64 if q.shape[2] <= 256 else 16
+    rows = min(power_of_two(q.shape[1] // pages.num_kv_heads), rows_of_tile)
+    tokens = rows_of_tile // rows
+    places = call.num_tokens // tokens + call.batch_size
+    _launch(q, pages, call, out, (None, None, None), (places, 1), 0, rows, tokens, singles=False, by_token=False)
+
+
+def _launch(
+    q: Tensor,
+    pages: KVPages,
+    call: AttentionCall,
+    out: Tensor,
+    parts: tuple[Tensor | None, Tensor | None, Tensor | None],
+    grid: tuple[int, int],
+    split: int,
+    rows: int,
+    tokens: int,
+    *,
+    singles: bool,
+    by_token: bool,
+) -> None:
+    """rows: of a tile for each of its tokens."""
+    kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
+    group = q.shape[1] // kv_heads
+    dot, precision = dot_type(q.dtype)
+    widest = max(dim, width)
+    launch(
+        attention,
+        (grid[0], kv_heads * -(-group // rows), grid[1]),
+        q,
+        q,
+        q.stride(0),
+        q.stride(1),
+        q.shape[0],
+        out,
+        *parts,
+        pages.key,
+        pages.value,
+        pages.key_scale,
+        pages.value_scale,
+        pages.key.shape[0],
+        call.block_tables,
+        call.block_tables.stride(0),
+        call.query_start,
+        call.seq_lens,
+        call.batch_size,
+        call.score_scale,
+        call.scale,
+        call.soft_cap or 0.0,
+        call.window or 0,
+        call.chunk or 0,
+        call.sink_logits,
+        call.range_ends,
+        call.range_rows,
+        call.range_reaches,
+        call.range_gaps,
+        0 if call.range_ends is None else call.range_ends.shape[1],
+        call.alibi_slopes,
+        split,
+        grid[1],
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        SIZE=pages.block_size,
+        DIM=dim,
+        VALUE_DIM=width,
+        CODES=pages.key_scale is not None,
+        DOT=dot,
+        PRECISION=precision,
+        CAUSAL=call.causal,
+        WINDOW=call.window is not None,
+        CHUNK=call.chunk is not None,
+        CAP=call.soft_cap is not None,
+        SINKS=call.sink_logits is not None,
+        RANGES=call.has_ranges,
+        SLOPES=call.alibi_slopes is not None,
+        SINGLES=singles,
+        BY_TOKEN=by_token,
+        SPLITS=parts[0] is not None,
+        TOKENS=tokens,
+        HEADS=rows,
+        BLOCK_M=max(16, rows * tokens),
+        BLOCK_N=64 if widest <= 128 else 32 if widest <= 256 else 16,
+        BLOCK_D=power_of_two(dim, 16),
+        BLOCK_V=power_of_two(width, 16),
+        num_warps=8 if rows * tokens >= 128 else 4,
+        num_stages=2,
+    )

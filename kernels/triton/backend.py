@@ -1,0 +1,133 @@
+"""The backend of Triton's programs, for NVIDIA GPUs.
+
+Responsible for which function takes an operation, decided when it is bound: programs of its own, and torch's products for plain
+weights, unless rows are to be independent. What torch does well by element stays with it. No operation of a layer waits for the
+device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.backend import BackendOptions, Weight
+from windlass.kernels.draws import Drawer
+from windlass.kernels.layouts.blocks import BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary
+
+
+class TritonBackend(TorchBackend):
+    """Bound for a device that `support.refusal` accepts, or in Triton's interpreter for a CPU.
+
+    Where an operation's contract has an IndexError for what lies in the device's memory, this one gives NaN: to raise, it would
+    have to wait.
+    """
+
+    def __init__(self, options: BackendOptions) -> None:
+        super().__init__(options)
+        self._processors = 1
+        if self.device.type == "cuda":
+            self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+
+    def explain(self) -> str:
+        return "Triton kernels"
+
+    # Products, norms, activations
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.deterministic:
+            return products.linear(x, weight, bias, fixed=True)
+        return super()._product(x, weight, bias)
+
+    def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+        return products.linear(x, weight, bias, fixed=self.deterministic)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.add_rms_norm(residual, x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norms.layer_norm(x, weight, bias, eps)
+
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        norms.rms_norm_in_place(x, weight, eps)
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return pointwise.activation(x, activation)
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return pointwise.activation(gate_up, activation, gated=True)
+
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return pointwise.clamped_glu(gate_up, alpha, limit)
+
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        pointwise.gate_by_sigmoid(x, gate)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return pointwise.soft_cap(x, cap)
+
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(table, BlockWeight):
+            return products.embed(table, ids, self.dtype, scale)
+        return super().embed(table, ids, scale)
+
+    # Experts
+
+    def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        return products.AddressedExperts(weights, biases)
+
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        if isinstance(experts, products.AddressedExperts) and experts.operands is not None:
+            return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
+        return super().linear_of_experts(x, experts, chosen)
+
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        return pointwise.sum_of_experts(x, weights)
+
+    # Rotation and attention
+
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        rotary.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
+
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        rotary.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
+
+    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary.turn_queries(q, rows, cos, sin)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        return attention.paged_attention(q, pages, call, deterministic=self.deterministic, processors=self._processors)
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        plain = q.shape[2] - rotary_dim
+        found = products.by_head(q[..., rotary_dim:], up[:, :plain], fixed=self.deterministic)
+        return torch.cat((q[..., :rotary_dim], found), dim=-1)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        matrices = up[:, up.shape[1] - value_dim :].transpose(1, 2)
+        return products.by_head(attended, matrices, fixed=self.deterministic).flatten(1)
+
+    # Drawing
+
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return drawing.row_maxima(logits)
+
+    def drawer(self, vocab_size: int) -> Drawer:
+        return drawing.TritonDrawer()
+
+    @property
+    def recording_refusal(self) -> str | None:
+        return "Triton kernels are not recorded"

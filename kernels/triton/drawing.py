@@ -1,0 +1,161 @@
+"""Draws of tokens: what its programs are told of each draw, and what comes back, in one wait for the device.
+
+Typical-p and the exclusion of top choices are drawn in plain torch, to the same tokens.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.kernels.draws import MIN_TEMPERATURE, Draw, DrawStatus, LogitsChanges
+from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
+from windlass.kernels.triton.launch import launch, power_of_two, strided
+from windlass.kernels.triton.programs import drawing as programs
+
+_BLOCK, _LIST = 2048, 256
+_FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
+
+
+def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
+    """See `Backend.row_maxima`."""
+    logits = strided(logits)
+    places = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
+    largest = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
+    columns = logits.shape[1]
+    grid = (logits.shape[0],)
+    launch(programs.row_maxima, grid, logits, logits, logits.stride(0), columns, places, largest, BLOCK=_block(columns))
+    return places, largest
+
+
+class TritonDrawer(TorchDrawer):
+    """See `Drawer`."""
+
+    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+        own = cast(Sequence[TorchDraw], draws)
+        apart = [one for one in own if _needs_torch(one)]
+        here = [one for one in own if not _needs_torch(one)]
+        if apart:
+            super().draw(logits, apart)
+        if here:
+            _draw(strided(logits), here)
+
+
+def _needs_torch(draw: TorchDraw) -> bool:
+    return draw.filters.temperature > 0 and (draw.filters.typical_p < 1 or draw.filters.exclude_from < 1)
+
+
+def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
+    device, columns = logits.device, logits.shape[1]
+    _, maxima = row_maxima(logits)
+    altered = [(one, one.changes) for one in draws if one.changes is not None]
+    changed = _changed_rows(logits, [(one, changes) for one, changes in altered]) if altered else logits
+    places = iter(range(len(altered)))
+    whole = np.array([[one.row, -1 if one.changes is None else next(places)] for one in draws], dtype=np.int64)
+    kinds = [one.filters for one in draws]
+    floors = [_magnitude(math.log(f.min_p)) if f.min_p > 0 else _FINITE for f in kinds]
+    limits = np.array([floors, [f.top_k if 0 < f.top_k < columns else 0 for f in kinds]], dtype=np.int32)
+    temperatures = [max(f.temperature, MIN_TEMPERATURE) if f.temperature > 0 else 0.0 for f in kinds]
+    shares = np.array([[f.top_p for f in kinds], [one.uniform for one in draws]], dtype=np.float64)
+    rows, changed_rows = _to(device, np.ascontiguousarray(whole.T))
+    floor, top_k = _to(device, limits)
+    top_p, uniform = _to(device, shares)
+    found = torch.empty(2, len(draws), dtype=torch.int64, device=device)
+    launch(
+        programs.draw_tokens,
+        (len(draws),),
+        logits,
+        logits,
+        logits.stride(0),
+        columns,
+        rows,
+        changed,
+        changed_rows,
+        maxima,
+        _to(device, np.array(temperatures, dtype=np.float32)),
+        floor,
+        top_k,
+        top_p,
+        uniform,
+        found[0],
+        found[1],
+        BLOCK=_block(columns),
+        **_EXACT,
+    )
+    for one, token, status in zip(draws, *found.tolist(), strict=True):
+        one.settle(token, DrawStatus(status))
+
+
+def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChanges]]) -> Tensor:
+    """The rows of draws that change theirs, one for each, changed."""
+    device, columns = logits.device, logits.shape[1]
+    words = -(-columns // 32)
+    masks = np.full((len(altered), words), -1, dtype=np.int32)
+    penalties = np.empty((len(altered), 4), dtype=np.float32)
+    bounds = np.zeros((len(altered), 6), dtype=np.int64)
+    ids: list[Tensor] = []
+    numbers: list[Tensor] = []
+    end = 0
+    for at, (one, changes) in enumerate(altered):
+        if changes.mask is not None:
+            masks[at] = changes.mask.numpy()
+        settings = one.penalties
+        own = changes.allowed is not None
+        penalties[at] = settings.repetition, settings.frequency, settings.presence, own
+        nothing = changes.forbidden[:0]
+        lists = (
+            (nothing if changes.allowed is None else changes.allowed, None),
+            (changes.forbidden, None),
+            (changes.biased, changes.bias),
+            (changes.counted, changes.in_output),
+            (changes.decreased, changes.decrease),
+        )
+        for place, (tokens, values) in enumerate(lists):
+            bounds[at, place] = end
+            end += len(tokens)
+            if len(tokens):
+                ids.append(tokens)
+                numbers.append(torch.zeros(len(tokens), device=device) if values is None else values)
+        bounds[at, 5] = end
+    empty = torch.zeros(1, device=device)
+    out = torch.empty(len(altered), columns, dtype=torch.float32, device=device)
+    launch(
+        programs.change_rows,
+        (len(altered),),
+        logits,
+        logits,
+        logits.stride(0),
+        _to(device, np.array([one.row for one, _ in altered], dtype=np.int64)),
+        out,
+        columns,
+        _to(device, masks),
+        words,
+        torch.cat(ids) if ids else empty.long(),
+        torch.cat(numbers) if numbers else empty,
+        _to(device, bounds),
+        _to(device, penalties),
+        BLOCK=_block(columns),
+        LIST=_LIST,
+        **_EXACT,
+    )
+    return out
+
+
+def _magnitude(number: float) -> int:
+    """The bits of a float32's magnitude."""
+    return int(np.float32(number).view(np.int32)) & 0x7FFFFFFF
+
+
+def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
+    made = torch.from_numpy(numbers)
+    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+
+
+def _block(columns: int) -> int:
+    return min(_BLOCK, power_of_two(columns))

@@ -1,0 +1,217 @@
+"""Products with weights in blocks, with plain ones whose rows are to be independent, by head, and of experts.
+
+Nothing is rounded but what the compute dtype rounds: rows meet the numbers that blocks mean. Nothing here waits for the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.layouts.blocks import BlockWeight
+from windlass.kernels.layouts.experts import ExpertWeights
+from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
+from windlass.kernels.triton.programs.product import gather_blocks, product
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+}
+_TILE_COLUMNS, _TILE_INNER = 64, 64
+
+
+def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+    """x @ weight.T + bias. x: [T, K]; returns [T, N] in x's dtype. fixed: tiles of one size, however many rows there are."""
+    x = strided(x)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    operands = _Operands.of(weight)
+    _launch(x, (x.stride(0), 0), out, (out.stride(0), 0), operands, bias, x.shape[0], *weight.shape, fixed=fixed)
+    return out
+
+
+def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
+    """x: [T, H, K], matrices: [H, K, N] with any strides. Returns [T, H, N] in x's dtype."""
+    x = strided(x)
+    heads, inner, columns = matrices.shape
+    out = x.new_empty(x.shape[0], heads, columns)
+    operands = _Operands(matrices, None, None, (matrices.stride(2), matrices.stride(1), matrices.stride(0)), None)
+    _launch(
+        x, (x.stride(0), x.stride(1)), out, (out.stride(0), out.stride(1)), operands, None, x.shape[0], columns, inner,
+        fixed=fixed, batches=heads,
+    )  # fmt: skip
+    return out
+
+
+class AddressedExperts(ExpertWeights):
+    """Experts whose weights are of one kind, with tables of where each lies."""
+
+    def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor] | None = None) -> None:
+        super().__init__(weights, biases)
+        self.operands = _Operands.of_experts(self.weights) if self._are_alike() else None
+        self.bias_table = None if self.biases is None else _addresses(self.biases)
+
+    def _are_alike(self) -> bool:
+        first = self.weights[0]
+        if isinstance(first, Tensor):
+            kinds = {(w.dtype, w.stride()) if isinstance(w, Tensor) else None for w in self.weights}
+        elif isinstance(first, BlockWeight):
+            kinds = {w.form if isinstance(w, BlockWeight) else None for w in self.weights}  # type: ignore[misc]
+        else:
+            return False
+        return len(kinds) == 1 and (self.biases is None or len({bias.dtype for bias in self.biases}) == 1)
+
+
+def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
+    """See `Backend.linear_of_experts`, for experts whose weights are of one kind."""
+    if experts.operands is None:
+        raise ValueError("experts of several kinds have no tables")
+    x = strided(x)
+    places = chosen.numel()
+    out = x.new_empty(places, experts.columns)
+    ordered = chosen.flatten().sort(stable=True)
+    every = torch.arange(len(experts), device=x.device)
+    ends = torch.searchsorted(ordered.values, every, right=True)
+    _launch(
+        x, (x.stride(0), 0), out, (out.stride(0), 0), experts.operands, experts.bias_table, places,
+        experts.columns, experts.inner, fixed=fixed,
+        experts=len(experts), order=ordered.indices, ends=ends, per_row=places // max(x.shape[0], 1),
+        bias_type=None if experts.biases is None else experts.biases[0].dtype,
+    )  # fmt: skip
+    return out
+
+
+def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """See `Backend.embed`; an id that the table lacks gives NaN."""
+    out = torch.empty(ids.shape[0], table.columns, dtype=dtype, device=table.device)
+    block = min(1024, power_of_two(table.columns))
+    launch(
+        gather_blocks,
+        (ids.shape[0], -(-table.columns // block)),
+        out,
+        ids.contiguous(),
+        table.codes,
+        table.scales,
+        table.supers,
+        out,
+        table.columns,
+        table.codes.shape[1],
+        table.rows,
+        float(torch.tensor(scale, dtype=dtype)),
+        **_form_sizes(table),
+        SCALED=scale != 1,
+        BLOCK=block,
+    )
+    return out
+
+
+def _form_sizes(weight: BlockWeight | None) -> dict[str, Any]:
+    form = None if weight is None else weight.form
+    return {
+        "BITS": form.bits if form else 0,
+        "GROUP": form.group if form else 32,
+        "SUPER_GROUPS": form.super_groups if form else 0,
+        "MINIMUM": bool(form and form.minimum),
+        "OFFSET": float(form.offset) if form else 0.0,
+    }
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """A weight as its program takes it: tensors, or addresses of them; strides of a row, a column and a batch."""
+
+    weight: Tensor
+    scales: Tensor | None
+    supers: Tensor | None
+    strides: tuple[int, int, int]
+    example: BlockWeight | None
+    weight_type: torch.dtype | None = None  # where addresses do not tell
+
+    @classmethod
+    def of(cls, weight: Tensor | BlockWeight) -> _Operands:
+        if isinstance(weight, BlockWeight):
+            return cls(weight.codes, weight.scales, weight.supers, (0, 0, 0), weight)
+        return cls(weight, None, None, (weight.stride(0), weight.stride(1), 0), None)
+
+    @classmethod
+    def of_experts(cls, weights: Sequence[Any]) -> _Operands:
+        first = weights[0]
+        if isinstance(first, BlockWeight):
+            supers = None if first.supers is None else _addresses([weight.supers for weight in weights])
+            scales = _addresses([weight.scales for weight in weights])
+            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8)
+        return cls(_addresses(weights), None, None, (first.stride(0), first.stride(1), 0), None, first.dtype)
+
+
+def _addresses(tensors: Sequence[Any]) -> Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+def _launch(
+    x: Tensor,
+    x_strides: tuple[int, int],
+    out: Tensor,
+    out_strides: tuple[int, int],
+    operands: _Operands,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    fixed: bool,
+    batches: int = 1,
+    experts: int = 0,
+    order: Tensor | None = None,
+    ends: Tensor | None = None,
+    per_row: int = 1,
+    bias_type: torch.dtype | None = None,
+) -> None:
+    """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
+    blocks = operands.example
+    dot, precision = dot_type(x.dtype)
+    tile = 16 if fixed or rows <= 16 * max(experts, 1) else 64
+    tiles = -(-rows // tile) if not experts else rows // tile + experts
+    launch(
+        product,
+        (-(-columns // _TILE_COLUMNS), tiles, batches),
+        x,
+        x,
+        *x_strides,
+        out,
+        *out_strides,
+        operands.weight,
+        operands.scales,
+        operands.supers,
+        bias,
+        *operands.strides,
+        order,
+        ends,
+        rows,
+        columns,
+        inner,
+        0 if blocks is None else blocks.codes.shape[1],
+        BATCHED=batches > 1,
+        GROUPED=experts > 0,
+        PER_ROW=per_row,
+        EXPERTS=experts,
+        BLOCKS=blocks is not None,
+        **_form_sizes(blocks),
+        BIAS=bias is not None,
+        WEIGHT=_TYPES[operands.weight_type or operands.weight.dtype],
+        SCALE=tl.float32 if blocks is None else _TYPES[blocks.scales.dtype],
+        BIAS_TYPE=_TYPES[bias_type or torch.float32],
+        DOT=dot,
+        PRECISION=precision,
+        BLOCK_M=tile,
+        BLOCK_N=_TILE_COLUMNS,
+        BLOCK_K=_TILE_INNER if x.element_size() < 4 else 32,
+        num_warps=4,
+        num_stages=3,
+    )

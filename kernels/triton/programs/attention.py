@@ -1,0 +1,302 @@
+"""Attention over pages: one program takes some tokens of one sequence, some of the heads that share a head of keys, and the
+keys of one split; another merges splits.
+
+The rows of a tile are (token, head) pairs, heads side by side, so that heads which share keys read them once. Softmax runs
+along tiles of keys whose bounds are multiples of their size, whatever a program begins with: a row's bits follow from its own
+sequence and the sizes of tiles and splits alone.
+"""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.pages import key_place, scale_place, value_place
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sequence_at(starts, place, count, TOKENS: tl.constexpr):
+    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 1 starts[b] <= place."""
+    low = 0
+    high = count
+    while low < high:
+        middle = (low + high) // 2
+        begin = tl.load(starts + middle)
+        if TOKENS > 1:
+            begin = begin // TOKENS + middle
+        if begin <= place:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def first_seen(index, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    first = index * 0
+    if WINDOW:
+        first = tl.maximum(index - (window - 1), 0)
+    if CHUNK:
+        first = tl.maximum(first, index // chunk * chunk)
+    return first
+
+
+@triton.jit
+def end_seen(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    end = index + 1
+    if not CAUSAL:
+        end = index * 0 + length
+    if WINDOW:
+        end = tl.minimum(end, index + window)
+    if CHUNK:
+        end = tl.minimum(end, index // chunk * chunk + chunk)
+    return end
+
+
+@triton.jit
+def attention(
+    q,
+    q_stride,
+    q_head_stride,
+    q_rows,
+    out,
+    sums,
+    maxima,
+    weights,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    num_blocks,
+    tables,
+    table_stride,
+    query_start,
+    seq_lens,
+    num_sequences,
+    score_scale,
+    scale,
+    soft_cap,
+    window,
+    chunk,
+    sinks,
+    range_ends,
+    range_rows,
+    range_reaches,
+    range_gaps,
+    num_ranges,
+    slopes,
+    split_keys,
+    num_splits,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    CAP: tl.constexpr,
+    SINKS: tl.constexpr,
+    RANGES: tl.constexpr,
+    SLOPES: tl.constexpr,
+    SINGLES: tl.constexpr,
+    BY_TOKEN: tl.constexpr,
+    SPLITS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN),
+    or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token."""
+    place = tl.program_id(0).to(tl.int64)
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+    split = tl.program_id(2)
+    if SINGLES:
+        b = place
+    elif BY_TOKEN:
+        b = sequence_at(query_start, place, num_sequences, 1)
+    else:
+        b = sequence_at(query_start, place, num_sequences, TOKENS)
+    start = tl.load(query_start + b)
+    new = tl.load(query_start + b + 1) - start
+    length = tl.load(seq_lens + b)
+    if SINGLES:
+        if new != 1:
+            return
+        local = start * 0
+    elif BY_TOKEN:
+        local = place - start
+    else:
+        local = (place - (start // TOKENS + b)) * TOKENS
+        if new == 1:
+            return
+    count = tl.minimum(new - local, TOKENS)
+    if count <= 0:
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    head = first_head + rows % HEADS
+    row_ok = (rows // HEADS < count) & (head < GROUP)
+    head = kv_head * GROUP + head
+    token = local + rows // HEADS  # of the sequence's new ones
+    index = length - new + token
+    first_index = length - new + local
+    last_index = first_index + count - 1
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    row_scale = scale * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
+    if SLOPES:
+        slope = tl.load(slopes + head, mask=row_ok, other=0.0)
+
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    first = first_seen(index, window, chunk, WINDOW, CHUNK)
+    end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    range_begin = first_seen(first_index, window, chunk, WINDOW, CHUNK)
+    range_stop = end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    begin_of_split = split.to(tl.int64) * split_keys
+    parts = 1
+    if RANGES:
+        parts = num_ranges
+        range_begin = range_begin * 0
+    for part in range(parts):
+        low = range_begin
+        stop = range_stop
+        q_row = start + token
+        if RANGES:
+            at = b * num_ranges + part
+            range_end = tl.minimum(tl.load(range_ends + at), length)
+            reach = tl.load(range_reaches + at)
+            version = tl.load(range_rows + at)
+            gap = length * 0
+            if SLOPES:
+                gap = tl.load(range_gaps + at)
+            q_row = tl.where(version < 0, -1, version + token)
+            stop = tl.minimum(range_end, last_index + 1)
+            if reach > 0:
+                low = tl.maximum(low, first_index - reach + 1)
+            if reach < 0:
+                stop = tl.minimum(stop, last_index + 1 + reach)
+            if (reach == 0) | (version == -1):
+                stop = low
+            range_begin = tl.maximum(range_begin, range_end)
+        if SPLITS:
+            low = tl.maximum(low, begin_of_split)
+            stop = tl.minimum(stop, begin_of_split + split_keys)
+        if low < stop:
+            q_ok = row_ok & (q_row >= 0) & (q_row < q_rows)
+            at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
+            query = tl.load(at_q, mask=q_ok[:, None] & (dims < DIM)[None, :], other=0.0).to(DOT)
+            for tile in range(low // BLOCK_N * BLOCK_N, stop, BLOCK_N):
+                key = tile + tl.arange(0, BLOCK_N)
+                key_ok = (key >= low) & (key < stop)
+                block = tl.load(tables + b * table_stride + key // SIZE, mask=key_ok, other=0).to(tl.int64)
+                offset = key % SIZE
+                is_block = (block >= 0) & (block < num_blocks)
+                read = key_ok & is_block
+                at_key = key_place(block[None, :], offset[None, :], kv_head, dims[:, None], KV_HEADS, SIZE, DIM, CODES)
+                tile_keys = tl.load(keys + at_key, mask=(dims < DIM)[:, None] & read[None, :], other=0)
+                scores = tl.dot(query, tile_keys.to(DOT), input_precision=PRECISION)
+                if CODES:
+                    at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
+                    scores = scores * tl.load(key_scales + at_scale, mask=read, other=0.0)[None, :]
+                scores = scores * row_scale[:, None]
+                if CAP:
+                    grown = tl.exp2(tl.abs(scores) / soft_cap * (-2.0 * LOG2_E))
+                    bent = soft_cap * (1.0 - grown) / (1.0 + grown)
+                    scores = tl.where(scores < 0, -bent, bent)
+                if SLOPES:
+                    distance = (index[:, None] - key[None, :] + gap).to(tl.float32)
+                    scores = scores - slope[:, None] * distance
+                # A block or a row of q that is none shows.
+                scores = tl.where(is_block[None, :] & q_ok[:, None], scores * LOG2_E, float("nan"))
+                if RANGES:
+                    back = index[:, None] - key[None, :]
+                    seen = (back >= 0) & (((reach > 0) & (back < reach)) | ((reach < 0) & (back >= -reach)))
+                else:
+                    seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+                scores = tl.where(seen & key_ok[None, :] & row_ok[:, None], scores, float("-inf"))
+                larger = tl.maximum(largest, tl.max(scores, 1))
+                base = tl.where(larger == float("-inf"), 0.0, larger)
+                shares = tl.exp2(scores - base[:, None])
+                kept = tl.exp2(largest - base)
+                weight = weight * kept + tl.sum(shares, 1)
+                at_value = value_place(
+                    block[:, None], offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES
+                )
+                value_ok = read[:, None] & (value_dims < VALUE_DIM)[None, :]
+                tile_values = tl.load(values + at_value, mask=value_ok, other=0)
+                if CODES:
+                    shares = shares * tl.load(value_scales + at_scale, mask=read, other=0.0)[None, :]
+                summed = tl.dot(shares.to(DOT), tile_values.to(DOT), summed * kept[:, None], input_precision=PRECISION)
+                largest = larger
+
+    if SPLITS:
+        at = (place * (KV_HEADS * GROUP) + head) * num_splits + split
+        tl.store(maxima + at, largest, mask=row_ok)
+        tl.store(weights + at, weight, mask=row_ok)
+        at_sum = at[:, None] * VALUE_DIM + value_dims[None, :]
+        tl.store(sums + at_sum, summed, mask=row_ok[:, None] & (value_dims < VALUE_DIM)[None, :])
+    else:
+        if SINKS:
+            sink = tl.load(sinks + head, mask=row_ok, other=0.0) * LOG2_E
+            larger = tl.maximum(largest, sink)
+            kept = tl.exp2(largest - larger)
+            weight = weight * kept + tl.exp2(sink - larger)
+            summed = summed * kept[:, None]
+        found = summed / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
+        out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
+        tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
+
+
+@triton.jit
+def merge_splits(
+    out,
+    sums,
+    maxima,
+    weights,
+    query_start,
+    sinks,
+    num_splits,
+    HEADS: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    SINKS: tl.constexpr,
+    SINGLES: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (place, head) of the splits that `attention` wrote: their sum, split after split."""
+    place = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    row = place
+    if SINGLES:
+        row = tl.load(query_start + place)
+        if tl.load(query_start + place + 1) - row != 1:
+            return
+    dims = tl.arange(0, BLOCK_V)
+    at = (place * HEADS + head) * num_splits
+    largest = tl.full([], float("-inf"), tl.float32)
+    if SINKS:
+        largest = tl.load(sinks + head) * LOG2_E
+    for split in range(num_splits):
+        largest = tl.maximum(largest, tl.load(maxima + at + split))
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    weight = tl.zeros([], tl.float32)
+    if SINKS:
+        weight = tl.exp2(tl.load(sinks + head) * LOG2_E - base)
+    summed = tl.zeros([BLOCK_V], tl.float32)
+    for split in range(num_splits):
+        kept = tl.exp2(tl.load(maxima + at + split) - base)
+        weight += kept * tl.load(weights + at + split)
+        summed += kept * tl.load(sums + (at + split) * VALUE_DIM + dims, mask=dims < VALUE_DIM, other=0.0)
+    found = summed / tl.where(weight == 0.0, 1.0, weight)
+    tl.store(out + (row * HEADS + head) * VALUE_DIM + dims, found.to(out.dtype.element_ty), mask=dims < VALUE_DIM)

@@ -1,0 +1,96 @@
+"""What happens to each element by itself: activations, gates, limits."""
+
+import triton
+import triton.language as tl
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def sigmoid(x):
+    return tl.div_rn(1.0, 1.0 + tl.exp(-x))
+
+
+@triton.jit
+def tanh(x):
+    grown = tl.exp(tl.abs(x) * -2.0)
+    bent = tl.div_rn(1.0 - grown, 1.0 + grown)
+    return tl.where(x < 0, -bent, bent)
+
+
+@triton.jit
+def activated(x, KIND: tl.constexpr):
+    if KIND == "silu":
+        return x * sigmoid(x)
+    if KIND == "gelu_tanh":
+        return 0.5 * x * (1.0 + tanh(0.7978845608028654 * (x + 0.044715 * x * x * x)))
+    if KIND == "gelu":
+        return 0.5 * x * (1.0 + tl.erf(x * 0.7071067811865476))
+    positive = tl.where(x > 0, x, x * 0.0)  # relu2
+    return positive * positive
+
+
+@triton.jit
+def activation(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, part of the columns). GATED: x holds as many columns again, which the activated ones multiply."""
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    kind = out.dtype.element_ty
+    at = x + row * stride + column
+    # Rounded where the plain form rounds: each function gives its operand's type.
+    found = activated(tl.load(at, mask=ok, other=0.0).to(tl.float32), KIND).to(kind)
+    if GATED:
+        found = (found.to(tl.float32) * tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)).to(kind)
+    tl.store(out + row * columns + column, found, mask=ok)
+
+
+@triton.jit
+def clamped_glu(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    at = x + row * stride + column
+    gate = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    up = tl.load(at + columns, mask=ok, other=0.0).to(tl.float32)
+    # Comparisons that NaN fails, so that it stays.
+    gate = tl.where(gate > limit, limit, gate)
+    up = tl.where(up > limit, limit, tl.where(up < -limit, -limit, up))
+    found = (up + 1.0) * gate * sigmoid(alpha * gate)
+    tl.store(out + row * columns + column, found.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def gate_by_sigmoid(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    at = x + row * stride + column
+    if WHOLE_ROW:
+        by = sigmoid(tl.load(gate + row * gate_stride).to(tl.float32))
+    else:
+        by = sigmoid(tl.load(gate + row * gate_stride + column, mask=ok, other=0.0).to(tl.float32))
+    found = tl.load(at, mask=ok, other=0.0).to(tl.float32) * by
+    tl.store(at, found.to(x.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def soft_cap(x, stride, out, columns, cap, BLOCK: tl.constexpr):
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    found = cap * tanh(tl.div_rn(tl.load(x + row * stride + column, mask=ok, other=0.0), cap))
+    tl.store(out + row * columns + column, found, mask=ok)
+
+
+@triton.jit
+def sum_of_experts(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (token, part of the columns): its COUNT rows of x by their weights, one after the other."""
+    token = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = column < columns
+    total = tl.zeros([BLOCK], tl.float32)
+    for place in range(COUNT):
+        row = token * COUNT + place
+        total += tl.load(x + row * columns + column, mask=ok, other=0.0).to(tl.float32) * tl.load(weights + row)
+    tl.store(out + token * columns + column, total.to(out.dtype.element_ty), mask=ok)

@@ -1,0 +1,242 @@
+"""Rotation of half-split pairs in float32: into pages, from pages to pages, and of queries into further versions.
+
+A program takes one row and one head. First dims of pairs, second dims and what no pair rotates are three vectors.
+"""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.pages import key_place, quantized, scale_place, value_place
+
+
+@triton.jit
+def turned(first, second, cos, sin):
+    return first * cos - second * sin, second * cos + first * sin
+
+
+@triton.jit
+def rotate_and_append(
+    q,
+    q_stride,
+    q_head_stride,
+    k,
+    k_stride,
+    k_head_stride,
+    v,
+    v_stride,
+    v_head_stride,
+    cos,
+    sin,
+    q_scale,
+    slots,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    Q_HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    CODES: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (token, head): Q_HEADS heads of q, then KV_HEADS of k and v."""
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    pair = tl.arange(0, BLOCK_HALF)
+    pair_ok = pair < HALF
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    rest_ok = rest < DIM
+    c = tl.load(cos + token * HALF + pair, mask=pair_ok, other=0.0)
+    s = tl.load(sin + token * HALF + pair, mask=pair_ok, other=0.0)
+    if head < Q_HEADS:
+        at = q + token * q_stride + head * q_head_stride
+        first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
+        factor = tl.load(q_scale + token)
+        first, second = turned(first, second, c, s)
+        tl.store(at + pair, (first * factor).to(q.dtype.element_ty), mask=pair_ok)
+        tl.store(at + HALF + pair, (second * factor).to(q.dtype.element_ty), mask=pair_ok)
+    else:
+        head = head - Q_HEADS
+        slot = tl.load(slots + token)
+        block = slot // SIZE
+        offset = slot % SIZE
+        if slot >= 0:
+            at = k + token * k_stride + head * k_head_stride
+            first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
+            plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
+            first, second = turned(first, second, c, s)
+            write_key(
+                first, second, plain, block, offset, head, keys, key_scales,
+                KV_HEADS, SIZE, DIM, HALF, CODES, SMALLEST, BLOCK_HALF, BLOCK_REST,
+            )  # fmt: skip
+            dim = tl.arange(0, BLOCK_V)
+            dim_ok = dim < VALUE_DIM
+            value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
+            at_value = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+            if CODES:
+                wide = value.to(tl.float32)
+                codes, scale = quantized(wide, shown_largest(wide), SMALLEST)
+                tl.store(at_value, codes, mask=dim_ok)
+                tl.store(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+            else:
+                tl.store(at_value, value.to(values.dtype.element_ty), mask=dim_ok)
+
+
+@triton.jit
+def shown_largest(x):
+    """The largest magnitude of a vector, NaN where there is one."""
+    found = tl.max(tl.abs(x), 0)
+    return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), found)
+
+
+@triton.jit
+def write_key(
+    first, second, plain, block, offset, head, keys, key_scales,
+    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr,
+    SMALLEST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+):  # fmt: skip
+    pair = tl.arange(0, BLOCK_HALF)
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    pair_ok = pair < HALF
+    rest_ok = rest < DIM
+    if CODES:
+        # NaN has to win, which neither maximum promises.
+        largest = tl.maximum(shown_largest(first), shown_largest(second), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, shown_largest(plain), propagate_nan=tl.PropagateNan.ALL)
+        first, scale = quantized(first, largest, SMALLEST)
+        second, scale = quantized(second, largest, SMALLEST)
+        plain, scale = quantized(plain, largest, SMALLEST)
+        tl.store(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+        rest_ok = rest < (DIM + 3) // 4 * 4  # padding takes zeros
+    kind = keys.dtype.element_ty
+    tl.store(keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES), first.to(kind), mask=pair_ok)
+    at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
+    tl.store(at, second.to(kind), mask=pair_ok)
+    tl.store(keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), plain.to(kind), mask=rest_ok)
+
+
+@triton.jit
+def rerotate_keys(
+    sources,
+    targets,
+    cos,
+    sin,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    CODES: tl.constexpr,
+    VALUES: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (entry, head). Codes without pairs are copied as they are."""
+    entry = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    source = tl.load(sources + entry)
+    target = tl.load(targets + entry)
+    block = source // SIZE
+    offset = source % SIZE
+    to_block = target // SIZE
+    to_offset = target % SIZE
+    pair = tl.arange(0, BLOCK_HALF)
+    pair_ok = pair < HALF
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    plain = tl.load(keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0)
+    dim = tl.arange(0, BLOCK_V)
+    if VALUES:
+        at = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+        value = tl.load(at, mask=dim < VALUE_DIM, other=0)
+        if CODES:
+            value_scale = tl.load(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE))
+    if CODES:
+        key_scale = tl.load(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE))
+    if HALF > 0:
+        at = keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES)
+        first = tl.load(at, mask=pair_ok, other=0).to(tl.float32)
+        at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
+        second = tl.load(at, mask=pair_ok, other=0).to(tl.float32)
+        if CODES:
+            first = first * key_scale
+            second = second * key_scale
+            plain = plain.to(tl.float32) * key_scale
+        c = tl.load(cos + entry * HALF + pair, mask=pair_ok, other=0.0)
+        s = tl.load(sin + entry * HALF + pair, mask=pair_ok, other=0.0)
+        first, second = turned(first, second, c, s)
+        # A key may be rotated where it is: all of it is read before any of it is written.
+        tl.debug_barrier()
+        write_key(
+            first, second, plain, to_block, to_offset, head, keys, key_scales,
+            KV_HEADS, SIZE, DIM, HALF, CODES, SMALLEST, BLOCK_HALF, BLOCK_REST,
+        )  # fmt: skip
+    else:
+        rest_ok = rest < DIM
+        if CODES:
+            plain = tl.where(rest_ok, plain, 0)
+            rest_ok = rest < (DIM + 3) // 4 * 4
+            tl.store(key_scales + scale_place(to_block, to_offset, head, KV_HEADS, SIZE), key_scale)
+        at = keys + key_place(to_block, to_offset, head, rest, KV_HEADS, SIZE, DIM, CODES)
+        tl.store(at, plain, mask=rest_ok)
+    if VALUES:
+        at = values + value_place(to_block, to_offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+        tl.store(at, value, mask=dim < VALUE_DIM)
+        if CODES:
+            tl.store(value_scales + scale_place(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
+
+
+@triton.jit
+def turn_queries(
+    q,
+    q_stride,
+    q_head_stride,
+    q_rows,
+    rows,
+    cos,
+    sin,
+    out,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
+    """Program (row of the result, head). A row that q lacks becomes NaN."""
+    row = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    to = out + (row * HEADS + head) * DIM
+    pair = tl.arange(0, BLOCK_HALF)
+    pair_ok = pair < HALF
+    rest = 2 * HALF + tl.arange(0, BLOCK_REST)
+    rest_ok = rest < DIM
+    source = row
+    version = row - q_rows
+    if version >= 0:
+        source = tl.load(rows + version)
+    there = (source >= 0) & (source < q_rows)
+    at = q + source * q_stride + head * q_head_stride
+    first = tl.load(at + pair, mask=pair_ok & there, other=float("nan"))
+    second = tl.load(at + HALF + pair, mask=pair_ok & there, other=float("nan"))
+    if version >= 0:
+        c = tl.load(cos + version * HALF + pair, mask=pair_ok, other=0.0)
+        s = tl.load(sin + version * HALF + pair, mask=pair_ok, other=0.0)
+        a, b = turned(first.to(tl.float32), second.to(tl.float32), c, s)
+        first = a.to(q.dtype.element_ty)
+        second = b.to(q.dtype.element_ty)
+    tl.store(to + pair, first, mask=pair_ok)
+    tl.store(to + HALF + pair, second, mask=pair_ok)
+    tl.store(to + rest, tl.load(at + rest, mask=rest_ok & there, other=float("nan")), mask=rest_ok)

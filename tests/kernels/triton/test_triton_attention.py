@@ -1,0 +1,132 @@
+"""Triton's paged attention, interpreted, against float64: decode in splits, prompts in tiles, ranges, what is not there."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.interpreted import QUIET, assert_near
+from helpers.prefill_case import PrefillCase
+from helpers.ranges import Part, RangeCase, random_parts
+
+from windlass.kernels import AttentionCall
+from windlass.kernels.triton import attention
+from windlass.kernels.triton.attention import paged_attention
+
+pytestmark = QUIET
+MIXED = [(17, 4), (0, 9), (70, 1)]
+
+
+def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
+    return AttentionCall(
+        case.table,
+        case.start,
+        case.lengths,
+        case.temperature,
+        case.scale,
+        window=case.window,
+        causal=case.causal,
+        chunk=case.chunk,
+        **options,
+    )
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8 pages, a cap": {"page_type": torch.int8, "soft_cap": 2.0},
+    "float16 pages": {"page_type": torch.float16},
+    "a window and sinks": {"window": 7, "sinks": True},
+    "chunks": {"chunk": 6, "page_type": torch.bfloat16},
+    "both ways": {"causal": False},
+    "odd heads": {"heads": 6, "kv_heads": 2, "dim": 24, "value_dim": 40},
+    "one head of keys for many": {"heads": 20, "kv_heads": 1, "dim": 40, "window": 9},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_decode_and_prompts_beside_each_other(name: str) -> None:
+    options = dict(CASES[name])
+    cap, with_sinks = options.pop("soft_cap", None), options.pop("sinks", False)
+    case = PrefillCase(MIXED, **options)
+    sinks = torch.randn(case.q.shape[1]) if with_sinks else None
+    found = paged_attention(case.q, case.all_pages, call_of(case, soft_cap=cap, sink_logits=sinks))
+    assert_near(found.double(), case.expected(sinks, cap))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", CASES)
+def test_tokens_one_by_one(name: str) -> None:
+    options = dict(CASES[name])
+    cap, with_sinks = options.pop("soft_cap", None), options.pop("sinks", False)
+    case = PrefillCase(MIXED, **options)
+    sinks = torch.randn(case.q.shape[1]) if with_sinks else None
+    call = call_of(case, soft_cap=cap, sink_logits=sinks)
+    assert_near(paged_attention(case.q, case.all_pages, call, deterministic=True).double(), case.expected(sinks, cap))
+
+
+def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attention, "_LEAST_SPLIT", 64)
+    case = PrefillCase([(299, 1), (3, 1), (64, 1)], heads=2, kv_heads=1, dim=16)
+    sinks = torch.randn(2)
+    for processors in (1, 132):  # few splits and many
+        call = call_of(case, sink_logits=sinks)
+        assert_near(paged_attention(case.q, case.all_pages, call, processors=processors).double(), case.expected(sinks))
+
+
+@pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])
+def test_any_ranges(seed: int) -> None:
+    torch.manual_seed(seed)
+    rng, shapes = random.Random(seed), [(50, 1), (20, 7), (0, 3)]
+    parts = [random_parts(old, new, 5, rng) for old, new in shapes]
+    page_type = (torch.int8, torch.float32, torch.float16)[seed]
+    case = RangeCase(shapes, parts, page_type=page_type, sinks=torch.randn(4), soft_cap=2.0 if seed else None)
+    case.slopes = torch.tensor([0.02, 0.005, 0.001, 0.0])
+    for deterministic in (False, True)[: 2 if seed else 1]:
+        found = paged_attention(*case.operands(), deterministic=deterministic)
+        assert_near(found.double(), case.expected(), 1e-5)
+
+
+def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long the sequences beside it are, and whether it came as a prompt's part or by itself."""
+    monkeypatch.setattr(attention, "SPLIT_KEYS", 64)  # two splits beside one
+    case = PrefillCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
+    call = call_of(case, sink_logits=torch.randn(2))
+    whole = paged_attention(case.q, case.all_pages, call, deterministic=True)
+    for rows, length, own in call.sequences():
+        narrow = replace(own, block_tables=own.block_tables[:, : -(-length // 16)])
+        assert torch.equal(paged_attention(case.q[rows], case.all_pages, narrow, deterministic=True), whole[rows])
+    rows, _, own = next(call.sequences())
+    last = own.some_tokens(2, 3)
+    assert torch.equal(paged_attention(case.q[2:3], case.all_pages, last, deterministic=True)[0], whole[2])
+
+
+def test_what_is_not_there_shows() -> None:
+    """A block that is none, and a row of q that is none, give NaN: nothing is read from where they would be."""
+    q, pages, call = RangeCase([(30, 3), (5, 1)], [[Part(10), Part(33, shift=3)], [Part(6)]]).operands()
+    sound = paged_attention(q, pages, call)
+    assert sound.isfinite().all()
+    assert call.range_rows is not None
+    for row in (len(q) - 2, len(q), -2):
+        rows = call.range_rows.clone()
+        rows[0, 0] = row
+        found = paged_attention(q, pages, replace(call, range_rows=rows))
+        assert found[2].isnan().all() and torch.equal(found[3], sound[3])
+    for block in (-1, pages.key.shape[0]):
+        tables = call.block_tables.clone()
+        tables[1, 0] = block
+        found = paged_attention(q, pages, replace(call, block_tables=tables))
+        assert found[3].isnan().all() and torch.equal(found[:3], sound[:3])
+    with pytest.raises(ValueError, match="rows for"):
+        paged_attention(q[:2], pages, call)
+
+
+def test_nothing_in_nothing_out() -> None:
+    """No sequences, and sequences of no keys."""
+    case = PrefillCase([(3, 2)], dim=16)
+    empty = AttentionCall(case.table[:0], torch.zeros(1).long(), case.lengths[:0], case.temperature[:0], 1.0)
+    assert paged_attention(case.q[:0], case.all_pages, empty).shape == (0, 4, 16)
+    none = AttentionCall.of_single_tokens(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)
+    assert torch.equal(paged_attention(case.q[:1], case.all_pages, none), torch.zeros(1, 4, 16))

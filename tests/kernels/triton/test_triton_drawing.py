@@ -1,0 +1,125 @@
+"""Triton's draws, interpreted, against the plain ones, token for token, on rows that leave no room for luck."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+import torch
+from helpers.interpreted import QUIET
+from torch import Tensor
+
+from windlass.kernels import Filters, LogitsChanges, Penalties
+from windlass.kernels.torch import draw
+from windlass.kernels.torch.drawer import TorchDrawer
+from windlass.kernels.triton import drawing
+from windlass.kernels.triton.drawing import TritonDrawer, row_maxima
+
+pytestmark = QUIET
+VOCAB = 300
+ROWS = ("random", "ties", "masked", "bad", "equal", "steep", "outlier", "nothing")
+FILTERS = (
+    Filters(),
+    Filters(temperature=0.0),
+    Filters(temperature=0.4, top_k=3),
+    Filters(top_k=280, top_p=0.5),
+    Filters(top_p=0.95, min_p=0.01, temperature=1.3),
+    Filters(top_p=0.0),
+    Filters(top_p=1 - 2**-53),
+    Filters(min_p=1.0),
+    Filters(top_k=1, temperature=1e-30),
+    Filters(typical_p=0.8),
+    Filters(exclude_from=0.02, temperature=0.0),
+)
+
+
+@pytest.fixture(autouse=True)
+def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drawing, "_BLOCK", 256)
+    monkeypatch.setattr(drawing, "_LIST", 16)
+
+
+def logits() -> Tensor:
+    x = torch.randn(len(ROWS), VOCAB) * 3
+    x[1] = x[1].round()
+    x[2, torch.rand(VOCAB) < 0.9] = -torch.inf
+    x[2, 5] = 1.0
+    x[3, 7] = torch.nan
+    x[4] = -7.25
+    x[5] *= 40
+    x[6] *= 1e-4
+    x[6, VOCAB - 1] = 20.0
+    x[7] = -torch.inf
+    return x
+
+
+def changes(rng: random.Random) -> LogitsChanges:
+    ids = torch.randperm(VOCAB)
+    return LogitsChanges(
+        torch.arange(3, 200) if rng.random() < 0.5 else None,
+        ids[:5],
+        ids[3:10],
+        torch.randn(7),
+        ids[:40],
+        torch.randint(0, 3, (40,)).float(),
+        ids[2:6],
+        torch.rand(4),
+        torch.randint(-(2**31), 2**31 - 1, (10,)).int() if rng.random() < 0.5 else None,
+    )
+
+
+def check(filters: tuple[Filters, ...], rows: list[int], seed: int) -> None:
+    rng = random.Random(seed)
+    torch.manual_seed(seed)
+    x, plans = logits(), []
+    for own in filters:
+        for row in rows:
+            uniform = rng.choice([0.0, 1 - 2**-53, rng.random(), rng.random(), rng.random()])
+            plans.append((own, row, uniform, changes(rng) if rng.random() < 0.5 else None))
+    found = []
+    for drawer in (TorchDrawer(), TritonDrawer()):
+        draws = []
+        for own, row, uniform, changed in plans:
+            one = drawer.new(own, Penalties(1.3, 0.2, 0.1))
+            one.row, one.uniform = row, uniform
+            if changed is not None:
+                one.change(changed)
+            draws.append(one)
+        before = x.clone()
+        drawer.draw(x, draws)
+        assert torch.equal(x.nan_to_num(), before.nan_to_num())
+        found.append([(one.token, one.status) for one in draws])
+    assert found[1] == found[0]
+    assert len({token for token, _ in found[0]}) > 2
+
+
+def test_the_tokens_of_plain_torch() -> None:
+    check(FILTERS[:5], [0], 1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(3))
+def test_the_tokens_of_plain_torch_on_hard_rows(seed: int) -> None:
+    check(FILTERS, list(range(len(ROWS))), seed)
+
+
+def test_nothing_left_and_an_id_alone() -> None:
+    drawer, none = TritonDrawer(), torch.zeros(0)
+    draws = []
+    for allowed in (torch.tensor([17]), torch.tensor([], dtype=torch.int64)):
+        one = drawer.new(Filters(temperature=0.7, top_p=0.5), Penalties())
+        one.uniform = 0.99
+        one.change(LogitsChanges(allowed, none.long(), none.long(), none, none.long(), none, none.long(), none))
+        draws.append(one)
+    drawer.draw(torch.randn(1, VOCAB), draws)
+    assert [(one.token, one.status) for one in draws] == [(17, 0), (-1, 2)]
+
+
+def test_the_first_of_the_largest() -> None:
+    x = logits()
+    x[0, 17] = x[0, 20] = x[0, 290] = 99.0
+    x[3, 9] = torch.inf
+    places, largest = row_maxima(x)
+    expected = draw.row_maxima(x)
+    assert places.tolist() == expected[0]
+    torch.testing.assert_close(largest, torch.tensor(expected[1]), equal_nan=True, rtol=0, atol=0)

@@ -1,0 +1,67 @@
+"""Whole steps of tiny models on Triton's programs, interpreted, against plain torch."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.interpreted import QUIET
+from helpers.tiny_models import make_model
+
+from windlass.kernels import binding
+from windlass.kernels.triton.backend import TritonBackend
+
+pytestmark = QUIET
+PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def results(directory: Path, requests: list[Any], **options: Any) -> dict[tuple[str, int], Finished]:
+    core = make_core(directory, **options)
+    found = run(core, requests)
+    found["backend", 0] = Finished(outputs=[type(core.runner.decoder.backend)])  # type: ignore[list-item]
+    return found
+
+
+def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {})
+    plain = results(directory, requests, **options)
+    own = binding._Own(lambda options: None, TritonBackend, narrow=False)
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    found = results(directory, requests, **options)
+    assert found.pop(("backend", 0)).outputs == [TritonBackend]
+    for key, one in found.items():
+        assert one.token_ids == plain[key].token_ids
+        logits, expected = torch.stack(one.logits), torch.stack(plain[key].logits)
+        assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
+
+
+@pytest.mark.slow
+def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Grouped heads; two sequences, of which one decodes beside the prompt of the other; draws with filters and penalties."""
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
+    drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "repetition_penalty": 1.2, "seed": 3}
+    requests = [greedy("a", PROMPT, 2), greedy("b", PROMPT[2:], 2, **drawn)]
+    check(directory, requests, monkeypatch, max_num_batched_tokens=8)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen2_moe", {"quantization": "int8"}),
+        ("gpt_oss", {}),
+        ("gemma2", {}),
+        ("deepseek_v2", {}),
+    ],
+)
+def test_other_kinds_of_layers(
+    family: str, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Experts, sinks, caps, windows, latent attention; blocks whose rows meet them unrounded."""
+    directory = make_model(family, tmp_path / "m")
+    if "quantization" in options:
+        options = {**options, "activations": "float32"}
+    check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)

@@ -1,0 +1,72 @@
+"""Triton's rotation, interpreted, against the plain form: into pages of every type, from pages to pages, further versions."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.interpreted import QUIET, assert_near
+from torch import Tensor
+
+from windlass.kernels import KVPages, plane_shapes
+from windlass.kernels.torch import reference
+from windlass.kernels.triton import rotary
+
+pytestmark = QUIET
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+# A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6}
+# Head dim, rotated pairs, value dim.
+SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4))
+
+
+def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2) -> KVPages:
+    planes = [torch.zeros(shape, dtype=dtype) for shape, dtype in plane_shapes(3, 16, heads, dim, value_dim, kind)]
+    return KVPages(*planes)
+
+
+def planes(pages: KVPages) -> list[Tensor]:
+    found = (pages.key, pages.value, pages.key_scale, pages.value_scale)
+    return [plane for plane in found if plane is not None]
+
+
+@pytest.mark.parametrize("kind", TYPES)
+@pytest.mark.parametrize(("dim", "half", "value_dim"), SHAPES)
+def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: int, half: int, value_dim: int) -> None:
+    tokens, heads, kv_heads = 4, 3, 2
+    fused = torch.randn(tokens, (heads + kv_heads) * dim + kv_heads * value_dim)
+    k = fused[:, heads * dim : (heads + kv_heads) * dim].view(tokens, kv_heads, dim)
+    v = fused[:, (heads + kv_heads) * dim :].view(tokens, kv_heads, value_dim)
+    k[1, 0, 3], k[2, 1], v[0, 1, 1] = torch.nan, 0.0, torch.inf  # what is not finite shows, nothing stays nothing
+    k[0, 0] *= 1e-31
+    angles, scale, slots = torch.randn(tokens, half), torch.rand(tokens), torch.tensor([5, -1, 17, 31])
+    sources, targets, turn = torch.tensor([5, 17, 31]), torch.tensor([6, 17, 40]), torch.randn(3, half)
+    found = []
+    for form in (reference, rotary):
+        pages, q = pages_of(kind, dim, value_dim), fused.clone()[:, : heads * dim].view(tokens, heads, dim)
+        form.rotate_and_append(q, k, v, angles.cos(), angles.sin(), scale, pages, slots)
+        for values in (True, False):
+            form.rerotate_cached_keys(pages, sources, targets, turn.cos(), turn.sin(), values=values)
+        found.append((q, *planes(pages)))
+    for plain, own in zip(*found, strict=True):
+        assert_near(own, plain, TOLERANCE[kind])
+
+
+def test_slots_outside_are_refused_before_anything_is_written() -> None:
+    pages, angles = pages_of(torch.float32, 8, 8), torch.zeros(1, 4)
+    for slot in (-1, 48):
+        with pytest.raises(IndexError, match="outside"):
+            rotary.rerotate_cached_keys(pages, torch.tensor([0]), torch.tensor([slot]), angles, angles)
+
+
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (6, 0)])
+def test_versions_of_queries(dim: int, half: int) -> None:
+    q = torch.randn(3, 2, dim + 5)[:, :, :dim]
+    rows, angles = torch.tensor([2, 0]), torch.randn(2, half)
+    found = rotary.turn_queries(q, rows, angles.cos(), angles.sin())
+    assert_near(found, reference.turn_queries(q, rows, angles.cos(), angles.sin()), 1e-6)
+    assert found.is_contiguous()
+    for row in (-1, 3):
+        wrong = rotary.turn_queries(q, torch.tensor([row, 0]), angles.cos(), angles.sin())
+        assert wrong[3].isnan().all() and torch.equal(wrong[4:], found[4:])
+    with pytest.raises(ValueError, match="cosines"):
+        rotary.turn_queries(q, rows, angles[:1].cos(), angles.sin())
