@@ -33,6 +33,8 @@ SPLIT = {
     "hunyuan": 2,
     "apertus": 2,
     "granite": 2,
+    "qwen2_moe": 2,
+    "gpt_oss": 2,
 }
 LONG = {"rope_type": "yarn", "factor": 4.0}
 
@@ -88,6 +90,25 @@ def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]
         assert_equal(run(core, asked), expected, bound)
         assert_equal(run(core, asked), expected, bound)  # from cached prefixes, by recorded steps
         assert core.runner.replay.num_repeated > 0 and core.runner.replay.obstacle is None
+
+
+def test_a_draft_model_of_one_rank_proposes_to_all(llama: Path) -> None:
+    asked = [greedy("a", range(5, 45), 24), greedy("b", range(20, 33), 24)]
+    expected = run(make_core(llama, threads=1), asked)
+    with ranked(llama, 2, speculative_model=str(llama), speculative_adaptive=False) as core:
+        found = run(core, asked)
+        assert core.stats().spec_decode_model_num_accepted_tokens > 10
+    assert {key: one.token_ids for key, one in found.items()} == {key: one.token_ids for key, one in expected.items()}
+
+
+def test_quantized_parts_are_kept_and_read_back(llama: Path, tmp_path: Path) -> None:
+    options = {"quantization": "int8", "weight_cache": str(tmp_path / "kept"), **UNROUNDED}
+    expected = run(make_core(llama, threads=1, quantization="int8", **UNROUNDED), requests())
+    for _ in range(2):
+        with ranked(llama, 2, **options) as core:
+            assert_equal(run(core, requests()), expected)
+        kept = sorted((tmp_path / "kept").iterdir())
+        assert len(kept) == 2  # a file for each rank
 
 
 def test_preempted_sequences_go_on_as_they_were(llama: Path) -> None:
