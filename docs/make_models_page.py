@@ -20,7 +20,7 @@ ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 HEAD = """# Models
 
-A model is loaded if the first entry of `architectures` in its config.json stands here: the weights as safetensors, plain or
+A model is loaded if the first entry of `architectures` in its config.json stands here. Its weights are safetensors, plain or
 [quantized](serving.md#quantized-checkpoints), or as [GGUF](serving.md#quantized-weights) where the last column names what the
 file calls itself. A model of another architecture is refused with the reason, as far as its files tell it.
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from windlass.engine.cache.memory import available_memory
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.sizing import Choice, ModelSize, size_model
+from windlass.engine.model.loading.sizing import Alternative, ModelSize, size_model
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
 from windlass.server.startup.choice import choose_model, with_draft_model
@@ -57,7 +57,7 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
     return lines
 
 
-def _table(option: str, takes: str, choices: tuple[Choice, ...], length: int) -> list[str]:
+def _table(option: str, takes: str, choices: tuple[Alternative, ...], length: int) -> list[str]:
     """A row for each choice; the one that is asked for has a star. length: tokens of a stream."""
     rows = [(option, "stored as", takes, "tokens that fit", f"streams of {length:,}")]
     for choice in choices:

@@ -24,7 +24,7 @@ CACHE_DTYPES = ("float32", "float16", "int8")
 
 
 @dataclass(frozen=True, slots=True)
-class Choice:
+class Alternative:
     """One way to store weights or cached keys and values.
 
     name: of the option's value. stored: what that comes to. num_bytes: of the weights, or of a token in the cache. tokens: that
@@ -67,8 +67,8 @@ class ModelSize:
     max_model_len: int
     refusal: str | None
     from_config: bool
-    weights: tuple[Choice, ...]
-    caches: tuple[Choice, ...]
+    weights: tuple[Alternative, ...]
+    caches: tuple[Alternative, ...]
     notices: tuple[str, ...]
 
 
@@ -170,7 +170,7 @@ def _tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | N
     return max(plan.num_blocks) * config.cache.block_size  # layers with a window have fewer
 
 
-def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Choice, ...]:
+def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
     """The ways to store the weights that this model and this device have."""
     names = (config.compute.quantization,) if model.model.is_quantized or device != "cpu" else QUANTIZATIONS
     found = []
@@ -178,11 +178,11 @@ def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free:
         asked = replace(config, compute=replace(config.compute, quantization=name))
         other = _prepared(asked, device)
         stored, tokens = other.quantization or other.weight_dtype, _tokens(asked, other, device, free)
-        found.append(Choice(name, stored, _weights(other), tokens, name == config.compute.quantization))
+        found.append(Alternative(name, stored, _weights(other), tokens, name == config.compute.quantization))
     return tuple(found)
 
 
-def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Choice, ...]:
+def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
     """The types that the cache can have."""
     found = []
     for name in CACHE_DTYPES if model.cache_dtype in CACHE_DTYPES else (model.cache_dtype, *CACHE_DTYPES):
@@ -192,5 +192,5 @@ def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: 
         except LoadError:  # latent attention has no int8
             continue
         token = _a_token(other) + _a_token(_drafted(asked, device))
-        found.append(Choice(name, name, token, _tokens(asked, other, device, free), name == model.cache_dtype))
+        found.append(Alternative(name, name, token, _tokens(asked, other, device, free), name == model.cache_dtype))
     return tuple(found)

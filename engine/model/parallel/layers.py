@@ -21,7 +21,7 @@ OPTION = "`compute.tensor_parallel`"
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class RankPlace:
     """Which rank this is, and of how many."""
 
     rank: int
@@ -33,7 +33,7 @@ UnitOf = Callable[[str], int]
 
 
 def split_attention(
-    spec: AttentionSpec | LatentSpec, seat: Seat, unit_of: UnitOf
+    spec: AttentionSpec | LatentSpec, seat: RankPlace, unit_of: UnitOf
 ) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
     """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
     whole. Raises LoadError."""
@@ -80,7 +80,7 @@ def _attention_refusal(spec: AttentionSpec) -> str | None:
 
 
 def split_feed_forward(
-    spec: FeedForwardSpec, seat: Seat, unit_of: UnitOf
+    spec: FeedForwardSpec, seat: RankPlace, unit_of: UnitOf
 ) -> tuple[FeedForwardSpec, dict[str, WeightSlice]]:
     """As `split_attention`."""
     if isinstance(spec, ExpertsSpec):
@@ -95,7 +95,7 @@ def split_feed_forward(
     return replace(spec, intermediate_size=own[1]), _gated(own, size)
 
 
-def _split_experts(spec: ExpertsSpec, seat: Seat, unit_of: UnitOf) -> tuple[ExpertsSpec, dict[str, WeightSlice]]:
+def _split_experts(spec: ExpertsSpec, seat: RankPlace, unit_of: UnitOf) -> tuple[ExpertsSpec, dict[str, WeightSlice]]:
     """Every rank has a part of every expert: all of them meet the same tokens, and the router is had whole."""
     size = spec.intermediate_size
     own = _inner_share(size, seat, unit_of("experts.0.down"))
@@ -119,7 +119,7 @@ def _down(own: Run) -> dict[str, WeightSlice]:
     return {"down": WeightSlice(columns=own), "down_bias": WeightSlice(first_only=True)}
 
 
-def _inner_share(size: int, seat: Seat, unit: int) -> Run:
+def _inner_share(size: int, seat: RankPlace, unit: int) -> Run:
     """A part of the inner width; LoadError where there are fewer units of it than ranks."""
     if size // unit < seat.ranks:
         most = size // unit
@@ -130,7 +130,7 @@ def _inner_share(size: int, seat: Seat, unit: int) -> Run:
     return share(size, seat.rank, seat.ranks, unit)
 
 
-def fit(option: str, own: Run, size: int, unit: int, what: str, seat: Seat) -> None:
+def fit(option: str, own: Run, size: int, unit: int, what: str, seat: RankPlace) -> None:
     """LoadError where columns are not cut at the bounds of blocks."""
     first, count = own
     if first % unit or ((first + count) % unit and first + count != size):

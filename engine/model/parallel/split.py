@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.parallel.layers import OPTION, Seat, split_attention, split_feed_forward
+from windlass.engine.model.parallel.layers import OPTION, RankPlace, split_attention, split_feed_forward
 from windlass.engine.model.parallel.shares import WeightSlice, share
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import BLOCK_SIZES, StoragePlan, StoredPart, form_name
@@ -42,7 +42,7 @@ def split_model(
 
     file_units: by the names of a checkpoint's tensors, how many columns cannot be cut as they lie in the file.
     """
-    seat, slices, layers = Seat(rank, ranks), dict[str, WeightSlice](), []
+    seat, slices, layers = RankPlace(rank, ranks), dict[str, WeightSlice](), []
     units = _units(spec, plan, file_units or {})
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}."
