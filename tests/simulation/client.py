@@ -18,6 +18,8 @@ if TYPE_CHECKING:
     from simulation.world import World
 
 NEVER_READS = 200.0  # seconds that a client which stops reading takes before it goes on
+# Errors of answers that a connection gets before anybody has read its request, whose id is one of the server's own.
+NAMELESS = {"too_many_connections", "header_timeout", "malformed_request"}
 READER_LIMIT = 1024  # bytes a client's program holds before it stops its system from taking more
 
 
@@ -138,8 +140,6 @@ class SimulatedClient:
             raise BrokenError(f"not HTTP: {status_line[:100]!r}")
         record.status = int(status)
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        if headers.get("x-request-id", ask.request_id) != ask.request_id:
-            record.notes.append(f"the answer is that of {headers['x-request-id']}")
         events = headers.get("content-type", "").startswith("text/event-stream")
         if events and record.status != 200:
             record.notes.append("a stream that failed before it began")
@@ -157,6 +157,9 @@ class SimulatedClient:
                 record.notes.append(f"half an event at the end: {kept[:100]!r}")
         elif headers.get("content-type", "").startswith("application/json"):
             _take_json(json.loads(kept), record)
+        answered = headers.get("x-request-id", ask.request_id)
+        if answered != ask.request_id and not NAMELESS & set(record.codes):
+            record.notes.append(f"the answer is that of {answered}")
         if headers.get("connection", "").lower() == "close":
             assert self._end is not None
             self._end.close()

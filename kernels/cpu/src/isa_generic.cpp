@@ -8,12 +8,6 @@
 
 #include <omp.h>
 #include <sched.h>
-#if defined(__linux__)
-#include <linux/futex.h>
-#include <sys/syscall.h>
-#include <time.h>
-#include <unistd.h>
-#endif
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
@@ -61,23 +55,6 @@ EXPORT int windlass_can_run(int level) {
     if (level == 7) return has_dot_products();
 #endif
     return level == 0;
-}
-
-void windlass_sleep_on(uint32_t *word, uint32_t value) {
-#if defined(__linux__)
-    const struct timespec most = {0, 20000000};
-    syscall(SYS_futex, word, FUTEX_WAIT, value, &most, nullptr, 0);
-#else
-    (void)word, (void)value;
-    sched_yield();
-#endif
-}
-void windlass_wake_all(uint32_t *word) {
-#if defined(__linux__)
-    syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
-#else
-    (void)word;
-#endif
 }
 
 struct FieldPlace {

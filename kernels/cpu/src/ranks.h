@@ -9,14 +9,17 @@
 
 #include <cstdint>
 
+#if defined(__linux__)
+#include <linux/futex.h>
+#include <sys/syscall.h>
+#include <time.h>
+#include <unistd.h>
+#endif
+
 #include "names.h"
 #include "simd.h"
 #include "team.h"
 #include "tiles.h"
-
-// For all instruction sets, in isa_generic.cpp: sleep while the word has this value, some milliseconds at most; wake who does.
-extern "C" void windlass_sleep_on(uint32_t *word, uint32_t value);
-extern "C" void windlass_wake_all(uint32_t *word);
 
 namespace {
 
@@ -28,6 +31,25 @@ struct RankGroup {
 };
 
 namespace ranks {
+
+// Sleep while the word has this value, some milliseconds at most.
+INLINE void sleep_on(uint32_t *word, uint32_t value) {
+#if defined(__linux__)
+    const struct timespec most = {0, 20000000};
+    syscall(SYS_futex, word, FUTEX_WAIT, value, &most, nullptr, 0);
+#else
+    (void)word, (void)value;
+    sched_yield();
+#endif
+}
+// Wake who does.
+INLINE void wake_all(uint32_t *word) {
+#if defined(__linux__)
+    syscall(SYS_futex, word, FUTEX_WAKE, 1 << 30, nullptr, nullptr, 0);
+#else
+    (void)word;
+#endif
+}
 
 constexpr long HEADER = 4096;
 constexpr long SPINS = 1 << 11;  // some ten microseconds; then whoever else wants the core may have it
@@ -47,7 +69,7 @@ static bool meet(const RankGroup &group) {
     __atomic_store_n(&own.round, round, __ATOMIC_SEQ_CST);
     bool sleeps = false;
     for (long r = 0; r < group.ranks; r++) sleeps |= r != group.rank && __atomic_load_n(&lines[r].sleeps, __ATOMIC_SEQ_CST);
-    if (sleeps) windlass_wake_all(&own.round);
+    if (sleeps) wake_all(&own.round);
     for (long r = 0; r < group.ranks; r++) {
         for (long turns = 0; r != group.rank; turns++) {
             const uint32_t there = __atomic_load_n(&lines[r].round, __ATOMIC_ACQUIRE);
@@ -59,7 +81,7 @@ static bool meet(const RankGroup &group) {
             }
             __atomic_store_n(&own.sleeps, 1, __ATOMIC_SEQ_CST);
             const uint32_t still = __atomic_load_n(&lines[r].round, __ATOMIC_SEQ_CST);
-            if (int32_t(still - round) < 0) windlass_sleep_on(&lines[r].round, still);
+            if (int32_t(still - round) < 0) sleep_on(&lines[r].round, still);
             __atomic_store_n(&own.sleeps, 0, __ATOMIC_RELAXED);
         }
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections import UserList
 from dataclasses import replace
@@ -65,11 +66,14 @@ def count(core: EngineCore) -> tuple[int, int]:
         return trace
 
     CountedReads.reads = 0
+    gc.collect()
+    gc.disable()  # what it calls when it comes by chance is no work of the step
     sys.settrace(trace)
     try:
         outputs = core.step()
     finally:
         sys.settrace(None)
+        gc.enable()
     assert sum(len(output.token_ids) for output in outputs) == 2
     return CountedReads.reads, lines
 

@@ -118,6 +118,7 @@ ENGINE_ARGUMENTS = {
     "--max-lora-rank": "16",
     "--lora-dtype": "bfloat16",
     "--threads": "3",
+    "--tensor-parallel": "2",
     "--target-step-ms": "100",
 }
 ENGINE_CONFIG = EngineConfig(
@@ -133,6 +134,7 @@ ENGINE_CONFIG = EngineConfig(
         deterministic=True,
         threads=3,
         cores=(0, 1),
+        tensor_parallel=2,
     ),
     loading=LoadingConfig(format="dummy", weight_cache="/var/cache/windlass"),
     cache=CacheConfig(
