@@ -67,7 +67,7 @@ def test_the_example_is_what_the_table_makes() -> None:
 
 
 def test_lines_of_the_start_are_in_the_words_of_the_server() -> None:
-    (shown,) = [block.source for block in blocks_of(ROOT / "docs" / "memory.md") if block.language == "text"]
+    shown, _ = [block.source for block in blocks_of(ROOT / "docs" / "memory.md") if block.language == "text"]
     given = {
         "num_kv_blocks": (22719,),
         "block_size": 16,
@@ -83,7 +83,7 @@ def test_lines_of_the_start_are_in_the_words_of_the_server() -> None:
         "quantization": None,
         "dtype": "float32",
     }
-    given |= {"draft_model": None, "rotary_groups": (), "rotary_auto": False, "notices": (), "replicas": 1}
+    given |= {"draft_model": None, "rotary_groups": (), "rotary_auto": False, "notices": (), "replicas": 1, "ranks": 1}
     info = object.__new__(ModelInfo)
     for field in fields(ModelInfo):
         object.__setattr__(info, field.name, given.get(field.name, ""))
