@@ -217,6 +217,8 @@ def _had_to_be_told(world: World, record: Record) -> bool:
         asked = sum(at <= begin for at in world.ready) - sum(at <= begin for at in world.deaths)
         if sum(begin <= at <= end for at in world.deaths) >= asked:
             return True
+    if sum(begin <= death.at <= end for death in world.cut_off) >= world.replicas:
+        return True  # each engine is tried once, and all that it was with have died
     for death in world.cut_off:
         again = min((at for at in world.ready if at > death.at), default=end)
         if death.others == 0 and death.at <= end and again + 1.0 >= begin:

@@ -182,7 +182,8 @@ def test_without_text_lengths_alone_are_kept_and_repeated(without: Path) -> None
 @pytest.mark.slow
 def test_speed_and_times(without: Path, tmp_path: Path) -> None:
     head, *lines = lines_of(without)
-    short = [line for line in lines if sum(answer["tokens"] for answer in line["answers"]) < 40][:3]
+    written = [line for line in lines if all("tokens" in answer for answer in line["answers"])]
+    short = [line for line in written if sum(answer["tokens"] for answer in line["answers"]) < 40][:3]
     for index, line in enumerate(short):
         line["at"] = head["at"] + 2.0 * index
     file = tmp_path / "slow.jsonl"

@@ -253,7 +253,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(model):
                 os.kill(engine, signal.SIGKILL)
                 killed.add(engine)
             time.sleep(0.02)
-        assert 3 <= len(killed) <= 5
+        assert 3 <= len(killed) <= 10  # five deaths, and with each the one that was to come next
         assert served.wait() == 1
         assert "error: the engine died" in served.lines[-1]
 
