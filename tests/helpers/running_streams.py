@@ -63,7 +63,7 @@ class Streams:
 
 def answer(server: RealServer, **fields: object) -> httpx.Response:
     return httpx.post(
-        server.url + PATH, json={"prompt": "The sea", "max_tokens": 8, "temperature": 0, **fields}, timeout=60
+        server.url + PATH, json={"prompt": "The sea", "max_tokens": 8, "temperature": 0, **fields}, timeout=240
     )
 
 
