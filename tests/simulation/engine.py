@@ -20,7 +20,7 @@ from simulation.network import connection
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.client.child import ANYWHERE, Seat
 from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, Message, Ready, Rejected, StepDone, encode
+from windlass.engine.core.wire import Add, Close, Crashed, FrameReader, Load, Message, Ready, Rejected, StepDone, encode
 from windlass.engine.errors import LoadError, QueueFullError
 
 if TYPE_CHECKING:
@@ -52,6 +52,7 @@ class EngineProcess:
         self._dying = False
         self.forgotten = False
         self.answered: set[str] = set()  # ids of requests that had a token
+        self.given: set[str] = set()  # ids of requests that came here
         self.last_planned: set[str] = set()
         self._body = greenlet.greenlet(self._run)
         self._theirs.open(_EngineSide(self))
@@ -195,6 +196,8 @@ class _EngineSide(asyncio.Protocol):
 
     def data_received(self, data: bytes) -> None:
         for message in self._frames.feed(data):
+            if isinstance(message, Add):
+                self._process.given.add(message.request.request_id)
             self._process.inbox.put(message)
 
     def eof_received(self) -> bool:

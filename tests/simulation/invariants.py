@@ -217,8 +217,9 @@ def _had_to_be_told(world: World, record: Record) -> bool:
         asked = sum(at <= begin for at in world.ready) - sum(at <= begin for at in world.deaths)
         if sum(begin <= at <= end for at in world.deaths) >= asked:
             return True
-    if sum(begin <= death.at <= end for death in world.cut_off) >= world.replicas:
-        return True  # each engine is tried once, and all that it was with have died
+    tried = [death for death in world.cut_off if begin <= death.at <= end and record.ask.request_id in death.given]
+    if len(tried) >= world.replicas:
+        return True  # each engine is tried once
     for death in world.cut_off:
         again = min((at for at in world.ready if at > death.at), default=end)
         if death.others == 0 and death.at <= end and again + 1.0 >= begin:

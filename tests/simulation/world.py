@@ -104,10 +104,11 @@ class Report:
 @dataclass(frozen=True)
 class Death:
     """Of an engine that had loaded. begun: ids of the requests in its last step, and of those that had had a token of it.
-    others: how many engines took requests then."""
+    given: ids of all that came to it. others: how many engines took requests then."""
 
     at: float
     begun: frozenset[str]
+    given: frozenset[str]
     others: int
 
 
@@ -156,7 +157,8 @@ class World:
         self.deaths.append(self.loop.time())
         others = sum(one.state == "ready" and one._child is not process for one in self.engines)
         begun = frozenset(one.rpartition("-")[0] for one in {*process.last_planned, *process.answered})
-        self.cut_off.append(Death(self.loop.time(), begun, others))
+        given = frozenset(one.rpartition("-")[0] for one in process.given)
+        self.cut_off.append(Death(self.loop.time(), begun, given, others))
 
     def weather(self, *, calm: bool = False) -> Weather:
         """Of a new connection. calm: between two processes of one machine, which nobody resets."""

@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
-from multiprocessing.connection import Connection, Pipe
+from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 from typing import Any
 
@@ -143,8 +143,3 @@ class OtherRanks:
             self._meeting.end(fault)
         if self.gone is not None:
             self.gone(fault)
-
-
-def connection(number: int) -> Connection:
-    """The other end of the pipe, in the process of a rank."""
-    return Connection(number)

@@ -17,7 +17,6 @@ from multiprocessing.connection import Connection
 
 from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.engine.core.ranks.messages import LoadPart, MakePages, PartFailed, PartLoaded
-from windlass.engine.core.ranks.others import connection
 from windlass.engine.errors import LoadError
 
 _logger = logging.getLogger("windlass.engine")
@@ -37,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     _end_with(options.parent)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    pipe = connection(options.fd)
+    pipe = Connection(options.fd)
     try:
         order: LoadPart = pipe.recv()
         if wants_json():

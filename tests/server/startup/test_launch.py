@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import socket
 import threading
@@ -253,9 +254,10 @@ def test_an_engine_that_keeps_dying_ends_the_server(model):
                 os.kill(engine, signal.SIGKILL)
                 killed.add(engine)
             time.sleep(0.02)
-        assert 3 <= len(killed) <= 10  # five deaths, and with each the one that was to come next
         assert served.wait() == 1
-        assert "error: the engine died" in served.lines[-1]
+        said = re.search(r"error: the engine died (\d+) times", served.lines[-1])
+        assert said and 3 <= int(said[1]) <= 5
+        assert int(said[1]) <= len(killed) <= 2 * int(said[1])  # with each the one that was to come next
 
 
 def test_a_killed_server_takes_its_engine_along(model):
