@@ -22,6 +22,7 @@ from windlass.server.text.vocabularies.reading import ReadVocabulary, added_toke
 _REMOVED = r"[\x01-\x08\x0b\x0e-\x1f\x7f\x8f\x9f]"
 _SPACES = r"[\t\n\f\r\u061c\u1680\u200b\u200c\u200e\u200f\u2028\u2029\u2581\ufeff\ufffd]"
 _SPACE_BEFORE = {"type": "Metaspace", "replacement": SPACE, "prepend_scheme": "first", "split": False}
+_MOST_SPACES = 2**31 - 1  # where SentencePiece strips spaces it drops all of a beginning, one a piece
 _KEPT, _ASIDE = "\uff5e", "\ufdd0"  # the full-width tilde, and a noncharacter that stands for it meanwhile
 
 
@@ -67,7 +68,7 @@ def piece_parts(model: PieceModel, source: str, prefix: PrefixRule) -> dict[str,
         "added_tokens": added,
         "normalizer": {"type": "Sequence", "normalizers": _normalizers(model, prefix, symbols)},
         "pre_tokenizer": _SPACE_BEFORE if prefix.before and prefix.once else None,
-        "decoder": _decoder(strips=prefix.before or model.strips_spaces),
+        "decoder": _decoder(_MOST_SPACES if model.strips_spaces else int(prefix.before)),
     }
     if model.kind == ModelType.BPE:
         return parts | {"model": scored_parts(vocabulary)["model"] | {"byte_fallback": model.byte_fallback}}
@@ -120,14 +121,15 @@ def _normalizers(model: PieceModel, prefix: PrefixRule, symbols: list[str]) -> l
     return [*steps, {"type": "Replace", "pattern": {"String": " "}, "content": SPACE}]
 
 
-def _decoder(*, strips: bool) -> dict[str, Any]:
+def _decoder(spaces: int) -> dict[str, Any]:
+    """spaces: how many are dropped from the start of a text, at most."""
     steps: list[dict[str, Any]] = [
         {"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
         {"type": "ByteFallback"},
         {"type": "Fuse"},
     ]
-    if strips:
-        steps.append({"type": "Strip", "content": " ", "start": 1, "stop": 0})
+    if spaces:
+        steps.append({"type": "Strip", "content": " ", "start": spaces, "stop": 0})
     return {"type": "Sequence", "decoders": steps}
 
 

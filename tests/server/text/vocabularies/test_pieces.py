@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 from helpers import toy_tokenizers as toys
 from helpers.any_text import ANY_TEXT
-from hypothesis import HealthCheck, assume, given, settings
+from hypothesis import HealthCheck, assume, example, given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError
@@ -68,6 +68,8 @@ def pair(kind: str, form: str) -> tuple[Any, Tokenizer]:
 @pytest.mark.parametrize("kind", ["bpe", "unigram"])
 @quick
 @given(text=ANY_TEXT)
+@example(text="\u2581the quick brown ")  # the sign of a space in a text is one where spaces are stripped
+@example(text=" \u2581\u2581the")
 def test_ids_text_and_offsets(kind: str, form: str, text: str) -> None:
     theirs, ours = pair(kind, form)
     assume(text not in FORMS[form].get("user_defined_symbols", ()))  # such a symbol alone gets no space before it
@@ -79,7 +81,9 @@ def test_ids_text_and_offsets(kind: str, form: str, text: str) -> None:
     if theirs.unk_id() in ids:  # SentencePiece puts a sign there, transformers and this nothing
         return
     assert ours.decode(ids) == theirs.decode(ids)
-    assert b"".join(map(ours.token_bytes, ids)).decode() in (theirs.decode(ids), " " + theirs.decode(ids))
+    held = b"".join(map(ours.token_bytes, ids)).decode()  # with the spaces that a decoded text begins without
+    most = len(held) if form == "no bytes" else 1
+    assert theirs.decode(ids) in {held[count:] for count in range(most + 1) if not held[:count].strip(" ")}
     if form == "no bytes":  # it removes spaces: SentencePiece has them belong to the one that is kept
         return
     at = ours.encode_with_offsets(text, add_special_tokens=False)[1]
