@@ -119,7 +119,9 @@ class Run:
             if kind == "startup":
                 self._startups(started)
             else:
-                for measure in measures_of(kind, tuple(self.options.depths), self.shape.pace):  # type: ignore[arg-type]
+                for measure in measures_of(  # type: ignore[arg-type]
+                    kind, tuple(self.options.depths), self.shape.pace, tuple(self.options.streams)
+                ):
                     self._measure(measure, started)
         finally:
             for contestant in started:
@@ -253,6 +255,9 @@ def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Name
     parser.add_argument(
         "--depths", nargs="+", type=int, help="for the group depth (default 4096 8192, of a real model 512 4096)"
     )
+    parser.add_argument(
+        "--streams", nargs="+", type=int, default=[1, 8], help="for the group decode: how many at once, up to 64 (1 8)"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--threads", type=int, default=_CORES)
     parser.add_argument("--shape", choices=SHAPES, default="1b")
@@ -270,8 +275,10 @@ def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Name
     parser.add_argument("--picture", type=Path, help="bar chart to draw (default: the report's name with .png)")
     options = parser.parse_args(arguments)
     options.depths = options.depths or ([512, 4096] if options.shape in REAL else [4096, 8192])
-    if min(options.rounds, options.threads, *options.depths) < 1:
-        parser.error("--rounds, --threads and --depths must be at least 1")
+    if min(options.rounds, options.threads, *options.depths, *options.streams) < 1:
+        parser.error("--rounds, --threads, --depths and --streams must be at least 1")
+    if max(options.streams) > 64:
+        parser.error("--streams must be at most 64")
     if max(options.depths) + 1024 > SHAPES[options.shape].context:
         parser.error(f"--depths must stay below {SHAPES[options.shape].context - 1024}")
     options.out = options.out or options.work / (
@@ -300,7 +307,10 @@ def main() -> None:
     print("\n" + table(run) + "\n\n" + by_contestant(run))
     picture = options.picture or options.out.with_suffix(".png")
     try:
-        charts.save_bars(report, picture)
+        if len(options.streams) > 2 and "decode" in options.only:
+            charts.save(lambda: charts.draw_streams(run), picture)
+        else:
+            charts.save_bars(report, picture)
         print(f"\nwrote {options.out} and {picture}")
     except ImportError:
         print(f"\nwrote {options.out}; no picture, matplotlib is not installed")

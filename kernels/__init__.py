@@ -18,7 +18,7 @@ from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, me
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.recorder import Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
 from windlass.kernels.weight_memory import SharedWeights
 
 __all__ = [
@@ -51,6 +51,7 @@ __all__ = [
     "Routed",
     "Routing",
     "RowSlots",
+    "RowsAhead",
     "RowsFiller",
     "SharedWeights",
     "StackedWeight",

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from contextlib import AbstractContextManager
+
+import numpy as np
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.kernels.step_rows import RowsAhead
 
 
 class Recording(ABC):
@@ -14,6 +21,17 @@ class Recording(ABC):
     @abstractmethod
     def repeat(self) -> bool:
         """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
+
+    def draw_passes(
+        self, ahead: RowsAhead, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
+    ) -> NDArray[np.int64] | None:
+        """Make the calls up to `passes` times: the ids that one time's `maxima` [B] hold are what the next one computes.
+
+        ahead: of the rows, which are filled for the first time. It ends behind a pass that came to one of a row's `stop_ids`,
+        and before one that failed or whose largest logits are not finite. Returns the ids of all passes that count, [P, B],
+        or None where the device does not offer this. Raises IndexError where the rows' blocks do not hold so many.
+        """
+        return None
 
     @abstractmethod
     def same_values(self, other: Recording) -> bool:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -17,6 +17,14 @@ from torch import Tensor
 # Takes the tables of all sequences, int32 [K, R, columns], and how many columns matter; fills everything but `said`.
 # Raises IndexError where a row has no block or no rotary row.
 RowsFiller: TypeAlias = Callable[[NDArray[np.int32], int], None]
+
+
+class RowsAhead(NamedTuple):
+    """What the rows of a step need to go on by themselves. blocks: columns of `tables` that all of their tokens lie in."""
+
+    fill: RowsFiller
+    tables: NDArray[np.int32]
+    blocks: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -413,6 +413,29 @@ def test_bars_show_medians_and_bounds(report: dict[str, Any], monkeypatch: pytes
     assert (tmp_path / "bars.png").read_bytes().startswith(b"\x89PNG")
 
 
+def test_streams_are_drawn_as_a_curve_for_each_contestant(
+    report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    charts, measures = module("harness.charts", monkeypatch), module("harness.measures", monkeypatch)
+    counts = (1, 8, 64)
+    asked = measures.measures_of("decode", (), 1, counts)
+    assert [(measure.name, measure.streams) for measure in asked] == [
+        ("decode, 1 stream", 1),
+        ("decode, 8 streams", 8),
+        ("decode, 64 streams", 64),
+    ]
+    run = dict(report["runs"][0])
+    one = next(result for result in run["results"] if result["measure"] == "decode, 1 stream")
+    run["results"] = [
+        one | {"kind": "decode", "streams": n, "median": 10.0 * n, "min": 9.0 * n, "max": 11.0 * n, "bound": 20.0 * n}
+        for n in reversed(counts)
+    ]
+    (axes,) = charts.draw_streams(run).axes
+    drawn = [line for line in axes.lines if len(line.get_xdata()) == 3 and line.get_linestyle() == "-"]
+    assert [list(line.get_ydata()) for line in drawn] == [[10.0, 80.0, 640.0]]
+    assert [list(line.get_ydata()) for line in axes.lines if line.get_linestyle() == "--"] == [[20.0, 160.0, 1280.0]]
+
+
 def test_foreign_work_is_told_from_our_own(monkeypatch: pytest.MonkeyPatch) -> None:
     clock = module("harness.machine", monkeypatch).CpuClock
     start = clock(now=100.0, busy=1000.0, own=50.0)
@@ -504,7 +527,7 @@ def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
     shape = shape_module.ModelShape(hidden=64, layers=2, heads=4, kv_heads=2, ffn=96, vocab=300, context=4096)
     module("harness.checkpoint", monkeypatch).make_checkpoint(tmp_path, shape)
     handler = module("harness.windlass_worker", monkeypatch).WindlassHandler(
-        str(tmp_path), {"threads": 1, "kv_cache_memory": 1 << 23, "max_num_seqs": 8}
+        str(tmp_path), {"threads": 1, "kv_cache_memory": 1 << 23, "max_num_seqs": 8, "burst_seconds": 0.0}
     )
     computed = handler.core.runner.positions_computed
     start = time.perf_counter()
@@ -513,8 +536,8 @@ def test_the_windlass_worker_measures_and_fills_the_cache_without_computing(
     (value,) = handler.measure(request, lambda: prepared.append(handler.core.runner.positions_computed))
     assert 3 / (time.perf_counter() - start) < value
     assert [handler.core.runner.positions_computed - at for at in prepared] == [
-        4
-    ]  # an untimed step, and the timed ones
+        6
+    ]  # three untimed steps, and the timed ones
     assert handler.core.runner.positions_computed - computed < 10  # the steps, not the prompt
     pages = handler.core.runner.cache.pages(1)
     assert pages.key[:100].std() == pytest.approx(1.0, rel=0.1)

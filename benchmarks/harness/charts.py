@@ -151,6 +151,49 @@ def draw_context_cost(report: dict[str, Any]) -> Figure:
     return figure
 
 
+def draw_streams(run: dict[str, Any]) -> Figure:
+    """Tokens per second of all streams together over how many there are, a line for each contestant; dashed for Windlass what
+    the memory allows."""
+    figure = new_figure(7.2, 4.4)
+    axes = figure.subplots()
+    by_contestant: dict[str, list[dict[str, Any]]] = {}
+    for result in run["results"]:
+        if result.get("kind") == "decode":
+            by_contestant.setdefault(result["contestant"], []).append(result)
+    markers = dict.fromkeys(COLOURS, 0)
+    for name, results in by_contestant.items():
+        points = sorted(results, key=lambda result: result["streams"])
+        program = points[0]["program"]
+        streams, middle = [p["streams"] for p in points], [p["median"] for p in points]
+        whiskers = [[p["median"] - p["min"] for p in points], [p["max"] - p["median"] for p in points]]
+        colour, style_of = COLOURS.get(program, OTHER), ("-", "-.", ":", (0, (5, 1)))[markers.get(program, 0) % 4]
+        markers[program] = markers.get(program, 0) + 1
+        axes.errorbar(
+            streams,
+            middle,
+            yerr=whiskers,
+            color=colour,
+            linestyle=style_of,
+            marker="o",
+            markersize=3,
+            capsize=2,
+            label=name,
+        )
+        bounds = [(p["streams"], p["bound"]) for p in points if program == "Windlass" and p.get("bound")]
+        if bounds:
+            axes.plot(*zip(*bounds, strict=True), color=BOUND, linestyle="--", linewidth=0.8)
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(streams, [str(count) for count in streams])
+    axes.set_ylim(0, 1.15 * max(result["max"] for results in by_contestant.values() for result in results))
+    axes.set_xlabel("streams")
+    axes.set_ylabel("tokens per second, all streams")
+    axes.set_title("Decoding by streams (red: what memory allows Windlass)", fontsize=9)
+    style(axes)
+    legend(axes)
+    figure.suptitle(caption(run), color=INK, fontsize=8)
+    return figure
+
+
 def draw_latencies(report: dict[str, Any]) -> Figure:
     """Inter-token latency of every stream over time, while a long prompt prefills beside them, and its distribution."""
     streams = report["streams"]

@@ -116,7 +116,7 @@ class WindlassContestant(_InWorker):
             self.name += f", computed in {dtype}"
         self._places, self._threads = places, threads
         self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
-        self._options["max_num_seqs"] = 8
+        self._options["max_num_seqs"] = 64
         if quantization != "none":
             self._options["quantization"] = quantization
         if kv_dtype != "auto":

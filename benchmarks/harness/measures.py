@@ -28,12 +28,13 @@ class Measure:
         return asdict(self)
 
 
-def measures_of(kind: Kind, depths: tuple[int, ...], pace: int = 1) -> list[Measure]:
-    """The measures of one group. pace: of the model's shape."""
+def measures_of(kind: Kind, depths: tuple[int, ...], pace: int = 1, streams: tuple[int, ...] = (1, 8)) -> list[Measure]:
+    """The measures of one group. pace: of the model's shape. streams: how many decode at once."""
     if kind == "decode":
+        names = ("decode, 1 stream" if count == 1 else f"decode, {count} streams" for count in streams)
         return [
-            Measure("decode, 1 stream", "decode", streams=1, steps=24 * pace),
-            Measure("decode, 8 streams", "decode", streams=8, steps=12 * pace),
+            Measure(name, "decode", streams=count, steps=(24 if count == 1 else 12) * pace)
+            for name, count in zip(names, streams, strict=True)
         ]
     if kind == "prefill":
         return [Measure(f"prefill {n:,}", "prefill", prompt=n, steps=1) for n in (512, 4096)]

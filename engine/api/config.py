@@ -20,6 +20,7 @@ PERSIST_SIZE = 4 << 30
 MAX_SPECULATIVE_TOKENS = 64
 MAX_DRAFT_TOKENS = 16
 MAX_RANKS = 32
+MAX_BURST_SECONDS = 1.0  # an abort waits for the end of one
 MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
@@ -141,6 +142,7 @@ class SchedulerConfig:
     max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that
     may wait before new ones are refused; max_waiting_tokens: the most tokens they may have together, whatever one alone has.
     target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
+    burst_seconds: how long running streams may go on drawing tokens before they come back with them; 0: with each one.
     """
 
     max_num_batched_tokens: int = 2048
@@ -148,6 +150,7 @@ class SchedulerConfig:
     max_waiting: int = 1024
     max_waiting_tokens: int = 8 << 20
     target_step_seconds: float = 0.25
+    burst_seconds: float = 0.02
     speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
 
     def __post_init__(self) -> None:
@@ -157,6 +160,10 @@ class SchedulerConfig:
         _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
         if self.target_step_seconds < 0:
             raise LoadError(f"`scheduling.target_step_seconds` must not be negative, got {self.target_step_seconds}")
+        if not 0 <= self.burst_seconds <= MAX_BURST_SECONDS:
+            raise LoadError(
+                f"`scheduling.burst_seconds` must lie between 0 and {MAX_BURST_SECONDS}, got {self.burst_seconds}"
+            )
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

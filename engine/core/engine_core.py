@@ -142,7 +142,8 @@ class EngineCore:
             **context_refusals(spec),
         )
         self.scheduler = Scheduler(
-            config=config.scheduling,
+            # What a pass draws is known to the first rank alone, until a plan tells the others.
+            config=config.scheduling if others is None else replace(config.scheduling, burst_seconds=0.0),
             limits=self._limits,
             blocks=self.blocks,
             rotary=tables,

@@ -25,7 +25,7 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, StepRows
+from windlass.kernels import Backend, RowsAhead, StepRows
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
@@ -252,6 +252,19 @@ class BatchBuilder:
         memory.rows.said.T[...] = said
         memory.fill(self._sequences.all_tables(blocks), blocks)
         return memory.batch
+
+    def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
+        """What the rows of a lasting batch of single tokens need to go on for so many passes in all.
+
+        None where the batch is another kind, and where its memory is too narrow for them.
+        """
+        if not batch.lasting:
+            return None
+        memory = self._memory_of(batch)
+        blocks = (int(memory.rows.said[1].max()) + passes - 1) // self._block_size + 1
+        if blocks > batch.block_tables.shape[2]:
+            return None
+        return RowsAhead(memory.fill, self._sequences.all_tables(blocks), blocks)
 
     def _memory_of(self, batch: ForwardBatch) -> _Memory:
         """The memory that a lasting batch stands in."""

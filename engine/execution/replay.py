@@ -10,16 +10,19 @@ from __future__ import annotations
 
 import sys
 from collections import OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.decoder import Decoder
-from windlass.kernels import Recorder, Recording
+from windlass.kernels import Recorder, Recording, RowsAhead
 
 _TENSORS = tuple(
     f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions", "adapters", "token_types")
@@ -68,7 +71,8 @@ class DecodeReplay:
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
-        self._embeds_in_kernels = not spec.changes_scales and isinstance(decoder.embedding, Tensor)
+        looks_up = isinstance(decoder.embedding, Tensor) or decoder.dtype == torch.float32
+        self._embeds_in_kernels = looks_up and not spec.changes_scales
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:
@@ -77,11 +81,10 @@ class DecodeReplay:
         None where the caller has to run the step itself: other batches, shapes seen for the first time, and more rows than
         `max_rows`.
         """
-        rows = batch.input_ids.shape[0]
+        rows, width = batch.input_ids.shape[0], _width_of(batch)
         if self._recorder is None or rows > self.max_rows or rows != batch.seq_lens.shape[0]:
             return None
-        width = max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
-        key = rows, width, maxima, batch.adapters is not None, *_shape_of(batch.versions)
+        key = _key_of(batch, maxima)
         if key not in self._plans:
             self._plans[key] = None
             while len(self._plans) > _MAX_PLANS:
@@ -108,6 +111,30 @@ class DecodeReplay:
             del self._plans[key]
         return found
 
+    def draw_passes(
+        self, batch: ForwardBatch, ahead: RowsAhead, passes: int, stop_ids: Sequence[Sequence[int]]
+    ) -> NDArray[np.int64] | None:
+        """The largest logits' ids of up to `passes` steps in a row, the first of them `batch`: see `Recording.draw_passes`.
+
+        None where the caller has to go step by step: what a step needs besides what `ahead` fills is not in recorded calls.
+        """
+        plan = self._plans.get(_key_of(batch, True))
+        if (
+            plan is None
+            or not plan.confirmed
+            or plan.recording is None
+            or plan.made is None
+            or plan.made.maxima is None
+        ):
+            return None
+        if plan.x is not None or plan.batch.input_ids is not batch.input_ids:
+            return None
+        _fill(plan, batch, None)
+        drawn = plan.recording.draw_passes(ahead, passes, plan.made.maxima, stop_ids)
+        if drawn is not None:
+            self.num_repeated += len(drawn)
+        return drawn
+
     def _record(self, recorder: Recorder, plan: _Plan, maxima: bool) -> StepTensors:
         with recorder.record() as recording:
             x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
@@ -133,6 +160,17 @@ def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
     copies["block_tables"] = torch.full((groups, rows, width), -1, dtype=torch.int32)
     adapters = None if batch.adapters is None else batch.adapters.with_slots(batch.adapters.slots.clone())
     return _Plan(ForwardBatch(**copies, versions=_copied(batch.versions), adapters=adapters), own_x)
+
+
+def _width_of(batch: ForwardBatch) -> int:
+    """Columns of the block tables in the memory that such a step is repeated on."""
+    return max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
+
+
+def _key_of(batch: ForwardBatch, maxima: bool) -> tuple[int, ...]:
+    """What steps have in common that are one plan."""
+    adapters = batch.adapters is not None
+    return batch.input_ids.shape[0], _width_of(batch), maxima, adapters, *_shape_of(batch.versions)
 
 
 def _shape_of(versions: QueryVersions | None) -> tuple[int, ...]:

@@ -9,13 +9,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import EngineError
+from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.pooler import Pooler
 from windlass.engine.execution.rank_runner import RankRunner
@@ -24,7 +27,7 @@ from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
-from windlass.engine.sampling.sampler import Sampler, token_logprobs
+from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 
 
@@ -83,6 +86,8 @@ class Runner(RankRunner):
                 self._tell(TakePart(plan))
         if not plan.sequences:
             return []
+        if plan.passes > 1:
+            return self._burst(plan)
         self._prepare(plan)
         hidden, made = self._forward(plan)
         results = {result.seq_id: result for result in self._sample(plan, hidden, made)}
@@ -95,6 +100,34 @@ class Runner(RankRunner):
         if self.sequences.pooled:
             results |= self._pooled(plan, hidden)
         return list(results.values())
+
+    def _burst(self, plan: SchedulerOutput) -> list[StepResult]:
+        """All passes of a plan; no more of them once any sequence has ended or failed."""
+        drawn = self._largest_of_passes(plan)
+        if drawn is not None and len(drawn):
+            self.positions_computed += drawn.size
+            of_each = zip(plan.sequences, drawn.T.tolist(), strict=True)
+            return [StepResult(item.seq_id, tuple(token_ids)) for item, token_ids in of_each]
+        burst = Burst(plan, self.sequences)
+        while burst.goes_on:
+            self._prepare(burst.next_pass)
+            hidden, made = self._forward(burst.next_pass)
+            burst.take(self._sample(burst.next_pass, hidden, made))
+        return burst.results()
+
+    def _largest_of_passes(self, plan: SchedulerOutput) -> NDArray[np.int64] | None:
+        """The ids [P, B] that the passes of a plan draw, where each draws the largest logit and the kernels go on by themselves.
+
+        None, or of no pass, where they do not: then nothing has been drawn.
+        """
+        slots = [self.sequences.by_id[item.seq_id].slot for item in plan.sequences]
+        if not all(takes_largest(slot) and slot.sampling.logprobs is None for slot in slots):
+            return None
+        batch = self.batches.build(plan.sequences)
+        ahead = self.batches.ahead(batch, plan.passes)
+        if ahead is None:
+            return None
+        return self.replay.draw_passes(batch, ahead, plan.passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
     def compute(self, plan: SchedulerOutput) -> Tensor:

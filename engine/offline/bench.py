@@ -24,8 +24,9 @@ def run_engine_benchmark(
     """Throughput of `batch_size` requests of `input_len` prompt tokens and `output_len` greedy output tokens.
 
     prefill_tokens_per_second: prompt tokens over the time from the first step to the last first token.
-    decode_tokens_per_second: tokens of all requests together over the steps in which every request decodes one;
-    None when output_len < 2, since the first token belongs to the prefill. Raises LoadError for lengths that do not fit.
+    decode_tokens_per_second: tokens of all requests together over the steps in which every request decodes; None when
+    output_len < 2, since the first token belongs to the prefill. decode_step_milliseconds: for a token of each, likewise.
+    Raises LoadError for lengths that do not fit.
     """
     if min(batch_size, input_len) < 1 or output_len < 0:
         raise LoadError("`batch_size` and `input_len` must be at least 1 and `output_len` at least 0")
@@ -84,7 +85,7 @@ def _measure(
             waiting -= {output.request_id for output in core.step() if output.token_ids}
             report("filling the cache for decode", batch_size - len(waiting), batch_size)
         wanted = output_len - 1
-        while decode_steps < wanted:
+        while decode_tokens < wanted * batch_size:
             begin = time.perf_counter()
             outputs = core.step()
             decode_seconds += time.perf_counter() - begin
@@ -93,18 +94,21 @@ def _measure(
                     "the batch does not fit the KV cache at once: raise `cache.memory` or lower `batch_size`"
                 )
             decode_steps += 1
-            decode_tokens += sum(len(output.token_ids) for output in outputs)  # several each under speculation
-            report("decode", decode_steps, wanted)
+            decode_tokens += sum(
+                len(output.token_ids) for output in outputs
+            )  # several each in bursts, under speculation
+            report("decode", min(decode_tokens // batch_size, wanted), wanted)
             if any(output.finish_reason is not None for output in outputs):
-                break  # at the end of the context, which speculation may reach in fewer steps
+                break  # at the end of the context, which speculation may reach sooner
         for request_id in ids:
             core.abort(request_id)
     stats = core.stats()
     return {
         "model": config.model,
         "prefill_tokens_per_second": batch_size * input_len / prefill_seconds,
-        "decode_tokens_per_second": decode_tokens / decode_seconds if decode_steps else None,
-        "decode_step_milliseconds": 1000 * decode_seconds / decode_steps if decode_steps else None,
+        "decode_tokens_per_second": decode_tokens / decode_seconds if decode_tokens else None,
+        "decode_step_milliseconds": 1000 * decode_seconds * batch_size / decode_tokens if decode_tokens else None,
+        "decode_steps": decode_steps,
         "prefill_seconds": prefill_seconds,
         "load_seconds": core.info.load_seconds,
         "peak_memory_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,

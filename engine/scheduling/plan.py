@@ -114,6 +114,8 @@ class SchedulerOutput:
     loaded: blocks that were read from files; nobody may have been told of them before.
     The rest in order: what is parked, what is unparked, what is loaded, the copies, then `set_aside` (copies of originals), then
     `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
+    passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
+    before it drew. `sequences` describes the first; the tables have room for all.
     """
 
     step: int
@@ -129,10 +131,11 @@ class SchedulerOutput:
     set_aside: tuple[KeyRerotation, ...] = ()
     rerotations: tuple[KeyRerotation, ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
+    passes: int = 1
 
     @property
     def num_tokens(self) -> int:
-        return sum(s.num_tokens for s in self.sequences)
+        return self.passes * sum(s.num_tokens for s in self.sequences)
 
     @property
     def num_draft_tokens(self) -> int:
@@ -158,7 +161,7 @@ class StepResult:
     """What the step produced for one sequence id.
 
     token_ids: drawn tokens (empty when only prompt log-probabilities are reported; several where proposed tokens are accepted:
-    these and the one drawn after them).
+    these and the one drawn after them; as many as passes where there were several, fewer if any ended or failed meanwhile).
     logprobs: parallel to token_ids when asked for. prompt_logprobs: for the prompt tokens at indices
     `start + 1 .. start + num_tokens` of the scheduled chunk that lie inside the prompt, in order.
     error: sampling or pooling failed for this sequence (what it goes by is not finite); its request fails, no other does.

@@ -47,6 +47,11 @@ class PlannedChunk:
     def num_proposed(self) -> int:
         return self.num_drafted or len(self.draft)
 
+    @property
+    def is_next_token(self) -> bool:
+        """Whether this is the next token of a running stream, and nothing else."""
+        return self.num_tokens == 1 and len(self.samples) == 1 and self.seq.num_output_tokens > 0
+
 
 @dataclass(slots=True)
 class PlannedStep:
@@ -57,6 +62,12 @@ class PlannedStep:
     set_aside: list[KeyRerotation] = field(default_factory=list)
     rerotations: list[KeyRerotation] = field(default_factory=list)
     chunks: list[PlannedChunk] = field(default_factory=list)
+    passes: int = 1
+
+    @property
+    def moves_pages(self) -> bool:
+        """Whether more than the tables of sequences changes before its forward pass."""
+        return bool(self.loaded or self.set_aside or self.rerotations)
 
 
 @dataclass(slots=True)
@@ -169,6 +180,7 @@ class PlanWriter:
             set_aside=tuple(step.set_aside),
             rerotations=tuple(step.rerotations),
             sequences=tuple(sequences),
+            passes=step.passes,
         )
 
     def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:

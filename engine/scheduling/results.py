@@ -55,6 +55,9 @@ class ResultIntake:
                 self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
                 continue
+            if output.passes > 1:
+                outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
+                continue
             self._settle(seq, item.start + item.num_tokens)
             if item.prompt_logprobs is not None:
                 seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
@@ -114,7 +117,7 @@ class ResultIntake:
         return outputs
 
     def _append(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
-        """start: of a chunk with proposed tokens, whose keys become final with the tokens drawn, but for the last one's.
+        """start: of a chunk with more than known tokens, whose keys become final with the tokens drawn, but for the last one's.
 
         Keys past the accepted tokens are void: the next step overwrites them.
         """

@@ -15,6 +15,7 @@ Every sequence has a rank: (priority, its caller's turn, arrival, sample index),
    yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
    never is, and, since `add` refuses what does not fit alone, it always finishes.
 5. Under speculation running streams add proposed tokens to theirs, from what budget and blocks are left.
+6. Where running streams are alone and their steps are short, they draw several tokens in one step (`bursts`).
 
 Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
 its cached keys are re-rotated before its next chunk (`rotate`), over several steps where one would last too long. Both
@@ -36,6 +37,7 @@ from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.admission import Admission
+from windlass.engine.scheduling.bursts import Bursts
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.places import Places
 from windlass.engine.scheduling.plan import SchedulerOutput, Snapshot, StepResult
@@ -109,6 +111,9 @@ class Scheduler:
             self.counters,
             max_num_batched_tokens=config.max_num_batched_tokens,
         )
+        # Proposals are the other way to several tokens a step, and are counted by the tokens between them.
+        speculates = config.speculation.num_tokens > 0 or config.speculation.model is not None
+        self._bursts = Bursts(0.0 if speculates else config.burst_seconds, blocks)
         self._intake = ResultIntake(
             self._requests,
             self._places,
@@ -227,10 +232,12 @@ class Scheduler:
                 break
             # Those chosen have given up their places to better-ranked ones that were not: choose among the rest.
         self._speculation.extend(step)
+        if not self._places.waiting:
+            self._bursts.extend(step)
         # Rows of one token side by side, which is what attention kernels like; otherwise by rank.
         step.chunks.sort(key=lambda chunk: (len(chunk.seq.token_ids) - chunk.start > 1, chunk.num_proposed > 0))
         if step.chunks or step.rerotations:
-            self.counters.count_step(sum(chunk.num_tokens for chunk in step.chunks))
+            self.counters.count_step(step.passes * sum(chunk.num_tokens for chunk in step.chunks))
         return self._writer.write(step)
 
     def snapshot(self) -> Snapshot:
@@ -341,7 +348,10 @@ class Scheduler:
             self._reuse.take_up(seq)
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
-        """Tell how long a step took, before `update`; the next prefill chunks are sized by it."""
+        """Tell how long a step took, before `update`; the next prefill chunks are sized by it, and the next burst."""
+        self._bursts.observe(output, seconds)
+        if output.passes > 1:
+            return
         decodes = sum(1 for item in output.sequences if item.start + 1 == item.num_known_tokens)
         if output.rerotations:  # these take time that no token is to blame for
             self.timer.observe_rerotations(sum(piece.end - piece.start for piece in output.rerotations), seconds)

@@ -119,6 +119,19 @@ class Sequence:
         return uncomputed if last is None else min(uncomputed, last - computed)
 
     @property
+    def num_tokens_ahead(self) -> int:
+        """Tokens behind the last known one that the next step may compute too, if somebody knows them by then.
+
+        One more is drawn behind them, and no token past the end of the sequence is ever computed. Where frequencies
+        depend on the length, all must be computed under those of the moment, and no block is dropped for them.
+        """
+        length = self.num_tokens
+        left = self.request.sampling.max_tokens - self.num_output_tokens
+        room = min(left, self.held.longest - length, self.held.room(self.cache)) - 1
+        last = self.stage.last_length
+        return room if last is None else min(room, last - length)
+
+    @property
     def num_shareable_tokens(self) -> int:
         """Leading tokens that may come from the prefix cache: computed under `stage`, before any is dropped, and none whose row
         is wanted."""

@@ -18,7 +18,7 @@ from windlass.engine.scheduling.drafting import Drafting, Pace
 from windlass.engine.scheduling.ngram import NgramIndex
 from windlass.engine.scheduling.payoff import Payoff
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
-from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
+from windlass.engine.scheduling.plan_writer import PlannedStep
 from windlass.engine.scheduling.sequence import Sequence
 
 _INDEXED_PER_STEP = 2048  # of a long prompt, so that no step waits for an index; no proposals before it is complete
@@ -58,7 +58,7 @@ class Speculation:
             if budget <= 0:
                 return
             seq = chunk.seq
-            if not self._is_stream(chunk):
+            if not chunk.is_next_token:
                 if seq.drafting is not None:
                     seq.drafting.behind = 0  # prompts, and what is computed again, pass through the draft model too
                 continue
@@ -66,7 +66,7 @@ class Speculation:
                 index = NgramIndex(config.min_match, config.max_match)
                 seq.drafting = Drafting(index, Pace(config.num_tokens), Pace(config.draft_tokens))
             seq.drafting.behind += 1
-            room = min(budget, self._room(seq))
+            room = min(budget, seq.num_tokens_ahead)
             if room < 1:
                 continue
             draft = self._look_up(seq, seq.drafting, room) if config.num_tokens else ()
@@ -109,10 +109,6 @@ class Speculation:
         if not output.rerotations and all(i.start + 1 == i.num_known_tokens and not i.draft for i in items):
             self._payoff.observe(len(items), seconds, drafted=any(item.num_drafted for item in items))
 
-    def _is_stream(self, chunk: PlannedChunk) -> bool:
-        """Whether a chunk is the next token of a running stream."""
-        return chunk.num_tokens == 1 and len(chunk.samples) == 1 and chunk.seq.num_output_tokens > 0
-
     def _look_up(self, seq: Sequence, drafting: Drafting, room: int) -> tuple[int, ...]:
         """What followed the last tokens of a stream where they stood before, at most `room` of it."""
         if not drafting.index.extend(seq.token_ids, _INDEXED_PER_STEP):
@@ -121,14 +117,3 @@ class Speculation:
 
     def _most_drafted(self, drafting: Drafting) -> int:
         return drafting.drafted.limit() if self._config.adaptive else self._config.draft_tokens
-
-    def _room(self, seq: Sequence) -> int:
-        """Tokens that may follow the last known one in this step.
-
-        One more is drawn behind them, and no token past the end of the sequence is ever computed. Where frequencies
-        depend on the length, all must be computed under those of the moment, and no block is dropped for a proposal.
-        """
-        length, sampling = seq.num_tokens, seq.request.sampling
-        room = min(sampling.max_tokens - seq.num_output_tokens, seq.held.longest - length, seq.held.room(seq.cache)) - 1
-        last = seq.stage.last_length
-        return room if last is None else min(room, last - length)

@@ -267,7 +267,7 @@ class CompiledBackend(Backend):
     def rows_filler(
         self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
     ) -> RowsFiller:
-        return step_rows.rows_filler(rows, inv_freq, q_scale, score_scale, block_size, library=self._library)
+        return step_rows.CompiledRowsFiller(rows, inv_freq, q_scale, score_scale, block_size, library=self._library)
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor

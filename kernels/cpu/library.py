@@ -131,6 +131,13 @@ SIGNATURES: dict[str, list[type]] = {
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
+    "draw_passes": [
+        *(_POINTER, _LONG, _LONG),  # calls, passes
+        *(_POINTER, _LONG, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # as of fill_rows
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _LONG),
+        *(_POINTER, _LONG, _LONG, _LONG, _POINTER, _POINTER),  # as of rotary_angles
+        *(_POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER),  # ids, values, stops, ends, drawn, made
+    ],
     "draw_tokens": [_POINTER, _LONG, _LONG, _LONG, _POINTER, _LONG, _POINTER, _LONG],
     "fill_rows": [
         *(
@@ -203,6 +210,7 @@ class Library:
     sum_over_ranks: Function
     gather_columns: Function
     repeat_calls: Function
+    draw_passes: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function
     addresses: Mapping[str, int] = field(compare=False)  # of the functions' code, for those that call it from C

@@ -13,19 +13,23 @@ from __future__ import annotations
 
 import ctypes
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, fields, replace
 from typing import Any
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.kernels import recorder
 from windlass.kernels.cpu.arena import Arena, ArenaTensors
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library
+from windlass.kernels.cpu.step_rows import CompiledRowsFiller
 from windlass.kernels.cpu.structs import RECORDED_CALL, values_of
+from windlass.kernels.step_rows import RowsAhead
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
@@ -88,11 +92,37 @@ class CompiledRecording(recorder.Recording):
     _packed: tuple[ctypes.Array[ctypes.c_char], ctypes.Array[ctypes.c_char]] | None = None  # calls, their arguments
 
     def repeat(self) -> bool:
+        return not self.library.repeat_calls(*self._addressed())
+
+    def _addressed(self) -> tuple[int, int]:
+        """Where the calls stand as repeat.h reads them, and how many there are."""
         if self._packed is None:
             if self.obstacle is not None:
                 raise ValueError(f"a recording cannot be repeated: {self.obstacle}")
             self._packed = self._pack()
-        return not self.library.repeat_calls(ctypes.addressof(self._packed[0]), len(self.calls))
+        return ctypes.addressof(self._packed[0]), len(self.calls)
+
+    def draw_passes(
+        self, ahead: RowsAhead, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
+    ) -> NDArray[np.int64] | None:
+        if not isinstance(ahead.fill, CompiledRowsFiller):
+            return None
+        rows = ahead.fill.arguments(ahead.tables, ahead.blocks, passes)
+        stops = np.array([token for of_row in stop_ids for token in of_row], dtype=np.int64)
+        ends = np.cumsum([len(of_row) for of_row in stop_ids], dtype=np.int64)
+        drawn, made = np.empty((passes, len(stop_ids)), dtype=np.int64), ctypes.c_int64()
+        self.library.draw_passes(
+            *self._addressed(),
+            passes,
+            *rows,
+            maxima[0].data_ptr(),
+            maxima[1].data_ptr(),
+            stops.ctypes.data,
+            ends.ctypes.data,
+            drawn.ctypes.data,
+            ctypes.addressof(made),
+        )
+        return drawn[: made.value]
 
     def same_values(self, other: recorder.Recording) -> bool:
         if not isinstance(other, CompiledRecording):

@@ -9,51 +9,81 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import Library, load
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import StepRows
 
 
-def rows_filler(
-    rows: StepRows,
-    inv_freq: Tensor,
-    q_scale: Tensor,
-    score_scale: Tensor,
-    block_size: int,
-    *,
-    library: Library | None = None,
-) -> RowsFiller:
+class CompiledRowsFiller:
     """See `Backend.rows_filler`. Operands are checked here, once: a step is short, and checks are most of it."""
-    count, (groups, table_rows, half) = rows.said.shape[1], inv_freq.shape
-    check(
-        inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
-        f"rows_filler: inv_freq is {inv_freq.dtype} on {inv_freq.device}, not contiguous float64 [G, R, d/2]",
-    )
-    check(
-        rows.cos.shape == rows.sin.shape == (groups, count, half)
-        and q_scale.shape == (groups, table_rows)
-        and score_scale.shape == (table_rows,),
-        f"rows_filler: angles {tuple(rows.cos.shape)} and scales {tuple(q_scale.shape)} do not fit",
-    )
-    check(
-        all(array.flags.c_contiguous for array in (rows.said, rows.positions, rows.lengths, rows.slots, rows.tables))
-        and rows.tables.shape[:2] == rows.slots.shape
-        and rows.positions.shape == rows.lengths.shape == (count,),
-        "rows_filler: the rows' arrays do not fit each other",
-    )
-    bound = library or load()
-    kv_groups, width = len(rows.tables), rows.tables.shape[2]
-    said, slots, positions = rows.said.ctypes.data, rows.slots.ctypes.data, rows.positions.ctypes.data
-    lengths, own = rows.lengths.ctypes.data, rows.tables.ctypes.data
-    rotary, rotary_rows = rows.said[3], rows.said[3].ctypes.data
-    angles = (inv_freq.data_ptr(), groups, table_rows, half, rotary_rows, positions, count)
-    cos, sin = rows.cos.data_ptr(), rows.sin.data_ptr()
-    scales, own_scales = q_scale.numpy(), rows.q_scale.numpy()
-    whole, own_whole = score_scale.numpy(), rows.score_scale.numpy()
-    known: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the tables: who they are, address, strides
-    held: NDArray[np.int32] | None = None
 
-    def fill(tables: NDArray[np.int32], blocks: int) -> None:
-        nonlocal known, held
-        if tables is not held:
+    def __init__(
+        self,
+        rows: StepRows,
+        inv_freq: Tensor,
+        q_scale: Tensor,
+        score_scale: Tensor,
+        block_size: int,
+        *,
+        library: Library | None = None,
+    ) -> None:
+        count, (groups, table_rows, half) = rows.said.shape[1], inv_freq.shape
+        check(
+            inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
+            f"rows_filler: inv_freq is {inv_freq.dtype} on {inv_freq.device}, not contiguous float64 [G, R, d/2]",
+        )
+        check(
+            rows.cos.shape == rows.sin.shape == (groups, count, half)
+            and q_scale.shape == (groups, table_rows)
+            and score_scale.shape == (table_rows,),
+            f"rows_filler: angles {tuple(rows.cos.shape)} and scales {tuple(q_scale.shape)} do not fit",
+        )
+        check(
+            all(
+                array.flags.c_contiguous for array in (rows.said, rows.positions, rows.lengths, rows.slots, rows.tables)
+            )
+            and rows.tables.shape[:2] == rows.slots.shape
+            and rows.positions.shape == rows.lengths.shape == (count,),
+            "rows_filler: the rows' arrays do not fit each other",
+        )
+        self.rows, self._block_size, self._table_rows = rows, block_size, table_rows
+        self._library = library or load()
+        said, positions = rows.said.ctypes.data, rows.positions.ctypes.data
+        self._count, self._said = count, said
+        self._own = (
+            positions,
+            rows.lengths.ctypes.data,
+            rows.slots.ctypes.data,
+            rows.tables.ctypes.data,
+            rows.tables.shape[2],
+        )
+        self._frequencies = inv_freq.data_ptr(), groups, table_rows, half
+        self._turned = rows.said[3].ctypes.data, positions, count
+        self._angles = rows.cos.data_ptr(), rows.sin.data_ptr()
+        self._scales = [(q_scale.numpy(), rows.q_scale.numpy()), (score_scale.numpy(), rows.score_scale.numpy())]
+        self._known: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the tables: who they are, address, strides
+        self._held: NDArray[np.int32] | None = None
+        self._kept = inv_freq  # its memory is read
+
+    def __call__(self, tables: NDArray[np.int32], blocks: int) -> None:
+        """Fill the rows: see `RowsFiller`."""
+        described = self._described(tables, blocks, int(self.rows.said[1].max()))
+        if self._library.fill_rows(self._said, self._count, *described, *self._own):
+            raise IndexError("a scheduled token has no block to go to")
+        if self._library.rotary_angles(*self._frequencies, *self._turned, *self._angles):
+            raise IndexError(f"rows_filler: a row lies outside the rotary table of {self._table_rows}")
+        rotary = self.rows.said[3]
+        for whole, own in self._scales:  # rows are checked above; "clip" spares a copy
+            whole.take(rotary, axis=whole.ndim - 1, out=own, mode="clip")
+
+    def arguments(self, tables: NDArray[np.int32], blocks: int, passes: int) -> tuple[int, ...]:
+        """What `draw_passes` takes of rows that are filled and go on for so many passes in all. Raises IndexError where
+        their blocks do not hold all."""
+        described = self._described(tables, blocks, int(self.rows.said[1].max()) + passes - 1)
+        return self._said, self._count, *described, *self._own, *self._frequencies, *self._angles
+
+    def _described(self, tables: NDArray[np.int32], blocks: int, last: int) -> tuple[int, int, int, int, int, int]:
+        """Tables as `fill_rows` takes them. last: the furthest slot of a row."""
+        if tables is not self._held:
+            kv_groups, _, width = self.rows.tables.shape
             check(
                 tables.dtype == np.int32
                 and tables.ndim == 3
@@ -62,21 +92,13 @@ def rows_filler(
                 and tables.strides[1] >= 0,
                 f"rows_filler: tables are {tables.dtype} {tables.shape}",
             )
-            known = (tables.ctypes.data, tables.strides[0] // 4, tables.strides[1] // 4, min(tables.shape[2], width))
-            held = tables
-        address, group_stride, row_stride, most = known
-        if not 0 < blocks <= most or blocks * block_size <= int(rows.said[1].max()):
+            strides = tables.strides
+            self._known = (tables.ctypes.data, strides[0] // 4, strides[1] // 4, min(tables.shape[2], width))
+            self._held = tables
+        address, group_stride, row_stride, most = self._known
+        if not 0 < blocks <= most or blocks * self._block_size <= last:
             raise IndexError(f"rows_filler: {blocks} blocks of a table of {most} do not hold every row")
-        if bound.fill_rows(
-            said, count, address, group_stride, row_stride, kv_groups, blocks, block_size, positions, lengths, slots, own, width
-        ):  # fmt: skip
-            raise IndexError("a scheduled token has no block to go to")
-        if bound.rotary_angles(*angles, cos, sin):
-            raise IndexError(f"rows_filler: a row lies outside the rotary table of {table_rows}")
-        scales.take(rotary, axis=1, out=own_scales, mode="clip")  # checked above; "clip" spares a copy
-        whole.take(rotary, out=own_whole, mode="clip")
-
-    return fill
+        return address, group_stride, row_stride, len(tables), blocks, self._block_size
 
 
 def row_maxima(logits: Tensor, *, library: Library | None = None) -> tuple[Tensor, Tensor]:

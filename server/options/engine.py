@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Annotated, get_args
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import Activations, EngineConfig, LoadFormat, Quantization, parse_cache_dtype
+from windlass.engine.api.config import (
+    MAX_BURST_SECONDS,
+    Activations,
+    EngineConfig,
+    LoadFormat,
+    Quantization,
+    parse_cache_dtype,
+)
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, LadderStep
@@ -203,6 +210,11 @@ class EngineOptions:
         option("--target-step-ms", panel=BATCHING, help="Prompts are cut so that a step beside running streams stays "
                "under this many milliseconds; 0: no bound."),
     ] = 250.0  # fmt: skip
+    burst_ms: Annotated[
+        float,
+        option("--burst-ms", panel=BATCHING, help="Where a model's steps are short, running streams may go on drawing tokens "
+               "for this many milliseconds before the tokens are sent; 0: each token is sent at once."),
+    ] = 20.0  # fmt: skip
 
     def parse_rope_scaling(self) -> RopeScaling | None:
         """From JSON, a profile's name or "auto"; raises LoadError or RequestError that names the field at fault."""
@@ -281,6 +293,8 @@ class EngineOptions:
         choose("--activations", self.activations, _ACTIVATIONS)
         if self.target_step_ms < 0:
             raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
+        if not 0 <= self.burst_ms <= MAX_BURST_SECONDS * 1000:
+            raise LoadError(f"--burst-ms must lie between 0 and {MAX_BURST_SECONDS * 1000:g}, got {self.burst_ms:g}")
         self.profiles()
         parsed = {
             "dtype": read_dtype("--dtype", self.dtype),
@@ -300,6 +314,7 @@ class EngineOptions:
             "rope_ladder": self.ladder(),
             "cores": split_cores()[0] if self.pin_cores else None,
             "target_step_seconds": self.target_step_ms / 1000,
+            "burst_seconds": self.burst_ms / 1000,
         }
         as_given = {name: getattr(self, name) for name in flat_names().values() if hasattr(self, name)}
         return from_flat(str(model), as_given | parsed)

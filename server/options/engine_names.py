@@ -37,7 +37,7 @@ _RENAMED = {
 # What `run_engine_benchmark` takes beside a configuration.
 _BENCHMARK = {"batch_size": "--batch-size", "input_len": "--input-len", "output_len": "--output-len"}
 _NAMED = re.compile(r"`([a-z_.]+)(?:=([^`]*))?`")  # see `windlass.engine.errors`
-_OTHER_OPTIONS = {"cores": "--pin-cores", "target_step_seconds": "--target-step-ms"}
+_OTHER_OPTIONS = {"cores": "--pin-cores", "target_step_seconds": "--target-step-ms", "burst_seconds": "--burst-ms"}
 
 
 def flat_names() -> dict[str, str]:

@@ -97,7 +97,7 @@ async def test_scalings_and_reports_in_whole_answers_and_streams(
     chunks = await create(
         kind, demo_server.url, endpoint, **fields, stream=True, stream_options={"include_usage": True}
     )
-    assert text_of(whole) == text_of(chunks) and len(chunks) > 5
+    assert text_of(whole) == text_of(chunks) and len(chunks) > 3
     assert chunks[-1].usage == whole.usage and whole.usage.completion_tokens == 12
 
     last = next(chunk for chunk in chunks if chunk.choices and chunk.choices[0].finish_reason)

@@ -58,7 +58,7 @@ def test_streams_add_up_to_the_whole(client: openai.OpenAI) -> None:
     assert "".join(c.choices[0].text for c in chunks if c.choices) == whole.choices[0].text
     assert [c.choices[0].finish_reason for c in chunks if c.choices][-1] == whole.choices[0].finish_reason
     assert chunks[-1].usage.completion_tokens == whole.usage.completion_tokens == 40
-    assert len(chunks) > 10
+    assert len(chunks) > 5  # at most eight tokens each
 
 
 def test_chat_streams(client: openai.OpenAI) -> None:

@@ -29,6 +29,7 @@ from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.runs import SlotLayout
+from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
 from windlass.engine.rotary.distances import PLAIN, Distances
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
@@ -180,6 +181,7 @@ class FakeExecutor:
     num_rerotated: int = 0
     num_drafts: int = 0
     num_drafted: int = 0  # those of a draft model
+    num_bursts: int = 0
     num_accepted: int = 0
     lose_plans: int = 0  # so many more do not reach `other`
     num_healed: int = 0
@@ -442,6 +444,22 @@ class FakeExecutor:
         self.rerotate(output.set_aside, holders, aside=True)
         self.rerotate(output.rerotations, holders, aside=False)
 
+        burst = Burst(output, self.sequences)
+        if output.passes > 1:
+            self.num_bursts += 1
+            assert all(item.samples == (item.seq_id,) and item.num_tokens == 1 for item in output.sequences)
+        while burst.goes_on:
+            results = self.compute(burst.next_pass, live, holders)
+            if output.passes == 1:
+                return results
+            burst.take(results)
+        return burst.results()
+
+    def compute(
+        self, output: SchedulerOutput, live: dict[int, sequence.Sequence], holders: list[Counter[int]]
+    ) -> list[StepResult]:
+        """One forward pass: keys are written, and what is drawn follows from those that are read."""
+        size, pools = self.scheduler.blocks.block_size, self.scheduler.blocks.pools
         written: set[tuple[int, int, int]] = set()
         for item in output.sequences:
             seq = live[item.seq_id]
@@ -575,6 +593,7 @@ def make_scheduler(
     max_model_len: int = 200,
     prefix_caching: bool = True,
     target_step_seconds: float = 0.0,
+    burst_seconds: float = 0.0,
     speculation: int = 0,
     drafted: int = 0,
     adaptive: bool = False,
@@ -589,6 +608,7 @@ def make_scheduler(
         max_waiting=max_waiting,
         max_waiting_tokens=max_waiting_tokens,
         target_step_seconds=target_step_seconds,
+        burst_seconds=burst_seconds,
         speculation=SpeculationConfig(
             num_tokens=speculation,
             min_match=1,

@@ -25,6 +25,7 @@ from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.forecast import StepForecast
 from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.rotary.scaling import RotarySpec
@@ -181,6 +182,14 @@ class SimulatedRunner:
         self._process.last_planned = {self._process.request_of(item.seq_id) for item in plan.sequences}
         self._process.compute(world.rng.uniform(0.002, 0.04) + 0.0002 * plan.num_tokens)
         self.follow(plan)
+        if plan.passes == 1:
+            return self._pass(plan)
+        burst = Burst(plan, self.sequences)
+        while burst.goes_on:
+            burst.take(self._pass(burst.next_pass))
+        return burst.results()
+
+    def _pass(self, plan: SchedulerOutput) -> list[StepResult]:
         for item in plan.sequences:
             self._write(item)
         return [result for item in plan.sequences for result in self._read(item)]

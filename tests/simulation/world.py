@@ -74,6 +74,7 @@ class Plan:
                 max_num_seqs=rng.choice([1, 2, 4, 8]),
                 max_waiting=rng.choice([1, 4, 100]),
                 target_step_seconds=rng.choice([0.0, 0.02]),
+                burst_seconds=rng.choice([0.0, 0.02, 0.2]),
                 speculation=SpeculationConfig(num_tokens=rng.choice([0, 0, 2]), min_match=1),
             ),
             concurrency={f"key-{number}": rng.choice([None, 1, 2]) for number in range(keys)},

@@ -104,4 +104,40 @@ EXPORT int WINDLASS_NAME(repeat_calls)(const void *calls, long count) {
     return code;
 }
 
+// Makes the calls up to `passes` times, by one team of threads: what the largest logits of one pass name is what the next one
+// computes. ids, values [rows]: those that the calls form. The rest as of `fill_rows` and `rotary_angles`, which put the rows in
+// their next places; blocks: columns of the tables that all passes need. It ends behind a pass that draws one of the ids in
+// stops[ends[r - 1], ends[r]) for a row r, and before one that fails or has no finite largest logit. drawn: [passes][rows].
+// made: how many passes count.
+EXPORT int WINDLASS_NAME(draw_passes)(const void *calls, long count, long passes, int64_t *said, long rows,
+                                      const int32_t *tables, long group_stride, long row_stride, long groups, long blocks,
+                                      long block_size, int64_t *positions, int64_t *lengths, int64_t *slots,
+                                      int32_t *own_tables, long own_columns, const double *inv_freq, long rotary_groups,
+                                      long table_rows, long half, float *cos, float *sin, const int64_t *ids,
+                                      const float *values, const int64_t *stops, const int64_t *ends, int64_t *drawn,
+                                      int64_t *made) {
+    int64_t *index = said + rows, *rotary = said + 3 * rows;
+    *made = 0;
+    as_team([&] {
+        for (long pass = 0; pass < passes; pass++) {
+            if (make_all(calls, count)) return;
+            bool ended = false;
+            for (long r = 0; r < rows; r++) {
+                if (!(values[r] * 0.0f == 0.0f)) return;
+                drawn[pass * rows + r] = ids[r];
+                for (long s = r ? ends[r - 1] : 0; s < ends[r]; s++) ended |= stops[s] == ids[r];
+            }
+            *made = pass + 1;
+            if (ended || pass + 1 == passes) return;
+            for (long r = 0; r < rows; r++) said[r] = ids[r], index[r]++;
+            if (WINDLASS_NAME(fill_rows)(said, rows, tables, group_stride, row_stride, groups, blocks, block_size, positions,
+                                         lengths, slots, own_tables, own_columns))
+                return;
+            if (WINDLASS_NAME(rotary_angles)(inv_freq, rotary_groups, table_rows, half, rotary, positions, rows, cos, sin))
+                return;
+        }
+    });
+    return 0;
+}
+
 }  // namespace

@@ -69,7 +69,7 @@ async def test_a_sample_that_is_ended_frees_its_blocks_and_the_others_go_on():
         stream = client.generate(EngineRequest("three", list(range(100, 150)), sampling))
         async for output in stream:
             made[output.index] += output.token_ids
-            if len(made[1]) == 100 and not freed:
+            if len(made[1]) >= 100 and not freed:
                 before = (await client.stats()).kv_blocks_used
                 client.end_sample("three", 0)  # the one that the others were forked from
                 client.end_sample("three", 2)

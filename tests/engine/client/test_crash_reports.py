@@ -106,11 +106,12 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert len(steps) > 10 and steps == list(range(steps[0], steps[0] + len(steps)))
     last = {each["request_id"].rpartition("-")[0]: each for each in plans[-1]["sequences"]}
     assert last["scaled"]["scaling"] == "yarn" and last["alone"]["scaling"] == "default"
+    passes = plans[-2]["num_tokens"] // 2
     for name, prompt in (("alone", 30), ("scaled", 40)):
         before = {each["request_id"].rpartition("-")[0]: each for each in plans[-2]["sequences"]}
         assert last[name]["tokens"] == 1 and last[name]["prompt_tokens"] == prompt
-        assert last[name]["start"] == before[name]["start"] + 1 > prompt
-    assert plans[-1]["num_tokens"] == plans[-1]["num_sequences"] == 2
+        assert last[name]["start"] == before[name]["start"] + passes > prompt
+    assert plans[-1]["num_tokens"] % 2 == 0 and plans[-1]["num_sequences"] == 2
 
 
 def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(

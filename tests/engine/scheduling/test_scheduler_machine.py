@@ -121,6 +121,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_total_tokens=st.sampled_from([None, None, 30, 60]),
         prefix_caching=st.sampled_from([True, True, True, False]),
         step_seconds=st.sampled_from([0.0, 0.0, 1.0]),
+        burst_seconds=st.sampled_from([0.0, 0.0, 0.4, 1.0]),
         speculation=st.sampled_from([0, 0, 2, 5, 9]),
         drafted=st.sampled_from([0, 0, 1, 3, 8]),
         adaptive=st.booleans(),
@@ -137,6 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         max_total_tokens: int | None,
         prefix_caching: bool,
         step_seconds: float,
+        burst_seconds: float,
         speculation: int,
         drafted: int,
         adaptive: bool,
@@ -152,6 +154,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             max_total_tokens=max_total_tokens,
             prefix_caching=prefix_caching,
             target_step_seconds=step_seconds,
+            burst_seconds=burst_seconds,
             speculation=speculation,
             drafted=drafted,
             adaptive=adaptive,
@@ -237,7 +240,9 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         config = self.scheduler.config
         assert bool(plan.sequences or plan.rerotations) == had_work, "a step without progress"
-        assert plan.num_tokens <= config.max_num_batched_tokens
+        assert plan.num_tokens <= plan.passes * config.max_num_batched_tokens
+        if plan.passes > 1:
+            event("a burst")
         assert len(plan.sequences) <= self.scheduler.num_running <= config.max_num_seqs
         self.in_flight = plan, self.executor.execute(plan)
 

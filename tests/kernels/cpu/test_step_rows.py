@@ -36,7 +36,7 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
     scale, whole = torch.rand(2, 6), torch.rand(6)
     blocks = 7
     ours, theirs = (StepRows.zeros(groups, rows, 64, 2, 12) for _ in range(2))
-    fill = step_rows.rows_filler(ours, inv_freq, scale, whole, block_size)
+    fill = step_rows.CompiledRowsFiller(ours, inv_freq, scale, whole, block_size)
 
     def angles(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.rotary_angles(inv_freq, ids, positions)
@@ -59,13 +59,13 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
 
 
 @needs_kernels
-@pytest.mark.parametrize("make", [step_rows.rows_filler, None])
+@pytest.mark.parametrize("make", [step_rows.CompiledRowsFiller, None])
 def test_what_has_no_place_is_refused(make: object) -> None:
     rows, inv_freq, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.rand(1, 3, 4, dtype=torch.float64), torch.ones(1, 3)
     if make is None:
         fill = plain_filler(rows, scale, torch.ones(3), 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
     else:
-        fill = step_rows.rows_filler(rows, inv_freq, scale, torch.ones(3), 16)
+        fill = step_rows.CompiledRowsFiller(rows, inv_freq, scale, torch.ones(3), 16)
     tables = np.full((1, 4, 64), 9, dtype=np.int32)
     rows.said[1], rows.said[4] = (15, 31), (2, 3)
     fill(tables, 2)
@@ -86,10 +86,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         pytest.skip("no compiled kernels")
     rows, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
     with pytest.raises(ValueError, match="float64"):
-        step_rows.rows_filler(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16)
+        step_rows.CompiledRowsFiller(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16)
     with pytest.raises(ValueError, match="do not fit"):
-        step_rows.rows_filler(rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16)
-    fill = step_rows.rows_filler(rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16)
+        step_rows.CompiledRowsFiller(rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16)
+    fill = step_rows.CompiledRowsFiller(rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16)
     with pytest.raises(ValueError, match="tables"):
         fill(np.zeros((1, 4, 64), dtype=np.int64), 1)  # type: ignore[arg-type]
 

@@ -120,6 +120,7 @@ ENGINE_ARGUMENTS = {
     "--threads": "3",
     "--tensor-parallel": "2",
     "--target-step-ms": "100",
+    "--burst-ms": "30",
 }
 ENGINE_CONFIG = EngineConfig(
     model="/models/x",
@@ -151,6 +152,7 @@ ENGINE_CONFIG = EngineConfig(
         max_waiting=33,
         max_waiting_tokens=4444,
         target_step_seconds=0.1,
+        burst_seconds=0.03,
         speculation=SpeculationConfig(
             num_tokens=5,
             min_match=3,

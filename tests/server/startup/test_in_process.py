@@ -94,7 +94,7 @@ def test_streams_arrive_in_pieces_and_an_early_end_aborts(llm: LLM) -> None:
     whole = llm.generate(PROMPTS[0], max_tokens=30, temperature=0, ignore_eos=True)[0].choices[0]
     with llm.stream("Once upon a time", max_tokens=30, temperature=0, ignore_eos=True) as stream:
         pieces = [chunk.text for chunk in stream]
-    assert "".join(pieces) == whole.text and len([piece for piece in pieces if piece]) > 10
+    assert "".join(pieces) == whole.text and len([piece for piece in pieces if piece]) > 3
     assert stream.get_final().choices[0].token_ids == whole.token_ids
     with llm.stream_chat(TALK, max_tokens=5) as chat:
         assert sum(1 for _ in chat) > 1

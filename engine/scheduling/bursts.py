@@ -1,0 +1,49 @@
+"""How many tokens each running stream computes in one step, one forward pass after the other.
+
+Planning a step, booking it and telling of it costs the same for one pass as for several. Where passes are short that is a
+tenth of the time and more, so streams alone in a step may draw a few tokens before they come back. A burst changes no
+token: each pass computes what the one before it drew.
+
+Responsible for how many passes a step has, within a length of time. It knows no clock: it is told the seconds.
+"""
+
+from __future__ import annotations
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.scheduling.plan_writer import PlannedStep
+
+_MOST_PASSES = 8  # what arrives meanwhile waits for the end
+_SHARE = 0.25  # of the last step in what is known of a pass
+
+
+class Bursts:
+    """seconds: how long a step of several passes may last; 0: there are none."""
+
+    def __init__(self, seconds: float, blocks: BlockManager) -> None:
+        self._seconds, self._blocks = seconds, blocks
+        self._pass_seconds: dict[int, float] = {}  # by the rows of a pass, where 2^k to 2^(k+1) - 1 are one size
+
+    def extend(self, step: PlannedStep) -> None:
+        """Let a planned step go on for more passes, where it holds running streams and nothing else, from free blocks."""
+        if self._seconds <= 0 or not step.chunks or step.moves_pages:
+            return
+        known = self._pass_seconds.get(len(step.chunks).bit_length())
+        passes = 1 if known is None else min(_MOST_PASSES, int(self._seconds / known))
+        for chunk in step.chunks:
+            if passes < 2:
+                return
+            passes = min(passes, 1 + chunk.seq.num_tokens_ahead) if chunk.is_next_token else 1
+        for chunk in step.chunks:
+            passes = min(passes, self._blocks.capacity(chunk.seq.cache, passes))
+            step.copies += self._blocks.allocate(chunk.seq.cache, passes)
+        step.passes = passes
+
+    def observe(self, output: SchedulerOutput, seconds: float) -> None:
+        """Learn from a finished step of running streams alone how long a pass takes."""
+        rows = len(output.sequences)
+        if self._seconds <= 0 or output.rerotations or any(i.start + 1 < i.num_known_tokens for i in output.sequences):
+            return
+        size, one = rows.bit_length(), seconds / output.passes
+        known = self._pass_seconds.get(size, one)
+        self._pass_seconds[size] = known + _SHARE * (one - known)

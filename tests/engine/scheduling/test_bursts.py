@@ -1,0 +1,288 @@
+"""Several passes in one step change nothing but the number of steps: the oracle is the same engine with one pass a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import prompt, run_checked, same, traffic
+from helpers.fake_executor import add, make_request, make_scheduler
+from helpers.tiny_models import make_model
+
+import windlass
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.kernels import cpu
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {"demo": DEMO}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
+        return made[model]
+
+    return get
+
+
+def scaled_traffic() -> list[EngineRequest]:
+    """Texts that outgrow their frequencies, that drop tokens, and whose distances are cut or kept twice."""
+    dynamic = {"rope_type": "dynamic", "factor": 4.0}
+    sent = [
+        greedy(
+            f"{update} {length}",
+            prompt(length, length),
+            50,
+            rope_scaling=RopeScaling.from_dict(dynamic),
+            rope_update=update,
+        )
+        for update in ("frozen", "recompute", "rotate")
+        for length in (9, 60)
+    ]
+    for kind in (
+        {"rope_type": "dual_chunk", "chunk_size": 32},
+        {"rope_type": "self_extend", "group_size": 2, "window": 16},
+    ):
+        sent.append(greedy(str(kind["rope_type"]), prompt(3, 30), 50, rope_scaling=RopeScaling.from_dict(kind)))
+    sent.append(greedy("shift", prompt(4, 30), 120, context=ContextRule("shift", 4)))
+    sent.append(
+        greedy("window", prompt(5, 30), 40, context=ContextRule("stop", attention_window=16, attention_sinks=2))
+    )
+    return sent
+
+
+@pytest.mark.parametrize(
+    ("model", "sent", "options"),
+    [
+        ("llama", traffic, {}),
+        ("llama", traffic, {"deterministic": True}),
+        ("gemma3", traffic, {"deterministic": True}),
+        ("qwen2", traffic, {"deterministic": True, "kv_cache_dtype": "int8", "prefix_caching": False}),
+        ("demo", traffic, {"deterministic": True, "quantization": "int8", "max_model_len": 128, "max_num_seqs": 3}),
+        ("llama", scaled_traffic, {"deterministic": True, "max_model_len": 160, "shift_context": 96}),
+    ],
+    ids=["llama", "llama exact", "gemma3", "int8 cache", "int8 weights", "changing frequencies"],
+)
+def test_answers_are_those_of_one_pass_a_step(
+    model: str, sent: Callable[[], list[EngineRequest]], options: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    options = {"max_model_len": 96, **options}
+    want = run(make_core(directory_of(model), **options), sent())
+    core = make_core(directory_of(model), burst_seconds=1.0, **options)
+    got = run_checked(core, sent(), every_logit=False)
+    same(got, want, 0.0 if options.get("deterministic") else 1e-5)
+    stats = core.stats()
+    assert stats.generation_tokens == sum(len(result.token_ids) for result in got.values())
+    in_bursts = [
+        len(output.token_ids) for result in got.values() for output in result.outputs if len(output.token_ids) > 1
+    ]
+    assert len(in_bursts) > 5 and max(in_bursts) > 3, "hardly anything came in bursts"
+    assert core.runner.positions_computed == stats.step_tokens_sum
+
+
+@pytest.mark.parametrize("logprobs", [None, 1], ids=["by kernels", "by the sampler"])
+def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of: Callable[[str], Path]) -> None:
+    """No pass is made for a stream that has drawn what ends it: neither are those beside it held up."""
+    core = make_core(directory_of("llama"), burst_seconds=1.0)
+    (alone,) = run(core, [greedy("a", prompt(1, 8), 24)], every_logit=False).values()
+    stop = next(token for i, token in enumerate(alone.token_ids) if i > 4 and token not in alone.token_ids[:i])
+    kept = alone.token_ids.index(stop) + 1
+    before = core.runner.positions_computed
+    again = greedy("b", prompt(1, 8), 24, stop_token_ids=(stop,), cache_salt="other", logprobs=logprobs)
+    found = run(core, [again], every_logit=False)["b", 0]
+    assert (found.token_ids, found.finish_reason) == (alone.token_ids[:kept], "stop")
+    assert core.runner.positions_computed - before == 8 + kept - 1
+
+
+@pytest.mark.parametrize("passes", [1, 3])
+def test_bad_logits_end_their_own_request_alone(passes: int, directory_of: Callable[[str], Path]) -> None:
+    """Tokens drawn before it are out when the request fails, and the other stream goes on with the right ones."""
+    core = make_core(directory_of("llama"), burst_seconds=1.0)
+    want = run(core, [greedy("good", prompt(1, 8), 24, logprobs=0)])["good", 0]
+    for name in ("good", "bad"):
+        core.add(greedy(name, prompt(1 if name == "good" else 2, 8), 24, cache_salt=name, logprobs=0))
+    sample, calls = core.runner.sampler.sample, 0
+
+    def spoil(logits: torch.Tensor, slots: Any, maxima: Any = None) -> Any:
+        nonlocal calls
+        calls += len(slots) == 2
+        if calls >= 6 + passes:
+            logits = logits.clone()
+            for row, slot in slots:
+                if len(slots) == 2 and slot.token_ids[:8] == prompt(2, 8):
+                    logits[row] = float("nan")
+            maxima = None
+        return sample(logits, slots, maxima)
+
+    core.runner.sampler.sample = spoil  # type: ignore[method-assign]
+    got: dict[str, list[int]] = {"good": [], "bad": []}
+    errors = []
+    while core.has_work():
+        for output in core.step():
+            got[output.request_id] += output.token_ids
+            errors += [(output.request_id, str(output.error))] if output.error else []
+    assert got["good"] == want.token_ids
+    assert [name for name, _ in errors] == ["bad"] and "NaN" in errors[0][1]
+    assert len(got["bad"]) == 5 + passes
+    core.blocks.assert_balanced()
+
+
+def greedy_traffic(vocab: int = 128) -> list[EngineRequest]:
+    """Nothing that the sampler has to see, from short texts and longer ones, under several frequencies."""
+    scalings = [None, {"rope_type": "linear", "factor": 3.0}, {"rope_type": "yarn", "factor": 2.0}]
+    return [
+        greedy(
+            str(i),
+            prompt(i, 5 + 17 * i, vocab),
+            70,
+            stop_token_ids=tuple(range(9, 20)) if i == 1 else (),
+            rope_scaling=None if scaling is None else RopeScaling.from_dict(scaling),
+        )
+        for i, scaling in enumerate(scalings)
+    ]
+
+
+@pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels no pass goes on by itself")
+@pytest.mark.parametrize(
+    ("model", "options"),
+    [
+        ("llama", {}),
+        ("gemma3", {}),
+        ("qwen3", {"dtype": "bfloat16"}),
+        ("demo", {"quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("demo", {"quantization": "int4"}),
+        ("mixtral", {}),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "-".join(value.values()),
+)
+def test_kernels_go_on_by_themselves_to_the_same_tokens(
+    model: str, options: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    """Through passes of which Python sees nothing, over the ends of blocks and of sliding windows."""
+    options = {"deterministic": True, "max_model_len": 160, **options}
+    sent = greedy_traffic(4000 if model == "demo" else 128)
+    want = run(make_core(directory_of(model), **options), sent)
+    core = make_core(directory_of(model), burst_seconds=1.0, **options)
+    sampler, seen = core.runner.sampler.sample, 0
+
+    def count(logits: torch.Tensor, slots: Any, maxima: Any = None) -> Any:
+        nonlocal seen
+        seen += len(slots)
+        return sampler(logits, slots, maxima)
+
+    core.runner.sampler.sample = count  # type: ignore[method-assign]
+    got = run_checked(core, sent, every_logit=False)
+    assert {key: (one.token_ids, one.finish_reason) for key, one in got.items()} == {
+        key: (one.token_ids, one.finish_reason) for key, one in want.items()
+    }
+    drawn = core.stats().generation_tokens
+    assert drawn == sum(len(one.token_ids) for one in want.values())
+    assert seen < drawn / 2, "the sampler saw most of the tokens"
+
+
+def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str], Path]) -> None:
+    """The kernels stop before it; the request fails in the next step with what it drew until then."""
+    core = make_core(directory_of("llama"), burst_seconds=1.0)
+    for seed in range(20):  # until a text comes to a new token in its middle
+        want = run(core, [greedy("a", prompt(seed, 8), 24)], every_logit=False)["a", 0].token_ids
+        new = [i for i in range(9, 20) if want[i] not in want[:i]]
+        if new:
+            break
+    at, weight = new[0], core.runner.decoder.weights()["embedding"]
+    assert isinstance(weight, torch.Tensor)
+    core.add(greedy("b", prompt(seed, 8), 24, cache_salt="other"))
+    got: list[int] = []
+    error = None
+    while core.has_work():
+        for output in core.step():
+            got += output.token_ids
+            error = output.error or error
+        if 2 <= len(got) <= at:
+            weight[want[at]] = float("nan")  # its row is met when it is the last token
+    assert got == want[: at + 1] and "NaN" in str(error)
+
+
+# ---- when there are several passes -----------------------------------------------------------------------------------
+
+
+def passes_of(seconds: list[float], *, burst_seconds: float = 1.0, **options: Any) -> list[int]:
+    """The passes of the steps of one stream, where a step of one pass takes `seconds[i]`."""
+    scheduler, executor, _ = make_scheduler(burst_seconds=burst_seconds, **options)
+    add(executor, make_request("a", [1, 2], max_tokens=60))
+    found = []
+    for duration in seconds:
+        plan = scheduler.schedule()
+        found.append(plan.passes)
+        results = executor.execute(plan)
+        scheduler.observe(plan, plan.passes * duration)
+        scheduler.update(plan, results)
+    return found
+
+
+def test_a_burst_fits_into_its_time() -> None:
+    assert passes_of([0.25] * 6) == [1, 1, 4, 4, 4, 4], "a prompt, and a first step that shows how long a pass takes"
+    assert passes_of([0.6] * 4) == [1, 1, 1, 1]
+    assert passes_of([0.01] * 4) == [1, 1, 8, 8], "there is a bound, whatever the time"
+    assert passes_of([0.25] * 4, burst_seconds=0.0) == [1, 1, 1, 1]
+    slower = passes_of([0.2, 0.2, 0.2, *[0.5] * 12])
+    assert slower[2:4] == [5, 5] and slower[-1] == 2, "it learns from each step"
+
+
+@pytest.mark.parametrize("beside", ["a prompt", "somebody who waits", "a draft"])
+def test_no_burst_beside_anything_else(beside: str) -> None:
+    """What is new would wait for the end of it, and proposals have their own way of several tokens a step."""
+    scheduler, executor, _ = make_scheduler(
+        burst_seconds=1.0,
+        max_num_seqs=1 if beside == "somebody who waits" else 8,
+        speculation=4 * (beside == "a draft"),
+    )
+    add(executor, make_request("a", [1, 1, 1, 1, 1, 1] if beside == "a draft" else [1, 2], max_tokens=60))
+
+    def step() -> Any:
+        plan = scheduler.schedule()
+        results = executor.execute(plan)
+        scheduler.observe(plan, 0.1 * plan.passes)
+        scheduler.update(plan, results)
+        return plan
+
+    plans = [step() for _ in range(3)]
+    if beside == "a draft":
+        plans += [step() for _ in range(6)]
+        assert any(plan.num_draft_tokens for plan in plans)
+        assert all(plan.passes == 1 for plan in plans if plan.num_draft_tokens)
+        return
+    assert plans[-1].passes == 8
+    add(executor, make_request("b", [3, 2, 1], max_tokens=20))
+    assert step().passes == 1
+    later = [step().passes for _ in range(2)]
+    assert later == [1, 8 if beside == "a prompt" else 1], "two streams show how long their passes take, too"
+
+
+def test_bursts_preempt_nobody() -> None:
+    """They take what blocks are free, each as many passes as there is room for."""
+    scheduler, executor, _ = make_scheduler(groups=[(8, None)], burst_seconds=1.0, block_size=2, max_model_len=14)
+    for name in ("a", "b"):
+        add(executor, make_request(name, [1, 2, 3] if name == "a" else [3, 2, 1], max_tokens=5))
+    while scheduler.has_work():
+        plan = scheduler.schedule()
+        results = executor.execute(plan)
+        scheduler.observe(plan, 0.1 * plan.passes)
+        scheduler.update(plan, results)
+    assert executor.num_bursts > 0
+    assert scheduler.stats().num_preemptions == 0
+
+
+def test_wrong_lengths_are_named() -> None:
+    for wrong in (-0.1, 1.5):
+        with pytest.raises(LoadError, match=r"scheduling\.burst_seconds"):
+            make_core(DEMO, burst_seconds=wrong)
