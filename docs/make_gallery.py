@@ -28,7 +28,7 @@ Each picture is drawn by one command, for any model or parameters, as PNG or SVG
 heads of 128, trained on 4,096 tokens. Where it matters they go to 100,000 tokens. Frequencies come from the functions that the
 server runs with.
 
-`. .venv/bin/activate` in the clone puts `windlass` on your path ([how to have it](../README.md#start)).
+`. .venv/bin/activate` in the clone puts `windlass` on your path ([how to install it](../README.md#start)).
 
 ```bash
 windlass rope picture scalings --out scalings.png

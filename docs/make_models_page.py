@@ -110,7 +110,7 @@ def encoder_rows() -> Iterator[str]:
         architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
         local = family.rules.local_rope_theta
         theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
-        norms = "before each part" if family.norms.output is None else "behind each sum"
+        norms = "before each part" if family.norms.output is None else "after each sum"
         yield f"| {family.models} | {architectures} | {_pairs(family)} | {theta} | {norms} | {names} |"
 
 
