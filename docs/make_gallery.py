@@ -9,6 +9,7 @@ are.
 from __future__ import annotations
 
 import argparse
+import textwrap
 from pathlib import Path
 
 from windlass.server.cli.rope.gallery.command import Extras, draw
@@ -23,9 +24,11 @@ MODEL = "SmolLM2-135M-Instruct"
 
 HEAD = """# Pictures of rotary embeddings
 
-Each is drawn by one command, for any model or parameters, as PNG or SVG; here with Llama 2's numbers (θ = 10,000, heads of 128,
-trained on 4,096 tokens), to 100,000 tokens where it matters. Frequencies come from the functions that the server runs with.
-`. .venv/bin/activate` in the clone puts `windlass` on your path ([how to have it](../README.md#start)).
+Each picture is drawn by one command, for any model or parameters, as PNG or SVG. Here they have Llama 2's numbers: θ = 10,000,
+heads of 128, trained on 4,096 tokens. Where it matters they go to 100,000 tokens. Frequencies come from the functions that the
+server runs with.
+
+`. .venv/bin/activate` in the clone puts `windlass` on your path ([how to install it](../README.md#start)).
 
 ```bash
 windlass rope picture scalings --out scalings.png
@@ -36,10 +39,11 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 ```
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
-`extrapolation`, which lay several side by side. In Python: `windlass.server.cli.rope.gallery.command.draw`. This page is made by
-`docs/make_gallery.py`. What they mean, step by step: [the guide](guide/index.md).
-What the scalings are: [rotary scaling](rotary.md);
-what they come to on a real model: [longer than a model was trained for](longer-context.md).
+`extrapolation`, which lay several side by side. In Python it is `windlass.server.cli.rope.gallery.command.draw`. This page is
+made by `docs/make_gallery.py`.
+
+What the pictures mean, step by step: [the guide](guide/index.md). What the scalings are: [rotary scaling](rotary.md). What they
+come to on a real model: [longer than a model was trained for](longer-context.md).
 """
 
 
@@ -51,7 +55,7 @@ def page() -> str:
         parts += [
             f"## {kind.title}",
             f"![{kind.title}](gallery/{name}.png)",
-            kind.explain(subject) + note,
+            textwrap.fill(kind.explain(subject) + note, 140, break_long_words=False, break_on_hyphens=False),
             f"`windlass rope picture {name}`",
         ]
     return "\n\n".join(part.strip() for part in parts) + "\n"

@@ -24,32 +24,35 @@ A model is loaded if the first entry of `architectures` in its config.json stand
 [quantized](serving.md#quantized-checkpoints), or as [GGUF](serving.md#quantized-weights) where the last column names what the
 file calls itself. A model of another architecture is refused with the reason, as far as its files tell it.
 
-Every row is held by tests: a tiny random checkpoint for each name in the fifth column, with random norms and biases, gives the
-logits of the reference (float32, eager attention, cosines from float64 angles) to 1e-5 of the largest logit, over 40 tokens as
-one prompt, in chunks of 7 and token by token. The reference is transformers; where transformers has no class of its own, it is
-a plain float32 model written from the published code. For most rows the tests also show that another theta, other pairs of
-dimensions, and a norm or a bias that is left out would be seen.
+Tests check every row. For each name in the fifth column there is a tiny random checkpoint, with random norms and biases. It
+reads 40 tokens as one prompt, in chunks of 7, and token by token. Its logits are those of the reference to 1e-5 of the largest
+logit (float32, eager attention, cosines from float64 angles). The reference is transformers. Where transformers has no class of
+its own, it is a plain float32 model written from the published code. For most rows the tests also show that they would notice
+another theta, other pairs of dimensions, and a norm or a bias that is left out.
 
-*Pairs*: how the checkpoint numbers the two dimensions that turn together, (j, j + d/2) or (2j, 2j + 1), and which share of a head
-rotates where config.json does not say. *Theta*: where config.json does not say. Nearly every checkpoint says both.
+*Pairs* says how the checkpoint numbers the two dimensions that turn together, (j, j + d/2) or (2j, 2j + 1). *Share* and *Theta*
+are what holds where config.json does not say. Share is the part of a head that rotates. Nearly every checkpoint says both.
 
 | Models | `architectures` | Pairs, share | Theta | Compared as | GGUF |
 |---|---|---|---|---|---|
 """
 ENCODERS = """
-With the same body and `…ForSequenceClassification` in `architectures`, a checkpoint tells
-[the classes of texts](embeddings.md#models-that-classify); with `…ForTokenClassification`
-[those of each token](embeddings.md#classes-of-tokens); as `…Model`, saved without a head that is not the embedding, it makes
-vectors and generates nothing.
+The same body may come with another ending in `architectures`:
+
+* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify).
+* `…ForTokenClassification` tells [those of each token](embeddings.md#classes-of-tokens).
+* `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 
 ## Encoders
 
-Tokens see those behind them too. Such a model generates nothing: it makes
+Each token of an encoder sees those after it too. Such a model generates nothing. It makes
 [vectors, scores, rankings and classes](embeddings.md#encoders), and a text is computed in one step. `…Model` and `…ForMaskedLM`
-load as they are (the head for masked words is left out), `…ForSequenceClassification` and `…ForTokenClassification` with their
-heads. Compared with transformers as above: hidden states and the logits of every head to 1e-5, alone, batched with texts of other
-lengths, under a request's scaling, with compiled kernels and without. The tests also show that a causal mask, another window,
-other pairs, another theta, and any vector left out would be seen.
+load as they are (the head for masked words is left out). `…ForSequenceClassification` and `…ForTokenClassification` load with
+their heads.
+
+They are compared with transformers as above: hidden states and the logits of every head to 1e-5. That is done alone, batched with
+texts of other lengths, under a request's scaling, with compiled kernels and without. The tests also show that they would notice a
+causal mask, another window, other pairs, another theta, and any vector left out.
 
 | Models | `architectures` | Pairs | Theta | Norms | Compared as |
 |---|---|---|---|---|---|
@@ -57,11 +60,13 @@ other pairs, another theta, and any vector left out would be seen.
 UNROTATED = """
 ## Without rotation
 
-Served to be compared with. Nothing scales here: a `rope_scaling` is refused with the reason. ALiBi depends on distances alone:
-its contexts shift and its passages are [used anywhere](endless-context.md), to the logits of transformers on the text that is
-left (held by tests with one layer, whose keys know nothing of what was dropped); sinks in front of a window are refused, as
-scores that lose by distance would see nothing of them. Learned positions are part of every key and value: no shift, no passages
-from elsewhere, no context beyond the table. ALiBi's attention runs in plain torch.
+These models are served to compare with. Nothing scales here: a `rope_scaling` is refused with the reason.
+
+* **ALiBi** depends only on distances. So its contexts shift, and its passages are [used anywhere](endless-context.md). Tests
+  compare that with transformers on the text that is left, with one layer, whose keys know nothing of what was dropped. Sinks in
+  front of a window are refused: scores fall with distance, so nothing would be seen of them. Its attention runs in plain torch.
+* **Learned positions** are part of every key and value. So there is no shift, there are no passages from elsewhere, and no
+  context goes beyond the table.
 
 | Models | `architectures` | Positions | Compared as |
 |---|---|---|---|
@@ -105,7 +110,7 @@ def encoder_rows() -> Iterator[str]:
         architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
         local = family.rules.local_rope_theta
         theta = f"{family.rules.rope_theta:,.0f}" + ("" if local is None else f", local layers {local:,.0f}")
-        norms = "before each part" if family.norms.output is None else "behind each sum"
+        norms = "before each part" if family.norms.output is None else "after each sum"
         yield f"| {family.models} | {architectures} | {_pairs(family)} | {theta} | {norms} | {names} |"
 
 

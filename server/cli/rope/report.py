@@ -123,8 +123,8 @@ def notes(result: ScalingSweep) -> list[str]:
     if any(curve.policy for curve in result.curves):
         found.append(
             "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length "
-            "from the first token on; under recompute the text so far is read again whenever they change, so every row is "
-            "what a model without a cache gives at that length; under rotate the cached keys are re-rotated to the new "
+            "from the first token on. Under recompute the text so far is read again whenever they change, so every row is "
+            "what a model without a cache gives at that length. Under rotate the cached keys are re-rotated to the new "
             "frequencies and nothing is read again. The rows of recompute and rotate are read as if each token had been "
             "generated in turn."
         )
