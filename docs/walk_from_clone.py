@@ -89,7 +89,6 @@ def in_the_page(page: Page, url: str, clock: Clock) -> None:
     clock.tell(
         "Rotary: " + "; ".join(" ".join(row.split("\n")) for row in page.locator(".figures > div").all_inner_texts())
     )
-    save_as(page, PICTURES / "rotary.png")
     page.get_by_label("Kind").select_option("linear")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
     clock.tell("Linear is picked: " + page.get_by_label("JSON", exact=True).inner_text())
