@@ -1,5 +1,7 @@
 """The real engine with defects: a step fails that begins a sequence whose prompt has FATAL tokens, and hangs at STUCK.
 
+A forward pass over FULL tokens of one sequence ends as on a GPU without memory, one over LOST as on a GPU that has failed.
+
 The embedding of the token POISONED is not finite, and so are the logits of whoever uses it.
 """
 
@@ -9,9 +11,12 @@ import math
 import time
 from typing import Any
 
+import torch
+
 from windlass.engine.core.loop import ProgressCallback, default_core
 
 FATAL, STUCK = 77, 78
+FULL, LOST = 79, 80
 POISONED = 4000  # of the bundled model, and nothing that it would say
 
 
@@ -21,7 +26,17 @@ def core(config: Any, progress: ProgressCallback) -> Any:
     if len(decoder.embedding) > POISONED:
         decoder.embedding = decoder.embedding.clone()  # the head is the same tensor
         decoder.embedding[POISONED] = math.nan
-    execute = made.runner.execute
+    execute, forward = made.runner.execute, decoder.forward
+
+    def out_of_luck(batch: Any, cache: Any) -> Any:
+        hidden, lengths = forward(batch, cache), batch.query_start.diff().tolist()
+        if FULL in lengths:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        if LOST in lengths:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return hidden
+
+    decoder.forward = out_of_luck
 
     def failing(plan: Any) -> Any:
         lengths = {len(new.token_ids) for new in plan.new}

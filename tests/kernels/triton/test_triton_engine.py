@@ -28,7 +28,7 @@ def results(directory: Path, requests: list[Any], **options: Any) -> dict[tuple[
 def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr(binding, "_OWN_KERNELS", {})
     plain = results(directory, requests, **options)
-    own = binding._Own(lambda options: None, TritonBackend, narrow=False)
+    own = binding._Own(lambda options: None, binding._triton, narrow=False)
     monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
     found = results(directory, requests, **options)
     assert found.pop(("backend", 0)).outputs == [TritonBackend]
@@ -51,6 +51,7 @@ def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("family", "options"),
     [
+        ("llama", {"quantization": "int4"}),
         ("qwen2_moe", {"quantization": "int8"}),
         ("gpt_oss", {}),
         ("gemma2", {}),
