@@ -1,6 +1,6 @@
 """The real engine with defects: a step fails that begins a sequence whose prompt has FATAL tokens, and hangs at STUCK.
 
-A forward pass over FULL tokens of one sequence ends as on a GPU without memory, one over LOST as on a GPU that has failed.
+The forward pass that ends a prompt of FULL tokens ends as on a GPU without memory, that of LOST as on a GPU that has failed.
 
 The embedding of the token POISONED is not finite, and so are the logits of whoever uses it.
 """
@@ -29,7 +29,8 @@ def core(config: Any, progress: ProgressCallback) -> Any:
     execute, forward = made.runner.execute, decoder.forward
 
     def out_of_luck(batch: Any, cache: Any) -> Any:
-        hidden, lengths = forward(batch, cache), batch.query_start.diff().tolist()
+        hidden, counts = forward(batch, cache), batch.query_start.diff().tolist()
+        lengths = {length for length, count in zip(batch.seq_lens.tolist(), counts, strict=True) if count > 1}
         if FULL in lengths:
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
         if LOST in lengths:

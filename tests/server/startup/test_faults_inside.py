@@ -71,9 +71,9 @@ def test_a_kernel_that_fails_in_one_step(server: RealServer) -> None:
 
 def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
     engine, files = server.engine_pid(), open_files(server.process.pid)
-    alone = Streams(server.url, 1)
+    alone = Streams(server.url, 1, 1500)
     assert alone.finish() == ["length"]
-    streams = Streams(server.url, 3)
+    streams = Streams(server.url, 3, 1500)
     failed = answer(server, prompt=[50] * FULL, n=2)
     assert failed.status_code == 503 and failed.json()["error"]["code"] == "out_of_memory"
     assert "retry-after" in failed.headers and "newest" in failed.json()["error"]["message"]
@@ -86,7 +86,7 @@ def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
 
 def test_a_gpu_that_is_lost(server: RealServer) -> None:
     expected, before = answer(server).json()["choices"], server.engine_pid()
-    streams = Streams(server.url, 2)
+    streams = Streams(server.url, 2, 1500)
     failed = answer(server, prompt=[50] * LOST)
     assert failed.status_code == 503 and failed.json()["error"]["code"] == "engine_unavailable"
     assert streams.finish() == ["engine_unavailable"] * 2
