@@ -11,20 +11,24 @@ from windlass.engine.model.loading.loader import LoadedModel
 from windlass.kernels import DeviceMemory
 
 
-def room_for_pages(config: EngineConfig, model: LoadedModel, memory: DeviceMemory) -> int:
+def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
     """Bytes, found by running the largest step once. Raises LoadError where there is no memory for that, or none is left."""
     decoder, scheduling = model.decoder, config.scheduling
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
     lower = "`scheduling.max_num_batched_tokens` or `scheduling.max_num_seqs`"
     try:
-        step = bytes_of_largest_step(
-            decoder,
-            memory,
-            cache_dtype=model.cache_dtype,
-            block_size=config.cache.block_size,
-            max_tokens=tokens,
-            max_seqs=scheduling.max_num_seqs,
-            length=config.max_model_len or model.spec.trained_len,
+        step = max(
+            bytes_of_largest_step(
+                one.decoder,
+                memory,
+                cache_dtype=one.cache_dtype,
+                block_size=config.cache.block_size,
+                max_tokens=tokens,
+                max_seqs=scheduling.max_num_seqs,
+                length=config.max_model_len or model.spec.trained_len,
+            )
+            for one in (model, draft)  # which compute one after the other
+            if one is not None
         )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -40,7 +40,7 @@ def plan_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | No
     if config.cache.memory is not None:
         budget = config.cache.memory
     elif memory is not None:
-        budget = room_for_pages(config, model, memory)
+        budget = room_for_pages(config, model, draft, memory)
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
     beside = draft_bytes_per_token(draft)

@@ -122,6 +122,18 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     assert run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids == expected
 
 
+def test_a_draft_model_has_its_largest_step_too(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter((3 * MIB, 7 * MIB))
+    monkeypatch.setattr(memory, "peak", lambda: memory.allocated() + next(peaks))
+    model = model_of("llama")
+    core = core_of(model, speculative_model=str(model))
+    block = core.info.kv_bytes_per_token * core.info.block_size
+    room = (64 * 0.9 - 10 - 7) * MIB
+    assert room - block < core.info.kv_cache_bytes <= room and next(peaks, None) is None
+
+
 def test_an_encoder_reads_a_whole_text(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
