@@ -23,7 +23,7 @@ from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, cpu
 from windlass.kernels.layouts.random_blocks import randomize
-from windlass.kernels.weight_memory import WeightMemory
+from windlass.kernels.memory.weights import WeightMemory
 
 LAYERS = {
     "qkv 3072x2048": (3072, 2048),

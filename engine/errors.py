@@ -61,6 +61,15 @@ class EngineDeadError(EngineError):
         self.begun = begun
 
 
+NO_MEMORY = (
+    "the device ran out of memory in a step in which this request was the newest: send it again later, or a shorter one"
+)
+
+
+class DeviceMemoryError(EngineError):
+    """The device had no memory left for a step; its newest request fails, and the others go on."""
+
+
 class DeadlineError(EngineError):
     """The request's deadline passed before it finished."""
 

@@ -6,7 +6,7 @@ of requests or models.
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
-from windlass.kernels.binding import bind, multiplies_narrow_rows, reads_narrow_weights, sums_over_ranks
+from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, reads_narrow_weights, sums_over_ranks
 from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -16,10 +16,11 @@ from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
+from windlass.kernels.memory.weights import SharedWeights
 from windlass.kernels.recorder import Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
-from windlass.kernels.weight_memory import SharedWeights
 
 __all__ = [
     "FORMS",
@@ -31,6 +32,7 @@ __all__ = [
     "BlockForm",
     "BlockRows",
     "BlockWeight",
+    "DeviceMemory",
     "Draw",
     "DrawStatus",
     "Drawer",
@@ -59,6 +61,8 @@ __all__ = [
     "Storage",
     "Weight",
     "bind",
+    "device_refusal",
+    "is_out_of_memory",
     "memory_bytes",
     "multiplies_narrow_rows",
     "plane_shapes",

@@ -33,10 +33,11 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.memory.device import memory_of
+from windlass.kernels.memory.weights import SharedWeights, WeightMemory
 from windlass.kernels.recorder import Recorder
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
-from windlass.kernels.weight_memory import SharedWeights, WeightMemory
 
 Activations: TypeAlias = Literal["int8", "float32"]
 Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
@@ -69,7 +70,7 @@ class Backend(ABC):
     def __init__(self, options: BackendOptions) -> None:
         self.options = options
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
-        self.deterministic = options.deterministic
+        self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
 
     @abstractmethod

@@ -13,9 +13,9 @@ import torch
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.layouts.ranks import Ranks
+from windlass.kernels.memory.weights import SharedWeights
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 from windlass.kernels.triton import support as triton_support
-from windlass.kernels.weight_memory import SharedWeights
 
 
 class _Own(NamedTuple):
@@ -30,7 +30,8 @@ def _triton(options: BackendOptions) -> Backend:
     # Triton takes a second to import, and is there with CUDA builds of torch only.
     from windlass.kernels.triton.backend import TritonBackend
 
-    return TritonBackend(options)
+    host = BackendOptions(torch.device("cpu"))
+    return TritonBackend(options, CompiledBackend(host) if CompiledBackend.refusal(host) is None else None)
 
 
 _OWN_KERNELS = {  # by kind of device
@@ -64,6 +65,13 @@ def bind(
     if own is not None and refusal is None:
         return own.make(options)
     return (RowIndependentBackend if deterministic else TorchBackend)(options, refusal)
+
+
+def device_refusal(device: torch.device | str) -> str | None:
+    """Why the kernels for this kind of device cannot run on this one; None where they can, or the kind has none."""
+    options = BackendOptions(torch.device(device))
+    own = _OWN_KERNELS.get(options.device.type)
+    return None if own is None else own.refusal(options)
 
 
 def reads_narrow_weights(device: torch.device | str) -> bool:

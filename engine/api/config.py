@@ -73,13 +73,15 @@ class LoadingConfig:
 class CacheConfig:
     """The cache of keys and values.
 
-    memory: bytes of all pages, None for a share of what is free. block_size: tokens per block, a multiple of 16.
+    memory: bytes of all pages, None for what the rest leaves. device_share: of a GPU's memory that the engine may take, weights
+    and steps included, None: `DEVICE_SHARE`. block_size: tokens per block, a multiple of 16.
     prefix_caching: whether requests share the blocks of equal prompt starts. persist: folder in which full blocks are kept for
     later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`.
     """
 
     dtype: str = "auto"
     memory: int | None = None
+    device_share: float | None = None
     block_size: int = 16
     prefix_caching: bool = True
     persist: str | None = None
@@ -88,6 +90,12 @@ class CacheConfig:
     def __post_init__(self) -> None:
         _check_at_least_one("cache.memory", self.memory)
         _check_at_least_one("cache.persist_size", self.persist_size)
+        if self.device_share is not None and not 0 < self.device_share <= 1:
+            raise LoadError(f"`cache.device_share` must be above 0 and at most 1, got {self.device_share:g}")
+        if self.device_share is not None and self.memory is not None:
+            raise LoadError(
+                "`cache.device_share` and `cache.memory` both say how large the cache is: leave one of them out"
+            )
         if self.persist is None and self.persist_size is not None:
             raise LoadError(
                 "`cache.persist_size` is the cap of a folder: name one with `cache.persist`, or leave it out"

@@ -5,19 +5,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-_CPU_SHARE, _CUDA_SHARE = 0.5, 0.9
+DEVICE_SHARE = 0.9  # of a GPU's memory, where the operator names none
+_CPU_SHARE = 0.5
 _FALLBACK_BYTES = 2 << 30
 _CGROUP = Path("/sys/fs/cgroup")
 
 
-def default_kv_budget(free: int | None, device_type: str, engines: int = 1) -> int:
-    """Bytes of KV cache to reserve when the operator names none: a share of what is free beside the weights.
+def default_kv_budget(free: int | None, engines: int = 1) -> int:
+    """Bytes of KV cache to reserve in main memory when the operator names none: a share of what is free beside the weights.
 
     engines: that have equal parts of it.
     """
     if free is None:
         return _FALLBACK_BYTES // 2 // engines
-    return int(free * (_CUDA_SHARE if device_type == "cuda" else _CPU_SHARE)) // engines
+    return int(free * _CPU_SHARE) // engines
+
+
+def device_kv_budget(total: int, taken: int, free: int, share: float | None, step: int = 0) -> int:
+    """Bytes of KV cache in a GPU's memory, less than 1 where there are none.
+
+    total, free: of the GPU, whoever uses it. taken: by this engine already. share: of the GPU that is this engine's, None:
+    `DEVICE_SHARE`. step: what the largest step needs beside weights and cache.
+    """
+    return min(int(total * (share or DEVICE_SHARE)) - taken, free) - step
 
 
 def available_memory() -> int | None:

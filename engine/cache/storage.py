@@ -58,9 +58,9 @@ class KVStorage:
                 plane[:, copy.target] = plane[:, copy.source]
 
     def park(self, parked: ParkedPages) -> None:
-        """Copy what these blocks hold into memory of its own."""
+        """Copy what these blocks hold into main memory: on a GPU the pages leave little beside them."""
         self._parked[parked.seq_id] = [
-            tuple(plane[:, list(blocks)] for plane in planes)
+            tuple(plane[:, list(blocks)].cpu() for plane in planes)
             for planes, blocks in zip(self._groups, parked.blocks, strict=True)
         ]
 
@@ -69,7 +69,7 @@ class KVStorage:
         copies = self._parked.pop(parked.seq_id)
         for planes, blocks, copied in zip(self._groups, parked.blocks, copies, strict=True):
             for plane, copy in zip(planes, copied, strict=True):
-                plane[:, list(blocks)] = copy
+                plane[:, list(blocks)] = copy.to(plane.device)
 
     def forget_parked(self, seq_id: int) -> None:
         """Give up what was parked of a sequence, if anything was."""

@@ -34,6 +34,7 @@ from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
 from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
 from windlass.engine.core.ranks.others import OtherRanks
+from windlass.engine.core.shortage import carry_out
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
@@ -230,14 +231,14 @@ class EngineCore:
             self.plan_watcher(plan, self.scheduler.live_sequences)
         self._forecast.announce(plan.num_tokens, announce)
         started = time.perf_counter()
-        results = self.runner.execute(plan)
+        plan, results, failed = carry_out(plan, self.runner, self.scheduler)
         seconds = time.perf_counter() - started
         self._forecast.observe(plan.num_tokens, seconds)
         self.scheduler.observe(plan, seconds)
         for result in results:
             if result.error is not None:
                 outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
-        outputs += self.scheduler.update(plan, results)
+        outputs += failed + self.scheduler.update(plan, results)
         self._forget_the_last()
         return outputs
 

@@ -9,9 +9,11 @@ from windlass.engine.cache.budget import CachePlan, plan_cache
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.description import draft_bytes_per_token, dtype_name
+from windlass.engine.core.device_room import room_for_pages
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.drafter import DraftModel
-from windlass.engine.model.loading.loader import LoadedModel, free_memory, is_out_of_memory
+from windlass.engine.model.loading.chosen_device import free_memory, is_out_of_memory
+from windlass.engine.model.loading.loader import LoadedModel
 from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
@@ -32,9 +34,15 @@ def make_draft_model(
 
 
 def plan_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
-    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free."""
-    device, spec = model.decoder.device, model.spec
-    budget = config.cache.memory or default_kv_budget(free_memory(device), device.type, config.replicas)
+    """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free, or all of a GPU
+    that is left to the engine."""
+    spec, memory = model.spec, model.decoder.backend.device_memory
+    if config.cache.memory is not None:
+        budget = config.cache.memory
+    elif memory is not None:
+        budget = room_for_pages(config, model, draft, memory)
+    else:
+        budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
     beside = draft_bytes_per_token(draft)
     return plan_cache(
         config,

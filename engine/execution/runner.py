@@ -17,7 +17,7 @@ from torch import Tensor
 from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import NO_MEMORY, DeviceMemoryError, EngineError
 from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.pooler import Pooler
@@ -29,6 +29,7 @@ from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
 from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
+from windlass.kernels import is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,13 +74,35 @@ class Runner(RankRunner):
         self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
         self._pooler = Pooler(decoder)
         self._tell = tell
+        self._followed: int | None = None  # the step whose computing has begun
 
     @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
+        self._followed = None
         if self._tell is not None and self.drafter is None:
             self._tell(TakePart(plan))
         self._follow(plan)
+        self._followed = plan.step
+        return self._compute(plan)
+
+    def can_repeat(self, plan: SchedulerOutput) -> bool:
+        """Whether a failed `execute` of this plan had done all that is done once, and other ranks are not in the middle of it."""
+        return self._followed == plan.step and self._tell is None
+
+    @torch.inference_mode()
+    def repeat(self, plan: SchedulerOutput) -> list[StepResult]:
+        """`execute` what is left of a plan that `can_repeat`: some of its sequences, all as they were planned.
+
+        The keys and values that were written before it failed are written again, to the same slots.
+        """
+        for item in plan.sequences:
+            del self.sequences.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # what its first passes drew
+            for seq_id in item.samples:
+                self.sampler.forget(seq_id)  # its counts may be half done, and follow from the tokens
+        return self._compute(plan)
+
+    def _compute(self, plan: SchedulerOutput) -> list[StepResult]:
         if self.drafter is not None:
             plan = self.drafter.propose(plan) if plan.sequences else plan
             if self._tell is not None:  # with what is proposed
@@ -195,6 +218,13 @@ class Runner(RankRunner):
                     pooled = self._pooler.take(item.seq_id, rule, rows, item.start, item.num_known_tokens)
                 except EngineError as error:
                     results[item.seq_id] = StepResult(item.seq_id, error=error)
+                    continue
+                except (
+                    RuntimeError
+                ) as error:  # what was kept of the others' chunks is changed: none of it is done again
+                    if not is_out_of_memory(error):
+                        raise
+                    results[item.seq_id] = StepResult(item.seq_id, error=DeviceMemoryError(NO_MEMORY))
                     continue
                 if pooled is not None:
                     results[item.seq_id] = StepResult(item.seq_id, pooled=pooled)

@@ -171,6 +171,14 @@ def group_scales(weight: BlockWeight, rows: Tensor) -> tuple[Tensor, Tensor | No
     return scales[:, :, :1], -scales[:, :, 1:] if form.super_groups else scales[:, :, 1:]
 
 
+def copy_rows(target: BlockRows, source: BlockWeight) -> None:
+    """Write all rows of another weight of this form and width, wherever that lies, over those of the target."""
+    ids = torch.arange(source.rows)
+    here, there = (ids + target.first).to(target.weight.device), ids.to(source.device)
+    for own, other in zip(target.weight.tensors().values(), source.tensors().values(), strict=True):
+        own[here // PANEL, :, :, here % PANEL] = other[there // PANEL, :, :, there % PANEL].to(own.device)
+
+
 def store(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | None = None) -> None:
     """Write rows as they are quantized.
 

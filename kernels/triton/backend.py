@@ -13,30 +13,51 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.backend import BackendOptions, Weight
+from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.draws import Drawer
-from windlass.kernels.layouts.blocks import BlockWeight
+from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary
 
 
 class TritonBackend(TorchBackend):
-    """Bound for a device that `support.refusal` accepts, or in Triton's interpreter for a CPU.
+    """Bound for a device that `support.refusal` accepts, or in Triton's interpreter for a CPU. host: what fills blocks before
+    they go to the device, with the bytes that plain torch makes, and sooner; None: plain torch.
 
     Where an operation's contract has an IndexError for what lies in the device's memory, this one gives NaN: to raise, it would
     have to wait.
     """
 
-    def __init__(self, options: BackendOptions) -> None:
+    def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
         super().__init__(options)
+        self._host = host
         self._processors = 1
         if self.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
 
     def explain(self) -> str:
         return "Triton kernels"
+
+    # Weights in blocks are made in main memory, where their numbers come from
+
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
+        if self._host is None or isinstance(target, PanelRows):
+            super().pack(target, source)
+            return
+        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
+        self._host.pack(staged.narrow(0, target.count), source)
+        copy_rows(target, staged)
+
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        if self._host is None:
+            super().repack(target, source)
+            return
+        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
+        self._host.repack(staged.narrow(0, target.count), source)
+        copy_rows(target, staged)
 
     # Products, norms, activations
 

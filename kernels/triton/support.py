@@ -16,5 +16,6 @@ def refusal(device: torch.device) -> str | None:
     capability = torch.cuda.get_device_capability(device)
     if capability < LEAST_CAPABILITY:
         least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
-        return f"{device} has compute capability {own}, Triton kernels need {least}"
+        name = torch.cuda.get_device_name(device)
+        return f"{name} ({device}) has compute capability {own}, and {least} or later is needed"
     return None

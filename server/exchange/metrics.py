@@ -85,7 +85,7 @@ _RECOMPUTE_REASONS = ("cache_reuse", "full_prefix_hit", "preemption", "rope_upda
 
 # Printed from the start: Prometheus cannot see the first increase of a series that begins with it.
 _FINISH_REASONS = ("stop", "length")
-_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "queue_full")
+_SERVER_FAULTS = ("deadline_exceeded", "engine_unavailable", "internal", "out_of_memory", "queue_full")
 
 
 class _EngineCollector(Collector):

@@ -100,6 +100,11 @@ class EngineOptions:
         str | None,
         option("--kv-cache-memory", panel=CONTEXT, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),
     ] = None
+    gpu_memory_utilization: Annotated[
+        float | None,
+        option("--gpu-memory-utilization", panel=CONTEXT, metavar="SHARE", help="On a GPU: what of its memory this engine may "
+               "take, weights and steps included; the cache gets what they leave. Default: 0.9."),
+    ] = None  # fmt: skip
     block_size: Annotated[int, option("--block-size", panel=CONTEXT, help="Tokens per cache block.")] = 16
     prefix_caching: Annotated[
         bool,

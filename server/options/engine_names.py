@@ -16,6 +16,7 @@ from windlass.engine.api.config import EngineConfig
 _RENAMED = {
     "cache.dtype": "kv_cache_dtype",
     "cache.memory": "kv_cache_memory",
+    "cache.device_share": "gpu_memory_utilization",
     "cache.persist": "kv_persist",
     "cache.persist_size": "kv_persist_size",
     "adapters.sources": "lora",

@@ -1,5 +1,7 @@
 """The real engine with defects: a step fails that begins a sequence whose prompt has FATAL tokens, and hangs at STUCK.
 
+The forward pass that ends a prompt of FULL tokens ends as on a GPU without memory, that of LOST as on a GPU that has failed.
+
 The embedding of the token POISONED is not finite, and so are the logits of whoever uses it.
 """
 
@@ -9,9 +11,12 @@ import math
 import time
 from typing import Any
 
+import torch
+
 from windlass.engine.core.loop import ProgressCallback, default_core
 
 FATAL, STUCK = 77, 78
+FULL, LOST = 79, 80
 POISONED = 4000  # of the bundled model, and nothing that it would say
 
 
@@ -21,7 +26,18 @@ def core(config: Any, progress: ProgressCallback) -> Any:
     if len(decoder.embedding) > POISONED:
         decoder.embedding = decoder.embedding.clone()  # the head is the same tensor
         decoder.embedding[POISONED] = math.nan
-    execute = made.runner.execute
+    execute, forward = made.runner.execute, decoder.forward
+
+    def out_of_luck(batch: Any, cache: Any) -> Any:
+        hidden, counts = forward(batch, cache), batch.query_start.diff().tolist()
+        lengths = {length for length, count in zip(batch.seq_lens.tolist(), counts, strict=True) if count > 1}
+        if FULL in lengths:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        if LOST in lengths:
+            raise torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+        return hidden
+
+    decoder.forward = out_of_luck
 
     def failing(plan: Any) -> Any:
         lengths = {len(new.token_ids) for new in plan.new}

@@ -21,7 +21,8 @@ class Streams:
     texts: of each. gaps: seconds between two pieces, of all of them.
     """
 
-    def __init__(self, url: str, count: int) -> None:
+    def __init__(self, url: str, count: int, tokens: int = 4000) -> None:
+        self._body = {**LONG, "max_tokens": tokens}
         self.ends: list[str] = []
         self.texts: list[str] = []
         self.gaps: list[float] = []
@@ -34,7 +35,7 @@ class Streams:
 
     def _run(self, url: str) -> None:
         end, done, begun, text, last = "cut", False, False, "", 0.0
-        with httpx.Client(timeout=60) as http, http.stream("POST", url + PATH, json=LONG) as answer:
+        with httpx.Client(timeout=60) as http, http.stream("POST", url + PATH, json=self._body) as answer:
             for line in answer.iter_lines():
                 if line == "data: [DONE]":
                     done = True

@@ -7,8 +7,9 @@ import random
 import pytest
 import torch
 
-from windlass.kernels import FORMS, BlockWeight, weight_memory
-from windlass.kernels.weight_memory import WeightMemory
+from windlass.kernels import FORMS, BlockWeight
+from windlass.kernels.memory import weights as weight_memory
+from windlass.kernels.memory.weights import WeightMemory
 
 
 @pytest.fixture

@@ -18,14 +18,17 @@ ROUNDED = (
 )
 
 
-def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str) -> str:
-    """What the model computes in. auto: on CUDA the checkpoint's own; on a CPU float32, but see `worth_rounding`."""
+def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str, in_files: str | None = None) -> str:
+    """What the model computes in. auto: on CUDA the checkpoint's own; on a CPU float32, but see `worth_rounding`.
+
+    in_files: the one type that the matrices have in the files, which counts where the config names none.
+    """
     name = parse_dtype(config.compute.dtype)
     if name != "auto":
         return name
     if device == "cpu":
         return "float32"
-    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or "bfloat16"))
+    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or in_files or "bfloat16"))
 
 
 def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:

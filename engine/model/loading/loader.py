@@ -10,16 +10,18 @@ import torch
 from windlass import kernels
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.model_heads import PoolingDefaults
-from windlass.engine.cache.memory import available_memory, gib
+from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
+from windlass.engine.model.loading.chosen_device import choose_device, free_memory, is_out_of_memory
 from windlass.engine.model.loading.draft_model import draft_config, in_its_words
 from windlass.engine.model.loading.pooling_files import read_pooling
-from windlass.engine.model.loading.preflight import check_replicas, prepare_model
+from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
+from windlass.engine.model.loading.refusals import check_replicas
 from windlass.engine.model.loading.weights import Progress, load_weights
 from windlass.engine.model.parallel.split import ModelPart
 from windlass.engine.model.spec import ModelSpec
@@ -76,7 +78,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
     if seat is not None:  # replicas share whole models, each rank loads its own part
         config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
-    device = choose_device(config.compute.device)
+    device, of_device = choose_device(config.compute.device)
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # what is shared is there already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
@@ -120,13 +122,13 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
         if not is_out_of_memory(error):
             raise
         size = gib(plan_bytes(spec, plan))
-        can_quantize = device.type == "cpu" and not prepared.model.is_quantized
+        can_quantize = not prepared.model.is_quantized
         less = ", `compute.quantization=int8` or int4" if can_quantize else ""
         raise LoadError(
             f"the weights need {size} of memory, more than {device} gives: use `compute.dtype=bfloat16`{less} or a smaller model"
         ) from None
     cached = _TORCH_DTYPES[prepared.cache_dtype]
-    notices = spec.notices + prepared.notices + notices
+    notices = of_device + spec.notices + prepared.notices + notices
     model = prepared.model
     return LoadedModel(
         decoder,
@@ -201,37 +203,13 @@ def fill(
 
     quantized: what weights are made of that the checkpoint holds quantized. part: what the decoder has of the model.
     """
-    if config.loading.weight_cache is None or config.compute.quantization == "none":
+    quantizes, on_cpu = config.compute.quantization != "none", decoder.device.type == "cpu"
+    if config.loading.weight_cache is None or not quantizes or not on_cpu:
         load_weights(decoder, directory, progress, quantized, part)
-        return weight_cache.without_effect(config, "`compute.quantization=none`")
+        why = "`compute.quantization=none`" if not quantizes else f"weights on {decoder.device}"
+        return weight_cache.without_effect(config, why)
     cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder, part)
     if not cache.load(decoder, progress):
         load_weights(decoder, directory, progress, quantized, part)
         cache.store(decoder, progress)
     return tuple(cache.notices)
-
-
-def choose_device(name: str) -> torch.device:
-    """ "auto" is CUDA where there is one; LoadError for a device this torch does not have."""
-    if name == "auto":
-        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.empty(1, device=device)
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise LoadError(f"`compute.device={name}`: {reason}: use cpu, or cuda with a CUDA build of torch") from None
-    return device
-
-
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that are free on a device, None where nobody can tell."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[0])
-    return available_memory() if device.type == "cpu" else None
-
-
-def is_out_of_memory(error: Exception) -> bool:
-    """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
-    plain = isinstance(error, RuntimeError) and ("alloc" in str(error) or "memory" in str(error))
-    return plain or isinstance(error, (torch.OutOfMemoryError, MemoryError))

@@ -28,6 +28,12 @@ from windlass.engine.model.loading.learned_frequencies import with_learned_frequ
 from windlass.engine.model.loading.part import check_rank_device, prepare_part
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
+from windlass.engine.model.loading.refusals import (
+    check_not_quantized_twice,
+    check_quantization,
+    check_replicas,
+    check_share,
+)
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.stored_names import with_stored_names
 from windlass.engine.model.parallel.split import ModelPart
@@ -98,7 +104,8 @@ def check_start(config: EngineConfig) -> ModelDescription:
         check_keeping(config, device, token_bytes, sees_whole_texts=spec.sees_whole_texts)
         return prepared.model
     if device is not None:
-        check_quantization(config, device)
+        check_quantization(config)
+        check_share(config, device)
         check_replicas(config, device)
         check_rank_device(config, device)
     model, draft = describe_model(config), draft_config(config)
@@ -126,7 +133,8 @@ def prepare_model(
     so natively in bfloat16. free: bytes before the weights are there, None if nobody knows. rank: of those of
     `compute.tensor_parallel`.
     """
-    check_quantization(config, device)
+    check_quantization(config)
+    check_share(config, device)
     model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
     kind = device.partition(":")[0]
     beside = 0
@@ -134,9 +142,9 @@ def prepare_model(
         check_pair(config, model.spec, draft.model.spec)
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
-    dtype = dtypes.compute_dtype(config, model.config, kind)
+    dtype = dtypes.compute_dtype(config, model.config, kind, _type_in_files(model))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
-    plan = storage_plan(config, model, stored, kind, reads_narrow=reads_narrow)
+    plan = storage_plan(config, model, stored, reads_narrow=reads_narrow)
     said: tuple[str, ...] = ()
     if multiplies_narrow and dtypes.worth_rounding(config, model.spec, plan, stored):
         dtype, said = "bfloat16", (dtypes.ROUNDED,)
@@ -149,7 +157,7 @@ def prepare_model(
     check_memory(config, model, plan, cached, stored, kind, free, beside)
     called = describe_storage(config, model, plan)
     rounds_prompts = rounded or dtype == "bfloat16"
-    notices = said + notices_of(model, plan, stored, device) + of_ranks
+    notices = said + notices_of(model, plan, stored) + of_ranks
     return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices, part)
 
 
@@ -234,11 +242,18 @@ def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, devi
     if config.loading.format == "dummy":
         stored = str(model.config.get("dtype") or model.config.get("torch_dtype") or "float32")
         return stored if stored in ("bfloat16", "float16") else dtype
+    found = _type_in_files(model)
+    return found if found in ("bfloat16", "float16") else dtype
+
+
+def _type_in_files(model: ModelDescription) -> str | None:
+    """That of all plain matrices in the files, None where there are several, or another than the engine computes in."""
     others = set(model.quantized.sources if model.quantized is not None else ())
     # What is float32 here in any case: routers often are in their files too.
     others |= {one.name for weight in model.spec.weights() if weight.kind == "score" for one in weight.stored}
     found = matrix_types({name: header for name, header in model.headers.items() if name not in others})
-    return {"BF16": "bfloat16", "F16": "float16"}.get(next(iter(found)), dtype) if len(found) == 1 else dtype
+    names = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
+    return names.get(next(iter(found))) if len(found) == 1 else None
 
 
 def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
@@ -250,54 +265,13 @@ def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
         )
 
 
-def check_quantization(config: EngineConfig, device: str) -> None:
-    """LoadError where weights cannot be quantized. device: "cpu", "cuda:1", …"""
-    if config.compute.quantization == "none":
-        return
-    option = f"`compute.quantization={config.compute.quantization}`"
-    if config.compute.quantization not in ("int8", "int4"):
-        raise LoadError(f"{option} is not known: use none, int8 or int4")
-    if device != "cpu":
-        raise LoadError(
-            f"{option} works on a CPU only so far: use `compute.device=cpu`, or `compute.quantization=none` on {device}"
-        )
-
-
-def check_replicas(config: EngineConfig, device: str) -> None:
-    """LoadError where several engines cannot stand side by side. device: "cpu", "cuda:1", …"""
-    if device != "cpu" and (config.replicas > 1 or config.loading.shared_memory):
-        raise LoadError(
-            f"`replicas` share the cores and the memory of a CPU, not {device}: use `compute.device=cpu`, or leave it out"
-        )
-
-
-def check_not_quantized_twice(
-    config: EngineConfig, directory: Path, gguf: GgufIndex | None, quantized: QuantizedCheckpoint | None
-) -> None:
-    """LoadError where weights would be quantized that are quantized in their file."""
-    if config.compute.quantization == "none":
-        return
-    already = None
-    if gguf is not None and gguf.is_quantized():
-        already = f"{gguf.files[0]} is quantized already ({', '.join(gguf.types())})"
-    elif quantized is not None and quantized.is_integers:
-        already = f"{directory} is quantized already ({quantized.title})"
-    if already is not None:
-        raise LoadError(
-            f"{already}: leave `compute.quantization={config.compute.quantization}` out, or give the unquantized model"
-        )
-
-
-def storage_plan(
-    config: EngineConfig, model: ModelDescription, stored: str, device: str, *, reads_narrow: bool
-) -> StoragePlan:
-    """How every weight is stored. stored: the type of those that are not in blocks; device, reads_narrow: as in
-    `weight_dtype`."""
+def storage_plan(config: EngineConfig, model: ModelDescription, stored: str, *, reads_narrow: bool) -> StoragePlan:
+    """How every weight is stored. stored: the type of those that are not in blocks; reads_narrow: as in `weight_dtype`."""
     quantization, kept = config.compute.quantization, {}
-    if model.gguf is not None and quantization == "none" and device == "cpu":
+    if model.gguf is not None and quantization == "none":
         own = parse_dtype(config.compute.dtype) == "auto" and reads_narrow
         kept = kept_storages(model.gguf.tensors, plain=own)
-    if model.quantized is not None and quantization == "none" and device == "cpu":
+    if model.quantized is not None and quantization == "none":
         kept = model.quantized.kept()
     return plan_storage(model.spec, stored, quantization, kept)
 
@@ -312,18 +286,13 @@ def describe_storage(config: EngineConfig, model: ModelDescription, plan: Storag
     return f"{model.quantized.title} ({', '.join(forms)})" if model.quantized is not None and forms else None
 
 
-def notices_of(model: ModelDescription, plan: StoragePlan, stored: str, device: str) -> tuple[str, ...]:
+def notices_of(model: ModelDescription, plan: StoragePlan, stored: str) -> tuple[str, ...]:
     """What a person should know of how the weights are stored."""
     if model.quantized is not None:
         blocks = bool(block_storages(model.spec, plan))
-        return () if blocks and not model.is_quantized else model.quantized.notices(stored, keep=blocks)
+        return () if blocks and not model.is_quantized else model.quantized.notices(stored)
     if model.gguf is None or not model.gguf.is_quantized():
         return ()
-    if not block_storages(model.spec, plan):
-        types = ", ".join(model.gguf.types())
-        return (
-            f"the GGUF file's {types} are dequantized to {stored} on {device}: blocks are multiplied on a CPU only",
-        )
     notice = requantized(model.gguf.tensors)
     return () if notice is None else (notice,)
 
@@ -345,20 +314,22 @@ def check_memory(
     """
     spec = model.spec
     weights = plan_bytes(spec, plan)
+    on = "" if device == "cpu" else f" on {device}"
     if free is not None and weights > free:
-        raise LoadError(
-            f"the weights need {gib(weights)} of memory, {gib(free)} are free: {_smaller(model, weights, stored, device, free)}"
-        )
+        smaller = _smaller(model, weights, stored, free)
+        raise LoadError(f"the weights need {gib(weights)} of memory, {gib(free)} are free{on}: {smaller}")
     left = None if free is None else free - weights
     if config.cache.memory is None and left is None:
         return
-    budget = config.cache.memory or default_kv_budget(left, device, config.replicas)
+    # What a GPU has in all and a step takes of it is known once the weights are there: the engine counts again.
+    share = default_kv_budget(left, config.replicas) if left is None or device == "cpu" else left
+    budget = config.cache.memory or share
     whole = spec.sees_whole_texts
     engines = config.replicas
     most = None if left is None else left // engines
     cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, most, beside, whole_prompts=whole)
     if left is not None and cache.num_bytes * engines > left:
-        there = f"{gib(free or 0)} are free, {gib(weights)} of it for the weights"
+        there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
         raise LoadError(no_room(there, cache.num_bytes * engines, cached, engines))
 
 
@@ -371,13 +342,13 @@ def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
     return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
 
 
-def _smaller(model: ModelDescription, weights: int, stored: str, device: str, free: int) -> str:
+def _smaller(model: ModelDescription, weights: int, stored: str, free: int) -> str:
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
     quantized = model.is_quantized
-    if stored == "float32" and not (quantized and device == "cpu"):
+    if stored == "float32" and not quantized:
         choices.append(("`compute.dtype=bfloat16`", plan_bytes(model.spec, plan_storage(model.spec, "bfloat16"))))
-    if device == "cpu" and not quantized:
+    if not quantized:
         choices += [
             (f"`compute.quantization={q}`", plan_bytes(model.spec, plan_storage(model.spec, stored, q)))
             for q in ("int8", "int4")

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from windlass.engine.api.config import EngineConfig, Quantization
 from windlass.engine.cache.budget import CachePlan, bytes_per_token, plan_cache
-from windlass.engine.cache.memory import default_kv_budget
+from windlass.engine.cache.memory import default_kv_budget, device_kv_budget
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.dtypes import processor_multiplies_bfloat16
@@ -149,7 +149,9 @@ def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | 
     here = None if free is None else max(0, free - _weights(draft))
     check_memory(config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, _a_token(draft))
     left = None if here is None else max(0, here - _weights(model))
-    budget = config.cache.memory or default_kv_budget(left, device, config.replicas)
+    budget = config.cache.memory or default_kv_budget(left, config.replicas)
+    if config.cache.memory is None and device != "cpu" and free is not None and left is not None:
+        budget = max(0, device_kv_budget(free, free - left, left, config.cache.device_share))
     return plan_cache(
         config,
         spec.kv_groups,
@@ -171,8 +173,8 @@ def _tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | N
 
 
 def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
-    """The ways to store the weights that this model and this device have."""
-    names = (config.compute.quantization,) if model.model.is_quantized or device != "cpu" else QUANTIZATIONS
+    """The ways to store the weights that this model has."""
+    names = (config.compute.quantization,) if model.model.is_quantized else QUANTIZATIONS
     found = []
     for name in names:
         asked = replace(config, compute=replace(config.compute, quantization=name))

@@ -180,7 +180,7 @@ def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
     if config.loading.weight_cache is None:
         return ()
     return (
-        f"`loading.weight_cache` has no effect with {option}: only weights that are quantized from files are cached",
+        f"`loading.weight_cache` has no effect with {option}: only weights that a CPU quantizes from files are cached",
     )
 
 

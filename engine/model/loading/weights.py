@@ -322,7 +322,7 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
     target.fill(backend, numbers, blocks=taken)
     step = max(1, _COMPARED // weight.columns)
     parts = (torch.arange(first, min(first + step, weight.rows)) for first in range(0, weight.rows, step))
-    return all(torch.equal(again.dequantize(part), weight.dequantize(part)) for part in parts)
+    return all(torch.equal(again.dequantize(p), weight.dequantize(p.to(weight.device)).cpu()) for p in parts)
 
 
 def _read(

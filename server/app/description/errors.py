@@ -34,8 +34,8 @@ _MEANING = {
     429: "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections` or `too_much_text`.",
     431: "The headers are too large (`request_too_large`).",
     500: "The server failed (`internal`): its log has details under the request's id.",
-    503: "The server cannot take the request now: `engine_unavailable`, `draining`, `too_many_connections` or "
-    "`text_unavailable`.",
+    503: "The server cannot take the request now: `engine_unavailable`, `draining`, `too_many_connections`, "
+    "`text_unavailable` or `out_of_memory`.",
     504: "The request's deadline passed (`deadline_exceeded`).",
 }
 _TYPES = {429: "rate_limit_error"}

@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import Finished, greedy, make_core, run
+from helpers.gguf_models import make_gguf
 from helpers.interpreted import QUIET
 from helpers.tiny_models import make_model
 
-from windlass.kernels import binding
+from windlass.kernels import BlockWeight, binding
 from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = QUIET
@@ -28,7 +29,7 @@ def results(directory: Path, requests: list[Any], **options: Any) -> dict[tuple[
 def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
     monkeypatch.setattr(binding, "_OWN_KERNELS", {})
     plain = results(directory, requests, **options)
-    own = binding._Own(lambda options: None, TritonBackend, narrow=False)
+    own = binding._Own(lambda options: None, binding._triton, narrow=False)
     monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
     found = results(directory, requests, **options)
     assert found.pop(("backend", 0)).outputs == [TritonBackend]
@@ -51,6 +52,7 @@ def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.Monkey
 @pytest.mark.parametrize(
     ("family", "options"),
     [
+        ("llama", {"quantization": "int4"}),
         ("qwen2_moe", {"quantization": "int8"}),
         ("gpt_oss", {}),
         ("gemma2", {}),
@@ -65,3 +67,15 @@ def test_other_kinds_of_layers(
     if "quantization" in options:
         options = {**options, "activations": "float32"}
     check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)
+
+
+@pytest.mark.slow
+def test_a_gguf_file_keeps_its_blocks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    source = make_model("llama", tmp_path / "source")
+    made = make_gguf(source, tmp_path / "made", lambda name: "Q5_1" if "mlp" in name else "Q8_0")
+    check(made.derived, [greedy("a", PROMPT, 2)], monkeypatch, activations="float32")
+    core = make_core(made.derived)
+    assert {weight.form.name for weight in core.runner.decoder.tensors() if isinstance(weight, BlockWeight)} == {
+        "q5_1",
+        "q8_0",
+    }

@@ -9,7 +9,7 @@ import pytest
 from helpers.live_server import toy_tokenizer
 from helpers.scripted_engine import ScriptedEngine
 
-from windlass.engine.errors import DeadlineError, EngineDeadError, QueueFullError
+from windlass.engine.errors import DeadlineError, DeviceMemoryError, EngineDeadError, QueueFullError
 from windlass.server.app.app import create_app
 from windlass.server.options.settings import ServerSettings
 
@@ -17,6 +17,7 @@ FAULTS = [
     (QueueFullError("full"), 429, "queue_full"),
     (DeadlineError("late"), 504, "deadline_exceeded"),
     (EngineDeadError("dead"), 503, "engine_unavailable"),
+    (DeviceMemoryError("no memory"), 503, "out_of_memory"),
     (KeyError("a defect"), 500, "internal"),
 ]
 

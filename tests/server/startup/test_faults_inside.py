@@ -5,7 +5,9 @@ The engine is the real one with the defects of `failing_core`.
 
 from __future__ import annotations
 
+import json
 import os
+import re
 import sys
 import threading
 import time
@@ -14,7 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.failing_core import FATAL, POISONED
+from helpers.failing_core import FATAL, FULL, LOST, POISONED
 from helpers.raw_client import connect, until_closed, wait_for
 from helpers.real_server import RealServer, serve
 from helpers.running_streams import Streams, answer, open_files, serves_again
@@ -65,6 +67,33 @@ def test_a_kernel_that_fails_in_one_step(server: RealServer) -> None:
     assert "a kernel has failed" in server.log.read_text()
     wait_for(lambda: server.metric("windlass_num_requests_running") == 0)
     wait_for(lambda: open_files(server.process.pid) <= files + 2)
+
+
+def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
+    engine, files = server.engine_pid(), open_files(server.process.pid)
+    alone = Streams(server.url, 1, 1500)
+    assert alone.finish() == ["length"]
+    streams = Streams(server.url, 3, 1500)
+    failed = answer(server, prompt=[50] * FULL, n=2)
+    assert failed.status_code == 503 and failed.json()["error"]["code"] == "out_of_memory"
+    assert "retry-after" in failed.headers and "newest" in failed.json()["error"]["message"]
+    assert answer(server, prompt=[50] * FULL, stream=True).status_code == 503  # before its first event
+    assert streams.finish() == ["length"] * 3 and set(streams.texts) == set(alone.texts)
+    assert server.engine_pid() == engine and server.metric("windlass_kv_cache_usage_perc") == 0
+    assert server.log.read_text().count("no memory on the device for a step of ") == 2
+    wait_for(lambda: open_files(server.process.pid) <= files + 2)
+
+
+def test_a_gpu_that_is_lost(server: RealServer) -> None:
+    expected, before = answer(server).json()["choices"], server.engine_pid()
+    streams = Streams(server.url, 2, 1500)
+    failed = answer(server, prompt=[50] * LOST)
+    assert failed.status_code == 503 and failed.json()["error"]["code"] == "engine_unavailable"
+    assert streams.finish() == ["engine_unavailable"] * 2
+    serves_again(server)
+    assert server.engine_pid() != before and answer(server).json()["choices"] == expected
+    report = json.loads((Path(re.findall(r"crash report: (\S+)", server.log.read_text())[-1])).read_text())
+    assert "AcceleratorError: CUDA error: an illegal memory access" in report["reason"]
 
 
 def test_a_text_of_four_mebibytes_beside_streams(server: RealServer) -> None:

@@ -18,7 +18,7 @@ from safetensors.torch import load_file, save_file
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.memory import available_memory
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.preflight import check_replicas
+from windlass.engine.model.loading.refusals import check_replicas
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 

@@ -83,17 +83,12 @@ class QuantizedCheckpoint:
         """The storages of those that lie in memory as they are stored, by name."""
         return {name: tensor.storage for name, tensor in self.tensors.items() if tensor.storage is not None}
 
-    def notices(self, dtype: str, *, keep: bool = True) -> tuple[str, ...]:
-        """One line on those that are dequantized, none if there are none.
-
-        dtype: what they become. keep: whether those that fit are kept in blocks.
-        """
+    def notices(self, dtype: str) -> tuple[str, ...]:
+        """One line on those that are dequantized, none if there are none. dtype: what they become."""
         reasons: Counter[str] = Counter()
         for tensor in self.tensors.values():
             if tensor.storage is None:
                 reasons[tensor.reason] += 1
-            elif not keep:
-                reasons["blocks are multiplied on a CPU only"] += 1
         if not reasons:
             return ()
         why = ", ".join(

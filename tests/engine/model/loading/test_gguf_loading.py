@@ -153,22 +153,16 @@ def test_types_that_no_product_takes_are_kept_with_8_bits(kind: str, llama: Path
     assert_same_logits(core, made.plain, None)
 
 
-def test_without_a_cpu_blocks_become_numbers(llama: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The plan of another device, carried out on this one."""
-    from windlass.engine.model.loading import loader, preflight
+def test_a_gpu_has_the_blocks_of_the_file_too(llama: Path, tmp_path: Path) -> None:
+    from windlass.engine.model.loading import preflight
 
     made = make_gguf(llama, tmp_path / "made", as_q4_k_m, interleaved=True)
-    config = engine_config(made.derived, device="cpu", dtype="float32")
-    prepared = preflight.prepare_model(config, "cuda", reads_narrow=False, free=None)
-    assert "dequantized to float32 on cuda" in prepared.notices[0] and "\n" not in prepared.notices[0]
-    monkeypatch.setattr(loader, "prepare_model", lambda *_, **__: prepared)
-    found, plain = (load_model(engine_config(d, device="cpu")).decoder for d in (made.derived, made.plain))
-    monkeypatch.undo()
-    assert all(isinstance(weight, torch.Tensor) for weight in found.tensors())
-    want = load_model(engine_config(made.plain, device="cpu", dtype="float32")).decoder
-    for mine, theirs in zip(found.tensors(), want.tensors(), strict=True):
-        assert torch.equal(numbers_of(mine), numbers_of(theirs))
-    assert plain is not None
+    config = engine_config(made.derived, dtype="bfloat16")
+    gpu, cpu = (
+        preflight.prepare_model(config, device, reads_narrow=device == "cpu", free=None) for device in ("cuda", "cpu")
+    )
+    assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization is not None and gpu.notices == ()
+    assert gpu.cache_dtype == "bfloat16"  # rows meet the blocks there as they are
 
 
 def test_a_quantized_file_is_not_quantized_again(llama: Path, tmp_path: Path) -> None:

@@ -230,7 +230,7 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
 
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
-    monkeypatch.setattr("windlass.engine.model.loading.loader.available_memory", lambda: None)
+    monkeypatch.setattr("windlass.engine.model.loading.chosen_device.available_memory", lambda: None)
     config = engine_config(
         str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
     )

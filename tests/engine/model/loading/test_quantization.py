@@ -21,7 +21,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import check_quantization
+from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.row_order import half_split_order
 from windlass.kernels import BlockWeight, StackedWeight
 
@@ -157,10 +157,16 @@ def test_a_saved_head_must_equal_the_tied_embedding(tmp_path: Path, equal: bool)
             make_core(directory, quantization="int8")
 
 
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_a_gpu_gets_the_same_blocks(models: dict[str, Path], quantization: str) -> None:
+    config = engine_config(str(models["llama"]), quantization=quantization)
+    gpu, cpu = (prepare_model(config, device, reads_narrow=device == "cpu", free=None) for device in ("cuda:1", "cpu"))
+    assert gpu.plan == cpu.plan and gpu.quantization == cpu.quantization
+    with pytest.raises(LoadError, match=r"on cuda: use .*`compute\.quantization=int8`"):
+        prepare_model(engine_config(str(models["llama"])), "cuda:1", reads_narrow=False, free=300_000)
+
+
 def test_what_does_not_work_is_refused_with_a_way_out(models: dict[str, Path]) -> None:
-    config = engine_config(str(models["llama"]), quantization="int4")
-    with pytest.raises(LoadError, match=r"`compute\.device=cpu`"):
-        check_quantization(config, "cuda")
     with pytest.raises(LoadError, match="use none, int8 or int4"):
         make_core(models["llama"], quantization="int3")
 

@@ -70,15 +70,17 @@ def test_every_weight_is_what_transformers_makes_of_it(models: tuple[Path, Path]
                 assert torch.equal(mine.dequantize(), want)
 
 
-def test_on_other_devices_they_become_numbers(models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where nothing multiplies blocks: rows are turned and sorted in another way."""
+def test_they_become_numbers_where_no_block_holds_them(
+    models: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rows are turned and sorted in another way then."""
     published, plain = models
     from windlass.engine.model.loading import preflight
 
     monkeypatch.setattr(
         preflight,
         "storage_plan",
-        lambda config, model, stored, device, reads_narrow: preflight.plan_storage(model.spec, stored),
+        lambda config, model, stored, reads_narrow: preflight.plan_storage(model.spec, stored),
     )
     core = make_core(published, dtype="float32")
     assert not any(isinstance(weight, BlockWeight) for weight in core.runner.decoder.weights().values())

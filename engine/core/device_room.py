@@ -1,0 +1,50 @@
+"""How much of a GPU's memory is left for the pages of an engine: its share, less what is taken and what a step needs."""
+
+from __future__ import annotations
+
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.cache.memory import DEVICE_SHARE, device_kv_budget, gib
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.largest_step import bytes_of_largest_step
+from windlass.engine.model.loading.chosen_device import is_out_of_memory
+from windlass.engine.model.loading.loader import LoadedModel
+from windlass.kernels import DeviceMemory
+
+
+def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
+    """Bytes, found by running the largest step once. Raises LoadError where there is no memory for that, or none is left."""
+    decoder, scheduling = model.decoder, config.scheduling
+    weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
+    lower = "`scheduling.max_num_batched_tokens` or `scheduling.max_num_seqs`"
+    try:
+        step = max(
+            bytes_of_largest_step(
+                one.decoder,
+                memory,
+                cache_dtype=one.cache_dtype,
+                block_size=config.cache.block_size,
+                max_tokens=tokens,
+                max_seqs=scheduling.max_num_seqs,
+                length=config.max_model_len or model.spec.trained_len,
+            )
+            for one in (model, draft)  # which compute one after the other
+            if one is not None
+        )
+    except Exception as error:
+        if not is_out_of_memory(error):
+            raise
+        raise LoadError(
+            f"a step of {tokens} tokens needs more memory than {decoder.device} gives beside {weights} of weights, "
+            f"{gib(memory.free())} of {gib(memory.total)} are free: lower {lower}"
+        ) from None
+    finally:
+        memory.give_back()
+    share = config.cache.device_share or DEVICE_SHARE
+    room = device_kv_budget(memory.total, memory.taken(), memory.free(), share, step)
+    if room < 1:
+        raise LoadError(
+            f"no memory is left for the KV cache: {share:.0%} of the {gib(memory.total)} of {decoder.device} may be used, "
+            f"{gib(memory.free())} are free, this engine has taken {gib(memory.taken())} and a step needs {gib(step)}: raise "
+            f"`cache.device_share`, lower {lower}, or free some of the device"
+        )
+    return room

@@ -1,0 +1,69 @@
+"""Steps for which the device has no memory: the newest request of such a step fails, and the rest of it is computed again.
+
+What a plan changes once has been done by then, in books, blocks and sequences, so the plan stays as it was but for the sequences
+of that request. Any other error of a step is a defect or a lost device, and nobody's to catch.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import replace
+from typing import NamedTuple
+
+from windlass.engine.api.request import RequestOutput
+from windlass.engine.errors import NO_MEMORY, DeviceMemoryError
+from windlass.engine.execution.runner import Runner
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.kernels import is_out_of_memory
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class CarriedOut(NamedTuple):
+    """plan: what was computed. failed: the outputs of requests that there was no memory for."""
+
+    plan: SchedulerOutput
+    results: list[StepResult]
+    failed: list[RequestOutput]
+
+
+def carry_out(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> CarriedOut:
+    """Execute a plan, without its newest requests where the device has no memory for them. Raises what a step raises else."""
+    failed: list[RequestOutput] = []
+    results = _attempt(runner, plan, first=True)
+    while results is None:
+        # The error is gone by now, and with its traceback the tensors that the failed step held.
+        failed += _fail_newest(plan, scheduler)
+        live = {seq.seq_id for seq in scheduler.live_sequences()}
+        left = tuple(item for item in plan.sequences if item.seq_id in live)
+        plan = replace(plan, sequences=left)
+        if (memory := runner.decoder.backend.device_memory) is not None:
+            memory.give_back()
+        results = _attempt(runner, plan, first=False) if left else []
+    return CarriedOut(plan, results, failed)
+
+
+def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> list[StepResult] | None:
+    """What the step gives, None where there was no memory for it."""
+    try:
+        return runner.execute(plan) if first else runner.repeat(plan)
+    except Exception as error:
+        if not is_out_of_memory(error) or not runner.can_repeat(plan):
+            raise
+        return None
+
+
+def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOutput]:
+    planned = {item.seq_id for item in plan.sequences}
+    newest = max(
+        (seq for seq in scheduler.live_sequences() if seq.seq_id in planned), key=lambda seq: seq.arrival_number
+    )
+    request_id = newest.request.request_id
+    _logger.warning(
+        "no memory on the device for a step of %d tokens: request %s, its newest, fails",
+        plan.num_tokens,
+        request_id,
+        extra={"request_id": request_id},
+    )
+    return scheduler.fail(request_id, DeviceMemoryError(NO_MEMORY))

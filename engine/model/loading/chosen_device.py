@@ -1,0 +1,76 @@
+"""The device that a model is loaded on: one that is there and that its kernels can run on, or a line that says what is not.
+
+It asks torch; what can be told without is in `device`.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+from windlass import kernels
+from windlass.engine.cache.memory import available_memory
+from windlass.engine.errors import LoadError
+
+_CPU = "use `compute.device=cpu`"
+
+
+class ChosenDevice(NamedTuple):
+    """notices: one line each, of GPUs that are there and cannot be used."""
+
+    device: torch.device
+    notices: tuple[str, ...] = ()
+
+
+def choose_device(name: str) -> ChosenDevice:
+    """ "auto" is CUDA where there is a GPU that the kernels run on. LoadError for a named device that is not there, or on which
+    they do not."""
+    if name == "auto":
+        if not torch.cuda.is_available():
+            return ChosenDevice(torch.device("cpu"))
+        gpu = torch.device("cuda")
+        refusal = kernels.device_refusal(gpu)
+        if refusal is None:
+            return ChosenDevice(gpu)
+        return ChosenDevice(torch.device("cpu"), (f"running on the CPU: {refusal}",))
+    try:
+        device = torch.device(name)
+        if device.type == "cuda":
+            _check_gpu(device)
+        torch.empty(1, device=device)
+    except (RuntimeError, AssertionError) as error:
+        raise LoadError(f"`compute.device={name}`: {_one_sentence(error)}: {_CPU}") from None
+    return ChosenDevice(device)
+
+
+def _check_gpu(device: torch.device) -> None:
+    """Raises LoadError, and what torch raises where it finds no driver."""
+    torch.cuda.init()  # type: ignore[no-untyped-call]
+    count = torch.cuda.device_count()
+    if (device.index or 0) >= count:
+        there = "there is one GPU, cuda:0" if count == 1 else f"there are {count} GPUs, cuda:0 to cuda:{count - 1}"
+        raise LoadError(f"`compute.device={device}`: {there}: name one that is there, or {_CPU}")
+    refusal = kernels.device_refusal(device)
+    if refusal is not None:
+        raise LoadError(f"`compute.device={device}`: {refusal}: {_CPU}")
+
+
+def _one_sentence(error: Exception) -> str:
+    """The first of what torch says, which may go on for paragraphs."""
+    return str(error).splitlines()[0].partition(". ")[0].rstrip(".:")
+
+
+def free_memory(device: torch.device) -> int | None:
+    """Bytes that are free on a device, None where nobody can tell."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[0])
+    return available_memory() if device.type == "cpu" else None
+
+
+def is_out_of_memory(error: Exception) -> bool:
+    """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
+    if isinstance(error, MemoryError) or kernels.is_out_of_memory(error):
+        return True
+    plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
+    return plain and ("alloc" in str(error) or "memory" in str(error))

@@ -1,0 +1,1 @@
+"""Memory as a backend sees it: for weights, and what a device has."""

@@ -1,0 +1,210 @@
+"""The cache of an engine on a GPU: its share of the memory, less what is taken and what the largest step needs.
+
+The GPU's memory is played; the step is run by a real engine on a CPU.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+
+from windlass.engine.cache.memory import device_kv_budget
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.runner import Runner
+from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.loading.sizing import size_model
+from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.kernels import DeviceMemory
+
+MIB = 2**20
+
+
+class PlayedMemory(DeviceMemory):
+    """Of a GPU of 64 MiB; the engine has taken 10, others 2, and 5 are more at the peak of what is watched."""
+
+    total, others, own, step = 64 * MIB, 2 * MIB, 10 * MIB, 5 * MIB
+
+    def __init__(self) -> None:
+        self.said: list[str] = []
+
+    def free(self) -> int:
+        return self.total - self.others - self.own
+
+    def taken(self) -> int:
+        return self.own
+
+    def allocated(self) -> int:
+        return self.own + 1
+
+    def peak(self) -> int:
+        self.said.append("peak")
+        return self.own + 1 + self.step
+
+    def forget_peak(self) -> None:
+        self.said.append("forget")
+
+    def give_back(self) -> None:
+        self.said.append("give back")
+
+
+@pytest.fixture
+def memory(monkeypatch: pytest.MonkeyPatch) -> PlayedMemory:
+    made = PlayedMemory()
+    monkeypatch.setattr("windlass.kernels.backend.memory_of", lambda device: made)
+    return made
+
+
+@pytest.fixture
+def on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for one where options are checked."""
+    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_share", lambda config, device: None)
+
+
+@pytest.fixture(scope="module")
+def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_model(family, tmp_path_factory.mktemp(family), max_position_embeddings=4096)
+        return made[family]
+
+    return get
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, kv_cache_memory=None, max_num_seqs=512, **options)
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize(
+    ("share", "mib"), [(None, 64 * 0.9 - 10 - 5), (0.5, 64 * 0.5 - 10 - 5), (1.0, 64 - 2 - 10 - 5)]
+)
+def test_pages_get_what_weights_and_steps_leave(
+    model_of: Callable[[str], Path], memory: PlayedMemory, share: float | None, mib: float
+) -> None:
+    core = core_of(model_of("llama"), gpu_memory_utilization=share)
+    block = core.info.kv_bytes_per_token * core.info.block_size
+    assert mib * MIB - block < core.info.kv_cache_bytes <= mib * MIB
+    order = memory.said
+    assert order.index("give back") < order.index("forget") < order.index("peak") < len(order) - 1
+    assert order[-1] == "give back"  # before what is free is counted
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v2"])
+def test_the_largest_step_is_run_and_leaves_nothing(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, family: str
+) -> None:
+    plans: list[tuple[SchedulerOutput, int]] = []
+    execute = Runner.execute
+
+    def watched(self: Runner, plan: SchedulerOutput) -> Any:
+        found = execute(self, plan)
+        plans.append((plan, len(found)))
+        return found
+
+    model = model_of(family)
+    expected = run(make_core(model, kv_cache_memory=8 * MIB), [greedy("a", range(5, 30), 6)])["a", 0].token_ids
+    monkeypatch.setattr(Runner, "execute", watched)
+    core = core_of(model, max_num_batched_tokens=600, max_model_len=1000)
+    ((plan, results),) = plans
+    assert plan.num_tokens == 600 and len(plan.sequences) == results == 512
+    assert {item.start + item.num_tokens for item in plan.sequences} == {1000} and plan.sequences[-1].prompt_logprobs
+    assert core.runner.positions_computed == 0 and len(core.runner.sequences) == core.runner.tables.num_live == 0
+    assert run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids == expected
+
+
+def test_a_draft_model_has_its_largest_step_too(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    peaks = iter((3 * MIB, 7 * MIB))
+    monkeypatch.setattr(memory, "peak", lambda: memory.allocated() + next(peaks))
+    model = model_of("llama")
+    core = core_of(model, speculative_model=str(model))
+    block = core.info.kv_bytes_per_token * core.info.block_size
+    room = (64 * 0.9 - 10 - 7) * MIB
+    assert room - block < core.info.kv_cache_bytes <= room and next(peaks, None) is None
+
+
+def test_an_encoder_reads_a_whole_text(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    from helpers.tiny_encoders import make_encoder
+
+    plans: list[SchedulerOutput] = []
+    execute = Runner.execute
+    monkeypatch.setattr(Runner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
+    core_of(make_encoder("modernbert", tmp_path / "model"), max_num_batched_tokens=100)
+    ((only,),) = (plan.sequences for plan in plans)
+    assert (only.start, only.num_tokens, only.samples) == (0, 100, ())
+
+
+def test_an_operators_bytes_count_and_no_step_is_run(model_of: Callable[[str], Path], memory: PlayedMemory) -> None:
+    core = make_core(model_of("llama"), kv_cache_memory=3 * MIB, max_num_seqs=512)
+    assert 2.9 * MIB < core.info.kv_cache_bytes <= 3 * MIB and memory.said == []
+
+
+def refused(model: Path, **options: Any) -> str:
+    with pytest.raises(LoadError) as error:
+        core_of(model, **options)
+    assert "\n" not in str(error.value)
+    return str(error.value)
+
+
+def test_where_nothing_is_left(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    memory.own = 54 * MIB
+    said = refused(model_of("llama"))
+    assert "90% of the 64.0 MiB of cpu may be used, 8.0 MiB are free, this engine has taken 54.0 MiB" in said
+    assert "a step needs 5.0 MiB: raise `cache.device_share`, lower `scheduling.max_num_batched_tokens`" in said
+    memory.own = 51 * MIB
+    assert "does not fit: it needs" in refused(model_of("llama"), max_model_len=4096)
+
+    def fails(self: Runner, plan: SchedulerOutput) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(Runner, "execute", fails)
+    said = refused(model_of("llama"))
+    assert (
+        said.startswith("a step of 2048 tokens needs more memory than cpu gives beside ") and "11.0 MiB of 64.0" in said
+    )
+
+
+def test_options_that_say_it_twice_or_wrongly(model_of: Callable[[str], Path]) -> None:
+    model = model_of("llama")
+    assert "use `cache.memory` on a CPU" in refused(model, gpu_memory_utilization=0.9)
+    for share in (0.0, -1.0, 1.01):
+        with pytest.raises(LoadError, match=r"`cache\.device_share` must be above 0 and at most 1"):
+            engine_config(model, gpu_memory_utilization=share)
+    with pytest.raises(LoadError, match="leave one of them out"):
+        engine_config(model, gpu_memory_utilization=0.5, kv_cache_memory=1 << 20)
+    config = engine_config(model, gpu_memory_utilization=0.5)
+    assert prepare_model(config, "cuda", reads_narrow=False, free=1 << 30).compute_dtype == "float32"
+
+
+def test_sizes_are_counted_by_the_share(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.engine.model.loading.sizing.expect_device", lambda name: "cuda")
+    model = model_of("llama")
+    found = [
+        size_model(engine_config(model, max_num_seqs=512, gpu_memory_utilization=share), 16 * MIB)
+        for share in (None, 0.5)
+    ]
+    block = found[0].kv_bytes_per_token * found[0].block_size
+    for size, share in zip(found, (0.9, 0.5), strict=True):
+        assert 0 <= 16 * MIB * share - size.weight_bytes - size.kv_cache_bytes < block + 1
+
+
+def test_budgets() -> None:
+    gib = 2**30
+    assert device_kv_budget(80 * gib, 20 * gib, 58 * gib, 0.9, 2 * gib) == 50 * gib
+    assert device_kv_budget(80 * gib, 20 * gib, 30 * gib, 0.9, 2 * gib) == 28 * gib  # others are there
+    assert device_kv_budget(80 * gib, 20 * gib, 58 * gib, 0.25, gib) < 0

@@ -1,0 +1,327 @@
+"""A device without memory for a step: its newest request fails, and all others get the tokens that they get alone.
+
+No GPU is needed: steps fail with what torch raises on one, after some of their layers have written to the cache.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import weakref
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.little_memory import NO_ROOM, POINTS, little_memory
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.client.inline import InlineClient
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import DeviceMemoryError
+from windlass.kernels import DeviceMemory, is_out_of_memory
+
+ROWS = 20  # that there is memory for
+
+
+@pytest.fixture(scope="module")
+def anyio_backend() -> str:
+    return "asyncio"
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), max_position_embeddings=64)
+
+
+def prompt(seed: int, length: int) -> list[int]:
+    return np.random.default_rng(seed).integers(3, 128, length).tolist()
+
+
+def outputs_of(core: EngineCore, steps: int = 200) -> list[RequestOutput]:
+    found: list[RequestOutput] = []
+    for _ in range(steps):
+        if not core.has_work():
+            return found
+        found += core.step()
+    raise AssertionError("not idle")
+
+
+def tokens_of(outputs: list[RequestOutput], request_id: str) -> dict[int, list[int]]:
+    found: dict[int, list[int]] = {}
+    for output in outputs:
+        if output.request_id == request_id:
+            found.setdefault(output.index, []).extend(output.token_ids)
+    return found
+
+
+def nothing_is_left(core: EngineCore) -> None:
+    core.blocks.assert_balanced()
+    assert core.blocks.num_used_blocks == 0
+    assert len(core.runner.sequences) == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
+    assert core.stats().num_running == core.stats().num_waiting == 0
+
+
+def alone(core: EngineCore, request: EngineRequest) -> dict[int, list[int]]:
+    found: dict[tuple[str, int], Finished] = run(core, [request])
+    return {index: entry.token_ids for (_, index), entry in found.items()}
+
+
+OPTIONS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "drafted by the prompt": {"speculative_ngram": 2},
+    "deterministic": {"deterministic": True},
+}
+FIELDS: dict[str, dict[str, Any]] = {
+    "greedy": {},
+    "three samples": {"n": 3, "temperature": 0.8, "seed": 4},
+    "penalties": {"repetition_penalty": 1.3, "presence_penalty": 0.3, "logprobs": 1},
+    "prompt log-probabilities": {"prompt_logprobs": 1},
+}
+
+
+@pytest.mark.parametrize("fields", FIELDS.values(), ids=FIELDS)
+@pytest.mark.parametrize("point", POINTS)
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
+    model: Path, options: dict[str, Any], point: str, fields: dict[str, Any]
+) -> None:
+    core = make_core(model, prefix_caching=False, **options)
+    running, beside = greedy("running", prompt(1, 9), 12, **fields), greedy("beside", prompt(2, 6), 9, **fields)
+    expected = {request.request_id: alone(core, request) for request in (running, beside)}
+    with little_memory(core, ROWS, point) as failed:
+        core.add(running)
+        outputs = core.step() + core.step()
+        core.add(beside)  # both of these begin in one step, beside the running one
+        core.add(greedy("newest", prompt(3, 24), 12, **fields))
+        outputs += outputs_of(core)
+    assert failed and max(failed) > ROWS
+    errors = {output.request_id: output.error for output in outputs if output.error is not None}
+    assert list(errors) == ["newest"] and isinstance(errors["newest"], DeviceMemoryError)
+    assert tokens_of(outputs, "newest") == {0: []}
+    for name, tokens in expected.items():
+        assert tokens_of(outputs, name) == tokens, name
+    nothing_is_left(core)
+    assert alone(core, greedy("newest", prompt(3, 20), 4)) == {0: alone(core, greedy("again", prompt(3, 20), 4))[0]}
+
+
+def test_a_window_and_a_prompt_that_is_cut(tmp_path: Path) -> None:
+    core = make_core(make_model("gemma3", tmp_path / "model"), max_num_batched_tokens=24, prefix_caching=False)
+    running, long = greedy("running", prompt(6, 40), 20), greedy("long", prompt(5, 70), 6)
+    expected = alone(core, running), alone(core, long)
+    core.add(running)
+    outputs = core.step() + core.step() + core.step()
+    core.add(long)
+    outputs += core.step()  # the first chunk finds memory, the second does not
+    with little_memory(core, ROWS) as failed:
+        outputs += core.step()
+    assert failed == [24] and [output.request_id for output in outputs if output.error] == ["long"]
+    outputs += outputs_of(core)
+    assert tokens_of(outputs, "running") == expected[0]
+    nothing_is_left(core)
+    assert alone(core, long) == expected[1]
+
+
+def test_a_step_without_memory_for_anybody_leaves_an_engine_that_serves(model: Path) -> None:
+    core = make_core(model)
+    expected = alone(core, greedy("a", prompt(1, 9), 5))
+    with little_memory(core, 0) as failed:
+        for name in "abc":
+            core.add(greedy(name, prompt(1, 9), 5))
+        outputs = outputs_of(core)
+    assert [output.request_id for output in outputs] == ["c", "b", "a"] and len(failed) == 3
+    assert all(isinstance(output.error, DeviceMemoryError) for output in outputs)
+    nothing_is_left(core)
+    assert alone(core, greedy("a", prompt(1, 9), 5)) == expected
+
+
+def test_a_burst_without_memory_for_its_third_pass(model: Path) -> None:
+    """What its first passes drew is drawn again, once."""
+    core = make_core(model, burst_seconds=1.0, prefix_caching=False)
+    running = greedy("running", prompt(1, 9), 40, temperature=0.7, seed=3, repetition_penalty=1.2)
+    expected = alone(core, running)
+    core.add(running)
+    core.add(greedy("newest", prompt(2, 9), 40, temperature=0.7, seed=4))
+    outputs = core.step() + core.step() + core.step()
+    sample, calls = core.runner.sampler.sample, 0
+
+    def fails(*operands: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == 3:
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return sample(*operands)
+
+    core.runner.sampler.sample = fails  # type: ignore[method-assign]
+    outputs += outputs_of(core)
+    assert calls > 10 and [output.request_id for output in outputs if output.error] == ["newest"]
+    assert tokens_of(outputs, "running") == expected
+    assert max(len(output.token_ids) for output in outputs) > 3
+    nothing_is_left(core)
+
+
+def test_a_draft_model_proposes_again(model: Path, tmp_path: Path) -> None:
+    draft = make_model("llama", tmp_path / "draft", max_position_embeddings=64, num_hidden_layers=4)
+    core = make_core(model, speculative_model=str(draft), speculative_tokens=2, prefix_caching=False)
+    running = greedy("running", prompt(1, 9), 14)
+    expected = alone(core, running)
+    with little_memory(core, ROWS) as failed:
+        core.add(running)
+        outputs = core.step() + core.step()
+        core.add(greedy("newest", prompt(3, 24), 12))
+        outputs += outputs_of(core)
+    assert failed and [output.request_id for output in outputs if output.error] == ["newest"]
+    assert tokens_of(outputs, "running") == expected
+    nothing_is_left(core)
+
+
+def test_what_was_pooled_before_is_not_counted_twice(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(model, max_num_batched_tokens=12)
+    rule = PoolingRule(kind="mean")
+
+    def pooled(name: str, seed: int) -> EngineRequest:
+        sampling = SamplingParams(max_tokens=0, temperature=0.0)
+        return EngineRequest(name, prompt(seed, 20), sampling, pooling=rule)
+
+    def vectors(outputs: list[RequestOutput]) -> dict[str, bytes | None]:
+        return {output.request_id: output.pooled and output.pooled.values for output in outputs}
+
+    core.add(pooled("first", 1))
+    expected = vectors(outputs_of(core))
+    take, taken = core.runner._pooler.take, []
+
+    def fails(seq_id: int, *operands: Any) -> Any:
+        taken.append(seq_id)
+        if seq_id != taken[0]:  # in a step in which those of the first request have been taken
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return take(seq_id, *operands)
+
+    monkeypatch.setattr(core.runner._pooler, "take", fails)
+    core.add(pooled("first", 1))
+    core.add(pooled("second", 2))
+    outputs = outputs_of(core)
+    assert [output.request_id for output in outputs if isinstance(output.error, DeviceMemoryError)] == ["second"]
+    assert vectors([output for output in outputs if output.error is None]) == expected
+    nothing_is_left(core)
+
+
+class _Memory(DeviceMemory):
+    """Of a device that gives back; `held` is what the failed step had in its hands."""
+
+    total = 1 << 30
+
+    def __init__(self) -> None:
+        self.held: weakref.ref[torch.Tensor] | None = None
+        self.gone: list[bool] = []
+
+    def free(self) -> int:
+        return 1 << 20
+
+    def taken(self) -> int:
+        return 0
+
+    def allocated(self) -> int:
+        return 0
+
+    def peak(self) -> int:
+        return 0
+
+    def forget_peak(self) -> None:
+        pass
+
+    def give_back(self) -> None:
+        self.gone.append(self.held is not None and self.held() is None)
+
+
+def test_memory_is_given_back_once_the_failed_step_holds_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(model)
+    memory = _Memory()
+    monkeypatch.setattr(core.runner.decoder.backend, "device_memory", memory)
+    logits = core.runner.decoder.logits
+
+    def fails(hidden: torch.Tensor) -> torch.Tensor:
+        found = logits(hidden)
+        if not memory.gone:
+            memory.held = weakref.ref(found)
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return found
+
+    monkeypatch.setattr(core.runner.decoder, "logits", fails)
+    for name in ("kept", "newest"):
+        core.add(greedy(name, prompt(1, 9), 5))
+    outputs = outputs_of(core)
+    assert memory.gone == [True] and [output.request_id for output in outputs if output.error] == ["newest"]
+
+
+def test_what_is_done_once_is_not_begun_again(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Copies and turned keys would be wrong the second time: the engine ends instead, as after any other error."""
+    core = make_core(model)
+
+    def fails(copies: Any) -> None:
+        raise torch.OutOfMemoryError(NO_ROOM)
+
+    monkeypatch.setattr(core.runner.cache, "copy_blocks", fails)
+    core.add(greedy("a", prompt(1, 9), 5))
+    with pytest.raises(torch.OutOfMemoryError):
+        core.step()
+
+
+LOST = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+
+
+@pytest.mark.parametrize(
+    "error", [LOST, RuntimeError("CUDA error: device-side assert triggered"), KeyError("x")], ids=repr
+)
+def test_a_lost_device_ends_the_engine(model: Path, error: Exception) -> None:
+    core = make_core(model)
+    core.add(greedy("a", prompt(1, 9), 5))
+    with little_memory(core, 0, error=error), pytest.raises(type(error)):
+        core.step()
+
+
+def test_which_errors_leave_the_device_as_it_was() -> None:
+    assert is_out_of_memory(torch.OutOfMemoryError(NO_ROOM))
+    assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"))
+    assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
+    others = (LOST, RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory"), MemoryError())
+    assert not any(map(is_out_of_memory, others))
+
+
+@pytest.mark.anyio
+async def test_streams_of_a_client_go_on(model: Path) -> None:
+    held: list[EngineCore] = []
+
+    def made(config: Any, progress: Any) -> EngineCore:
+        held.append(EngineCore(config, progress))
+        return held[0]
+
+    client = InlineClient(engine_config(model, kv_cache_memory=8 << 20, device="cpu", prefix_caching=False), core=made)
+    await client.start()
+
+    async def ask(request: EngineRequest, begun: asyncio.Event | None = None) -> list[int]:
+        tokens: list[int] = []
+        async for output in client.generate(request):
+            tokens += output.token_ids
+            if begun is not None:
+                begun.set()
+        return tokens
+
+    try:
+        expected = await ask(greedy("alone", prompt(1, 9), 50))
+        with little_memory(held[0], ROWS):
+            streams = []
+            for number in range(3):
+                begun = asyncio.Event()
+                streams.append(asyncio.ensure_future(ask(greedy(f"stream {number}", prompt(1, 9), 50), begun)))
+                await begun.wait()
+            with pytest.raises(DeviceMemoryError, match="ran out of memory"):
+                await ask(greedy("newest", prompt(3, 40), 5))
+            assert await asyncio.gather(*streams) == [expected] * 3
+        assert client.state == "ready" and await ask(greedy("again", prompt(1, 9), 50)) == expected
+        assert (await client.stats()).kv_blocks_used == 0
+    finally:
+        await client.close()

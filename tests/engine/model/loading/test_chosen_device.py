@@ -1,0 +1,135 @@
+"""Which device a model is loaded on, with GPUs that only torch's answers say are there."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.configs import engine_config
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.chosen_device import choose_device, is_out_of_memory
+from windlass.engine.model.loading.preflight import prepare_model
+
+NO_DRIVER = (
+    "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
+    "http://www.nvidia.com/Download/index.aspx"
+)
+OLD_DRIVER = "The NVIDIA driver on your system is too old (found version 11040). Please update your GPU driver …"
+
+
+class Gpus:
+    """What torch says of GPUs."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.capabilities: list[tuple[int, int]] = []
+        self.fault: str | None = None
+        monkeypatch.setattr(torch.cuda, "init", self._init)
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: bool(self.capabilities))
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: len(self.capabilities))
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: self.capabilities[device.index or 0])
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA T4")
+        found = importlib.util.find_spec
+        monkeypatch.setattr(
+            importlib.util, "find_spec", lambda name, *of: object() if name == "triton" else found(name, *of)
+        )
+        empty = torch.empty
+        monkeypatch.setattr(torch, "empty", lambda *shape, device="cpu", **more: empty(*shape, device="meta", **more))
+
+    def _init(self) -> None:
+        if self.fault is not None:
+            raise RuntimeError(self.fault)
+
+
+@pytest.fixture
+def gpus(monkeypatch: pytest.MonkeyPatch) -> Gpus:
+    return Gpus(monkeypatch)
+
+
+def refusal(name: str) -> str:
+    with pytest.raises(LoadError) as refused:
+        choose_device(name)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
+    assert choose_device("auto") == (torch.device("cpu"), ())
+    gpus.capabilities = [(8, 0), (12, 0)]
+    assert choose_device("auto") == (torch.device("cuda"), ())
+    assert choose_device("cpu") == (torch.device("cpu"), ())
+    assert choose_device("cuda:1") == (torch.device("cuda:1"), ())
+
+
+@pytest.mark.parametrize(
+    ("fault", "said"),
+    [
+        (NO_DRIVER, "Found no NVIDIA driver on your system"),
+        (OLD_DRIVER, "The NVIDIA driver on your system is too old (found version 11040)"),
+        ("No CUDA GPUs are available", "No CUDA GPUs are available"),
+    ],
+)
+def test_without_a_driver(gpus: Gpus, fault: str, said: str) -> None:
+    gpus.fault = fault
+    assert refusal("cuda:1") == f"`compute.device=cuda:1`: {said}: use `compute.device=cpu`"
+
+
+def test_a_number_that_no_gpu_has(gpus: Gpus) -> None:
+    gpus.capabilities = [(9, 0)]
+    assert refusal("cuda:1").startswith(
+        "`compute.device=cuda:1`: there is one GPU, cuda:0: name one that is there, or "
+    )
+    gpus.capabilities = [(9, 0)] * 4
+    assert "there are 4 GPUs, cuda:0 to cuda:3" in refusal("cuda:4")
+    assert choose_device("cuda:3").device.index == 3
+
+
+def test_a_gpu_that_the_kernels_do_not_run_on(gpus: Gpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    gpus.capabilities = [(7, 5), (8, 6)]
+    said = "NVIDIA T4 (cuda:0) has compute capability 7.5, and 8.0 or later is needed"
+    assert refusal("cuda:0") == f"`compute.device=cuda:0`: {said}: use `compute.device=cpu`"
+    device, notices = choose_device("auto")
+    assert device.type == "cpu" and notices == (f"running on the CPU: {said.replace('cuda:0', 'cuda')}",)
+    assert choose_device("cuda:1").device.index == 1
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name, *of: None)
+    assert "Triton is not installed" in refusal("cuda:1")
+
+
+def test_weights_that_a_gpu_has_no_memory_for(tmp_path: Path) -> None:
+    config = engine_config(make_model("llama", tmp_path / "model"), dtype="float32")
+    with pytest.raises(
+        LoadError, match=r"^the weights need 0\.\d MiB of memory, 0\.3 MiB are free on cuda: use `compute.d"
+    ):
+        prepare_model(config, "cuda:1", reads_narrow=False, free=300 << 10)
+
+
+@pytest.mark.parametrize("stored", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("named", [True, False])
+def test_auto_is_the_checkpoints_own_type(tmp_path: Path, stored: torch.dtype, named: bool) -> None:
+    model = make_model("llama", tmp_path / "model")
+    path, weights = model / "config.json", model / "model.safetensors"
+    save_file({key: tensor.to(stored) for key, tensor in load_file(weights).items()}, weights, {"format": "pt"})
+    config: dict[str, Any] = json.loads(path.read_text())
+    name = str(stored).removeprefix("torch.")
+    config = {key: value for key, value in config.items() if key not in ("dtype", "torch_dtype")}
+    path.write_text(json.dumps(config | ({"dtype": name} if named else {})))
+    prepared = prepare_model(engine_config(model), "cuda", reads_narrow=False, free=None)
+    assert prepared.compute_dtype == prepared.weight_dtype == prepared.cache_dtype == name
+    asked = replace(engine_config(model), compute=replace(engine_config(model).compute, dtype="float16"))
+    assert prepare_model(asked, "cuda", reads_narrow=False, free=None).compute_dtype == "float16"
+
+
+def test_which_errors_are_told_as_no_memory_to_load_into() -> None:
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("CUDA out of memory."))
+    assert is_out_of_memory(
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] err == 0. DefaultCPUAllocator: can't allocate")
+    )
+    lost = torch.AcceleratorError("CUDA error: an illegal memory access was encountered")
+    assert not is_out_of_memory(lost) and not is_out_of_memory(RuntimeError("size mismatch"))

@@ -1,0 +1,63 @@
+"""A device with little memory, played on a CPU: steps of too many rows fail with what torch raises on a GPU."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from windlass.engine.core.engine_core import EngineCore
+
+NO_ROOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 2.69 MiB is free."
+POINTS = ("attention", "head", "draw")
+
+
+@contextlib.contextmanager
+def little_memory(
+    core: EngineCore, rows: int, point: str = "attention", error: Exception | None = None
+) -> Iterator[list[int]]:
+    """Steps of more than `rows` rows fail: in the attention of their third layer, the head, or where tokens are drawn.
+
+    Yields the rows of the steps that failed. Nothing is recorded meanwhile. error: another one than no memory.
+    """
+    backend, runner = core.runner.decoder.backend, core.runner
+    failed: list[int] = []
+    state = {"rows": 0, "layers": 0}
+    originals = {"embed": backend.embed, "paged_attention": backend.paged_attention, "logits": backend.logits}
+    sample, max_rows = runner.sampler.sample, runner.replay.max_rows
+
+    def check(now: bool) -> None:
+        if now and state["rows"] > rows:
+            failed.append(state["rows"])
+            raise error or torch.OutOfMemoryError(NO_ROOM)
+
+    def embed(table: Any, ids: Any, *more: Any) -> Any:
+        state.update(rows=len(ids), layers=0)
+        return originals["embed"](table, ids, *more)
+
+    def attention(*operands: Any) -> Any:
+        state["layers"] += 1
+        found = originals["paged_attention"](*operands)
+        check(point == "attention" and state["layers"] == 3)
+        return found
+
+    def logits(*operands: Any) -> Any:
+        check(point == "head")
+        return originals["logits"](*operands)
+
+    def drawn(*operands: Any) -> Any:
+        found = sample(*operands)
+        check(point == "draw")
+        return found
+
+    patched: Any = backend
+    patched.embed, patched.paged_attention, patched.logits = embed, attention, logits
+    runner.sampler.sample, runner.replay.max_rows = drawn, 0  # type: ignore[method-assign]
+    try:
+        yield failed
+    finally:
+        for name in originals:
+            delattr(patched, name)
+        runner.sampler.sample, runner.replay.max_rows = sample, max_rows  # type: ignore[method-assign]
