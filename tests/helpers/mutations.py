@@ -157,6 +157,11 @@ RAW += [
 ]
 
 
+# More than a server takes, and little enough that a client has sent all before it looks for the answer: one of a hundred MiB is
+# refused by its length while it is being sent, and the connection closed.
+MOST_BYTES = 40 << 20
+
+
 class Mutator:
     def __init__(self, rng: random.Random) -> None:
         self.rng = rng
@@ -239,7 +244,7 @@ class Mutator:
         text = json.dumps(value, ensure_ascii=self.rng.random() < 0.5)
         for raw in RAW:  # "<<raw>>" becomes raw
             text = text.replace(json.dumps(f"<<{raw}>>"), raw).replace(f'"<<{raw}>>"', raw)
-        data = text.encode("utf-8", "surrogatepass")
+        data = text.encode("utf-8", "surrogatepass")[:MOST_BYTES]
         damage = self.rng.random()
         if damage < 0.05 and data:
             return data[: self.rng.randrange(len(data))]

@@ -202,9 +202,16 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     ((model, engine, _, _, level, _),) = launched
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
-    # An option added later must be added to the table above too.
+    # An option added later must be added to the table above too; the share of a GPU does not go with a size.
     assert engine.profiles() == {"long": ENGINE_CONFIG.rotary.scaling}
-    assert len(ENGINE_ARGUMENTS) + 4 == len(dataclasses.fields(EngineOptions))
+    assert len(ENGINE_ARGUMENTS) + 5 == len(dataclasses.fields(EngineOptions))
+
+
+def test_the_share_of_a_gpu_reaches_the_engine(launched):
+    assert cli.run(["serve", "--gpu-memory-utilization", "0.5"]) == 0
+    ((_, engine, *_),) = launched
+    assert engine.to_config(Path("m")) == engine_config("m", gpu_memory_utilization=0.5)
+    assert engine.to_config(Path("m")).cache.device_share == 0.5
 
 
 def test_defaults_are_the_configurations_own(launched):
