@@ -2,16 +2,33 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from helpers.engines import Finished, greedy, run
+from helpers.tiny_models import make_model
 
+import windlass
 from windlass.engine.api.request import EngineRequest, RepeatPenalty
 from windlass.engine.core.engine_core import EngineCore
 
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
 Results = dict[tuple[str, int], Finished]
+
+
+def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    """Makes the folder of a model by its name when it is first asked for: of a family trained on 64 tokens, or the bundled one."""
+    made: dict[str, Path] = {"demo": DEMO}
+
+    def get(model: str) -> Path:
+        if model not in made:
+            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
+        return made[model]
+
+    return get
 
 
 def prompt(seed: int, length: int, vocab: int = 128, period: int | None = None) -> list[int]:

@@ -10,31 +10,22 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.engines import Finished, greedy, make_core, run
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import DEMO, run_checked, same, small_models
 from helpers.tiny_models import make_model
 
-import windlass
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, RepeatPenalty
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 
-DEMO = Path(windlass.__file__).parent / "models" / "demo"
-Results = dict[tuple[str, int], Finished]
 VOCAB = 128
 
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {"demo": DEMO}
-
-    def get(model: str) -> Path:
-        if model not in made:
-            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
-        return made[model]
-
-    return get
+    return small_models(tmp_path_factory)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -67,19 +58,6 @@ def traffic() -> list[EngineRequest]:
     return [greedy(f"{i}", prompt(i, 9 + 3 * i), **{"max_tokens": 30, **given}) for i, given in enumerate(fields)]
 
 
-def same(got: Results, want: Results, tolerance: float = 1e-5) -> None:
-    assert got.keys() == want.keys()
-    for key, wanted in want.items():
-        found = got[key]
-        assert found.token_ids == wanted.token_ids, key
-        assert found.finish_reason == wanted.finish_reason
-        entries = [entry for output in found.outputs for entry in output.logprobs or ()]
-        wanted_entries = [entry for output in wanted.outputs for entry in output.logprobs or ()]
-        assert [e.token_id for e in entries] == [e.token_id for e in wanted_entries]
-        for entry, other in zip(entries, wanted_entries, strict=True):
-            assert entry.logprob == pytest.approx(other.logprob, rel=tolerance, abs=tolerance)
-
-
 def with_draft(directory: Path, draft: Path, **options: Any) -> EngineCore:
     return make_core(directory, **{"speculative_model": str(draft), "speculative_adaptive": False, **options})
 
@@ -90,15 +68,7 @@ def both(
     """Compare an engine that drafts with one that does not, and look at the books after every step; returns the former."""
     want = run(make_core(directory, **options), sent())
     core = with_draft(directory, draft, **drafting, **options)
-    step = core.step
-
-    def checked() -> Any:
-        outputs = step()
-        core.blocks.assert_consistent(seq.cache for seq in core.scheduler.live_sequences())
-        return outputs
-
-    core.step = checked  # type: ignore[method-assign]
-    same(run(core, sent()), want)
+    same(run_checked(core, sent()), want)
     return core
 
 

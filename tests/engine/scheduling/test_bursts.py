@@ -9,30 +9,19 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import greedy, make_core, run
-from helpers.every_request import prompt, run_checked, same, traffic
+from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
 from helpers.fake_executor import add, make_request, make_scheduler
-from helpers.tiny_models import make_model
 
-import windlass
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import cpu
 
-DEMO = Path(windlass.__file__).parent / "models" / "demo"
-
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {"demo": DEMO}
-
-    def get(model: str) -> Path:
-        if model not in made:
-            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
-        return made[model]
-
-    return get
+    return small_models(tmp_path_factory)
 
 
 def scaled_traffic() -> list[EngineRequest]:

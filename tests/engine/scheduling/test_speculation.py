@@ -10,13 +10,11 @@ import pytest
 import torch
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
-from helpers.every_request import Results, prompt, run_checked, same, traffic
+from helpers.every_request import DEMO, Results, prompt, run_checked, same, small_models, traffic
 from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
-from helpers.tiny_models import make_model
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-import windlass
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
@@ -28,19 +26,10 @@ from windlass.engine.sampling.slot import Extended, SampleSlot
 from windlass.engine.scheduling.drafting import Pace
 from windlass.kernels import bind
 
-DEMO = Path(windlass.__file__).parent / "models" / "demo"
-
 
 @pytest.fixture(scope="module")
 def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    made: dict[str, Path] = {"demo": DEMO}
-
-    def get(model: str) -> Path:
-        if model not in made:
-            made[model] = make_model(model, tmp_path_factory.mktemp(model), max_position_embeddings=64)
-        return made[model]
-
-    return get
+    return small_models(tmp_path_factory)
 
 
 def both(
