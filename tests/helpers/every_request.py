@@ -20,7 +20,7 @@ Results = dict[tuple[str, int], Finished]
 
 
 def small_models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
-    """Makes the folder of a model by its name when it is first asked for: of a family trained on 64 tokens, or the bundled one."""
+    """Makes the folder of a model by its name when first asked for it: of a family trained on 64 tokens, or the bundled one."""
     made: dict[str, Path] = {"demo": DEMO}
 
     def get(model: str) -> Path:
