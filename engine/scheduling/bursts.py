@@ -42,7 +42,9 @@ class Bursts:
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn from a finished step of running streams alone how long a pass takes."""
         rows = len(output.sequences)
-        if self._seconds <= 0 or output.rerotations or any(i.start + 1 < i.num_known_tokens for i in output.sequences):
+        if self._seconds <= 0 or not rows or output.rerotations:
+            return
+        if any(item.start + 1 < item.num_known_tokens for item in output.sequences):
             return
         size, one = rows.bit_length(), seconds / output.passes
         known = self._pass_seconds.get(size, one)

@@ -8,10 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
 from helpers.fake_executor import add, make_request, make_scheduler
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import LoadError
@@ -141,7 +143,12 @@ def greedy_traffic(vocab: int = 128) -> list[EngineRequest]:
     ]
 
 
-@pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels no pass goes on by itself")
+needs_kernels = pytest.mark.skipif(
+    cpu.unavailable_reason() is not None, reason="without compiled kernels no pass goes on by itself"
+)
+
+
+@needs_kernels
 @pytest.mark.parametrize(
     ("model", "options"),
     [
@@ -160,8 +167,13 @@ def test_kernels_go_on_by_themselves_to_the_same_tokens(
     """Through passes of which Python sees nothing, over the ends of blocks and of sliding windows."""
     options = {"deterministic": True, "max_model_len": 160, **options}
     sent = greedy_traffic(4000 if model == "demo" else 128)
-    want = run(make_core(directory_of(model), **options), sent)
-    core = make_core(directory_of(model), burst_seconds=1.0, **options)
+    same_by_kernels(directory_of(model), sent, **options)
+
+
+def same_by_kernels(directory: Path, sent: list[EngineRequest], **options: Any) -> None:
+    """Compare with one pass a step, and see that most tokens never came to the sampler."""
+    want = run(make_core(directory, **options), sent)
+    core = make_core(directory, burst_seconds=1.0, **options)
     sampler, seen = core.runner.sampler.sample, 0
 
     def count(logits: torch.Tensor, slots: Any, maxima: Any = None) -> Any:
@@ -177,6 +189,15 @@ def test_kernels_go_on_by_themselves_to_the_same_tokens(
     drawn = core.stats().generation_tokens
     assert drawn == sum(len(one.token_ids) for one in want.values())
     assert seen < drawn / 2, "the sampler saw most of the tokens"
+
+
+@needs_kernels
+def test_kernels_go_on_under_adapters(directory_of: Callable[[str], Path], tmp_path: Path) -> None:
+    directory = directory_of("llama")
+    paths = [save_adapter(tmp_path / str(i), directory, seed=i, strength=0.4) for i in (1, 2)]
+    sources = tuple(AdapterSource(i, f"a{i}", str(path)) for i, path in enumerate(paths, start=1))
+    sent = [greedy(str(i), prompt(7, 20), 60, adapter=i) for i in (None, 1, 2)]
+    same_by_kernels(directory, sent, lora=sources, deterministic=True)
 
 
 def test_a_pass_without_finite_logits_does_not_count(directory_of: Callable[[str], Path]) -> None:
