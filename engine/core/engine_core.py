@@ -62,6 +62,7 @@ from windlass.engine.scheduling.shifting import ContextLimits
 _LAYOUT_VERSION = 1
 
 _PAUSE = 0.005  # seconds that an engine without other work waits for files at a time
+_FIND_SECONDS = 2.0  # that a start may wait to know what files hold; the weights of some gigabytes are hashed meanwhile
 _CLOSE_SECONDS = 3.0  # for what shall outlive it; whoever closes it waits for five
 
 
@@ -166,7 +167,10 @@ class EngineCore:
         )
 
     def warm_up(self, most_seconds: float = 0.5) -> None:
-        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`."""
+        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`.
+
+        Where blocks are kept in files, the first request finds them.
+        """
         room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = self._planner.plan(1 if self._planner.auto else room, update="frozen").stage(1).specs
         warm_up(
@@ -177,6 +181,8 @@ class EngineCore:
             room=room,
             most_seconds=most_seconds,
         )
+        if self._store is not None:
+            self._store.wait_known(_FIND_SECONDS)
 
     def prepare_ahead(self) -> None:
         """Have the vocabulary for grammars made in the background: it would hold up the streams beside the first grammar."""

@@ -7,7 +7,6 @@ prompt lacks in the cache is fetched from files by the reader. See `unwritten`, 
 from __future__ import annotations
 
 import hashlib
-import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -63,13 +62,13 @@ class BlockStore:
     ) -> None:
         self.pages = pages
         self.restored_tokens = 0
-        self._closing = threading.Event()
+        self._is_closed = False
         self._counts = PersistCounts()
         self._known = KnownBlocks(block_size)
         self._unwritten = UnwrittenBlocks()
 
-        def open_directory() -> BlockDirectory | None:
-            namespace = origin.namespace(self._closing.is_set)
+        def open_directory(stop: Callable[[], bool]) -> BlockDirectory | None:
+            namespace = origin.namespace(stop)
             return None if namespace is None else BlockDirectory(root, BlockFormat(namespace, pages.forms), most_bytes)
 
         self._writer = BlockFileWriter(open_directory, pages, self._unwritten, self._known, self._counts, most_bytes)
@@ -78,6 +77,10 @@ class BlockStore:
     def __contains__(self, key: BlockKey) -> bool:
         """Whether a file holds the block, as far as is known."""
         return key in self._known
+
+    def wait_known(self, seconds: float) -> None:
+        """Until it is known which blocks files hold, for so many seconds at most: from then on requests find them."""
+        self._writer.wait_seen(seconds)
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:
         """A block has become full. index: blocks before it in its text."""
@@ -133,7 +136,7 @@ class BlockStore:
 
     def close(self, seconds: float) -> None:
         """Write what is left, for so many seconds at most, and end both threads. Closing twice does nothing more."""
-        if not self._closing.is_set():
-            self._closing.set()
+        if not self._is_closed:
+            self._is_closed = True
             self._writer.close(seconds)
             self._reader.close()

@@ -1,4 +1,5 @@
-"""Writes blocks to files, and keeps the folder in order: one thread of low priority, which nobody ever waits for.
+"""Writes blocks to files, and keeps the folder in order: one thread, which only a start waits for, and not for long. From then
+on its priority is low.
 
 One block at a time is in memory beside the pages. Where a block cannot be written the thread pauses, longer each time, and
 tries again: blocks wait in the pages as long as they are cached there.
@@ -35,11 +36,11 @@ _CANNOT_WRITE = "cached blocks cannot be written to {}"
 
 class BlockFileWriter:
     """open_directory: makes what `directory` is from then on; raises OSError. It may take its time, and may return None when
-    it is told to close. most_bytes: of all files together."""
+    what it is given says that nobody needs it any more. most_bytes: of all files together."""
 
     def __init__(
         self,
-        open_directory: Callable[[], BlockDirectory | None],
+        open_directory: Callable[[Callable[[], bool]], BlockDirectory | None],
         pages: PersistedPages,
         unwritten: UnwrittenBlocks,
         known: KnownBlocks,
@@ -54,12 +55,17 @@ class BlockFileWriter:
         self._looked_at, self._look_seconds, self._changed_at = 0.0, 0.0, 0
         self._unmeasured = 0  # bytes written since the folder was measured
         self._pause, self._resumes_at = 0.0, 0.0
+        self._has_seen = threading.Event()  # what the folder holds, or that it cannot be opened
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a text, in order, are used now. Of many that come at once only the last are noted."""
         self._uses.append(keys)
+
+    def wait_seen(self, seconds: float) -> None:
+        """Until it is known what the folder holds, for so many seconds at most."""
+        self._has_seen.wait(seconds)
 
     def close(self, seconds: float) -> None:
         """Write what is left, for so many seconds at most, and end."""
@@ -68,20 +74,29 @@ class BlockFileWriter:
         self._thread.join()
 
     def _run(self) -> None:
-        with contextlib.suppress(OSError, AttributeError):
-            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
         while not self._is_over():
             try:
                 if self.directory is None:
-                    self.directory = self._open()
+                    if self._pauses():
+                        continue
+                    self.directory = self._open(self._is_over)
                     if self.directory is None:
                         return
                     self._measure(self.directory)
                 self._note_uses(self.directory)
                 self._look(self.directory)
+                self._see()
                 self._write_next(self.directory)
             except Exception as error:  # the engine goes on whatever becomes of files
                 self._fail("cached blocks cannot be kept", error)
+                self._see()
+
+    def _see(self) -> None:
+        """Whoever starts need wait no longer; from here on the engine goes first."""
+        if not self._has_seen.is_set():
+            with contextlib.suppress(OSError, AttributeError):
+                os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
+            self._has_seen.set()
 
     def _is_over(self) -> bool:
         if self._closing is None:
@@ -89,9 +104,7 @@ class BlockFileWriter:
         return not len(self._unwritten) or self._pause > 0 or time.monotonic() >= self._closing
 
     def _write_next(self, directory: BlockDirectory) -> None:
-        pause = self._resumes_at - time.monotonic()
-        if pause > 0:
-            time.sleep(min(pause, 0.1))
+        if self._pauses():
             return
         item = self._unwritten.take(0.25)
         if item is None or not self._is_wanted(item):
@@ -115,6 +128,14 @@ class BlockFileWriter:
         self._counts.succeed(what)
         if self._unmeasured * _ROOM_SHARE > self._most_bytes:
             self._measure(directory)
+
+    def _pauses(self) -> bool:
+        """Whether a failure is too fresh to try again; a part of the pause is over then."""
+        pause = self._resumes_at - time.monotonic()
+        if pause <= 0:
+            return False
+        time.sleep(min(pause, 0.1))
+        return True
 
     def _is_wanted(self, item: UnwrittenBlock) -> bool:
         """Whether no file holds it, or one that lacks what is known of its passage."""

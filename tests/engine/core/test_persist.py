@@ -22,8 +22,10 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.cache.persist.directory import BlockDirectory
 from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.core import keeping as keeping_module
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.checkpoint import weight_files
 from windlass.engine.rotary.scaling import RopeScaling
 
 _GENERATOR = torch.Generator().manual_seed(3)
@@ -475,3 +477,33 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
         got = [ask(core, prompt, 4) for prompt in prompts]
         assert all(same(one, wanted) for one, wanted in zip(got, right, strict=True))
         assert sum(cached(one) for one in got) > 0
+
+
+@pytest.fixture
+def slow_weights(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """What is hashed with an engine's weights, and cannot be read before somebody writes to it."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    monkeypatch.setattr(keeping_module, "weight_files", lambda directory: [*weight_files(directory), pipe])
+    return pipe
+
+
+def test_an_engine_that_ends_before_its_folder_was_open_writes_its_blocks_all_the_same(
+    models: dict[str, Path], slow_weights: Path, tmp_path: Path
+) -> None:
+    core = make_core(models["llama"], deterministic=True, kv_persist=str(tmp_path / "kept"))
+    assert cached(ask(core)) == 0 and not files_in(tmp_path / "kept")
+    threading.Timer(0.3, slow_weights.write_bytes, [b"late"]).start()
+    core.close()
+    assert len(files_in(tmp_path / "kept")) >= FULL // 16
+
+
+def test_the_first_request_behind_a_warm_up_finds_what_files_hold(
+    models: dict[str, Path], slow_weights: Path, tmp_path: Path
+) -> None:
+    for expected in (0, FULL):
+        core = make_core(models["llama"], deterministic=True, kv_persist=str(tmp_path / "kept"))
+        threading.Timer(0.3, slow_weights.write_bytes, [b"late"]).start()
+        core.warm_up()
+        assert cached(ask(core)) == expected
+        core.close()
