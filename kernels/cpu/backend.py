@@ -65,12 +65,15 @@ class CompiledBackend(Backend):
         super().__init__(options)
         self._library = library.load()
         self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
-        self.multiplies_pairs = self._library.isa == "avx512_bf16" and not torch_linear.multiplies_tiles()
+        self.multiplies_pairs = self._library.isa in library.MULTIPLY_PAIRS
         # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
         self._multiplies_bfloat16 = (
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
         )
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
+        has_matrix_unit = self._library.linear_blocks_rounded is not None and not options.deterministic
+        self._rounds_blocks = self._rounds_prompts and options.activations == "int8" and has_matrix_unit
+        self._fewest_rounded_panel_rows = panels.FEWEST_ROUNDED_ROWS if has_matrix_unit else sys.maxsize
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -120,6 +123,9 @@ class CompiledBackend(Backend):
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its type; it does not have to be."""
         if isinstance(weight, BlockWeight):
+            if self._rounds_blocks and x.shape[0] >= blocks.FEWEST_ROUNDED_ROWS:
+                out = None if x.dtype == torch.float16 else out
+                return blocks.linear_blocks_rounded(x, weight, bias, out=out, library=self._library)
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
                 return blocks.linear_blocks(x, weight, bias, out=out, library=self._library)
@@ -127,6 +133,8 @@ class CompiledBackend(Backend):
             return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
             pairs = self.multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
+            if pairs and x.shape[0] >= self._fewest_rounded_panel_rows and (x.stride(1) == 1 or x.shape[1] == 1):
+                return panels.linear_panels_rounded(x, weight, bias, out=out, library=self._library)
             if x.shape[0] > self._most_panel_rows and not pairs:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)
             out = None if x.dtype == torch.float16 else out

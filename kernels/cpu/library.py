@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib.machinery import EXTENSION_SUFFIXES
 from pathlib import Path
+from typing import Any
 
 import torch  # loads libgomp, which the library below then shares
 
@@ -21,9 +22,17 @@ from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, de
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 # Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
-ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "neon", "neon_dot")
+ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon", "neon_dot")
+# Where rows of bfloat16 are multiplied natively by weights of it in panels.
+MULTIPLY_PAIRS = frozenset({"avx512_bf16", "avx512_amx"})
 # Sets that have functions of their own only where their instructions serve, and the set that the others come from.
-_EXTENDED = {"avx2_vnni": "avx2", "avx512_vnni": "avx512", "avx512_bf16": "avx512_vnni", "neon_dot": "neon"}
+_EXTENDED = {
+    "avx2_vnni": "avx2",
+    "avx512_vnni": "avx512",
+    "avx512_bf16": "avx512_vnni",
+    "avx512_amx": "avx512_bf16",
+    "neon_dot": "neon",
+}
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
@@ -43,6 +52,11 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
+    "linear_blocks_rounded": [
+        *(*_TENSOR2, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
+        *(_LONG, _LONG, _LONG),  # rows, columns, inner
+    ],
+    "linear_panels_rounded": [*(_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG), *(_LONG, _LONG, _LONG)],
     "widen_blocks": [*_BLOCKS, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG, _LONG],  # ids or the first, factor, out
     "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     "pack_blocks": [
@@ -158,6 +172,9 @@ SIGNATURES: dict[str, list[type]] = {
     "paged_attention_prefill": [ctypes.POINTER(AttentionArguments), _LONG],  # fewest queries
 }
 
+# What only sets of instructions have that make it worth while.
+_OPTIONAL = frozenset({"linear_blocks_rounded", "linear_panels_rounded"})
+
 Function = Callable[..., int]
 
 
@@ -167,7 +184,10 @@ class KernelsUnavailableError(RuntimeError):
 
 @dataclass(frozen=True, slots=True)
 class Library:
-    """The kernels bound for one instruction set. Every function returns 0, or a code its caller in `ops` explains."""
+    """The kernels bound for one instruction set. Every function returns 0, or a code its caller in `ops` explains.
+
+    linear_blocks_rounded, linear_panels_rounded: None where the processor has no matrix unit.
+    """
 
     path: Path
     isa: str
@@ -213,6 +233,8 @@ class Library:
     draw_passes: Function
     paged_attention_decode: Function
     paged_attention_prefill: Function
+    linear_blocks_rounded: Function | None
+    linear_panels_rounded: Function | None
     addresses: Mapping[str, int] = field(compare=False)  # of the functions' code, for those that call it from C
 
 
@@ -232,12 +254,15 @@ def bind(path: Path, isa: str) -> Library:
     Raises OSError for a file that does not load and AttributeError for one that lacks the instruction set.
     """
     handle = ctypes.CDLL(str(path))
-    functions: dict[str, Function] = {}
+    functions: dict[str, Any] = {}
     addresses: dict[str, int] = {}
     for name, arguments in SIGNATURES.items():
         source = isa
         while not hasattr(handle, f"windlass_{name}_{source}") and source in _EXTENDED:
             source = _EXTENDED[source]
+        if name in _OPTIONAL and not hasattr(handle, f"windlass_{name}_{source}"):
+            functions[name] = None
+            continue
         function = getattr(handle, f"windlass_{name}_{source}")
         function.argtypes = arguments
         function.restype = ctypes.c_int

@@ -13,6 +13,8 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 # Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But
 # every thread copies the rows for itself, so with many threads and long chunks torch's product is the safer way.
 MOST_ROWS = 512
+# Rows from which `linear_panels_rounded` leads where there is one.
+FEWEST_ROUNDED_ROWS = 16
 _WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
 
 
@@ -62,6 +64,48 @@ def linear_panels(
         if code:
             raise MemoryError("linear_panels: no memory for the packed activations")
     return out if out.dtype == x.dtype else out.to(x.dtype)
+
+
+def linear_panels_rounded(
+    x: Tensor,
+    weight: PanelWeight,
+    bias: Tensor | None = None,
+    *,
+    out: Tensor | None = None,
+    library: Library | None = None,
+) -> Tensor:
+    """x @ weight.T + bias for many rows, both bfloat16, by the processor's matrix unit.
+
+    x: [M, K] with adjacent elements. out: bfloat16 [M, N], to be written. Sums are float32, and a row's bits depend on that
+    row only. Returns [M, N]: out, or a new one. Raises ValueError; only for a library that has it.
+    """
+    _check_operands(x, weight, bias)
+    multiply = (library or load()).linear_panels_rounded
+    if multiply is None:
+        raise ValueError("linear_panels_rounded: this processor has no matrix unit")
+    check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_rounded: {x.dtype} times {weight.dtype}")
+    check(x.stride(1) == 1 or weight.columns == 1, "linear_panels_rounded: the elements of a row are apart")
+    wide_bias = None if bias is None else bias.float().contiguous()
+    rows, columns = x.shape[0], weight.rows
+    if out is None:
+        out = torch.empty((rows, columns), dtype=torch.bfloat16)
+    else:
+        check_out(out, rows, columns, torch.bfloat16)
+    if rows and columns:
+        code = multiply(
+            x.data_ptr(),
+            x.stride(0),
+            weight.data.data_ptr(),
+            None if wide_bias is None else wide_bias.data_ptr(),
+            out.data_ptr(),
+            out.stride(0),
+            rows,
+            columns,
+            weight.columns,
+        )
+        if code:
+            raise MemoryError("linear_panels_rounded: no memory for the packed activations")
+    return out
 
 
 def linear_panels_widened(

@@ -62,6 +62,8 @@ _REPEATABLE = (
     "scale_rows",
     "sum_over_ranks",
     "gather_columns",
+    "linear_blocks_rounded",
+    "linear_panels_rounded",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.
@@ -175,6 +177,7 @@ def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, 
 
 def _recording_library(library: Library, recording: CompiledRecording) -> Library:
     functions = {f.name: getattr(library, f.name) for f in fields(library) if f.name in SIGNATURES}
+    functions = {name: call for name, call in functions.items() if call is not None}
     return replace(library, **{name: _recorded(name, call, recording) for name, call in functions.items()})  # type: ignore[arg-type]
 
 

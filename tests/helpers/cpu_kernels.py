@@ -32,7 +32,9 @@ FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), _slow("16 lanes
 _PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
 PACKED_FORMS = (*FORMS, *_PACKED, _slow("8 lanes vnni"), _slow("16 lanes vnni"))
 # Where bfloat16 is multiplied in pairs.
-PAIR_FORMS = ("avx512_bf16", _slow("16 lanes bf16"))
+PAIR_FORMS = ("avx512_bf16", "avx512_amx", _slow("16 lanes bf16"), _slow("16 lanes amx"))
+# Where there is a matrix unit.
+MATRIX_FORMS = ("avx512_amx", _slow("16 lanes amx"))
 
 _FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run

@@ -62,10 +62,10 @@ def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, sto
 def processor_multiplies_bfloat16() -> bool:
     """What `kernels.multiplies_narrow_rows` says of a CPU, as far as that can be told without torch: by Linux's list
     of what the processor has, unless the kernels were told to use less of it."""
-    if os.environ.get("WINDLASS_CPU_ISA", "avx512_bf16") != "avx512_bf16":
+    if os.environ.get("WINDLASS_CPU_ISA", "avx512_bf16") not in ("avx512_bf16", "avx512_amx"):
         return False
     try:
         flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
     except OSError:
         return False
-    return "avx512_bf16" in flags and "amx_tile" not in flags
+    return "avx512_bf16" in flags

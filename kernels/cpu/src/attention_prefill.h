@@ -27,6 +27,8 @@ constexpr int TILE_ROWS = 6;   // 12 accumulators, 2 vectors of a panel, 1 broad
 constexpr long PANEL = 2 * W;         // columns of a register tile
 constexpr long BLOCK_KEYS = 128;      // a multiple of PANEL
 constexpr long PASS_ROWS = 24;        // rows whose scores are held; a multiple of TILE_ROWS
+constexpr long MOST_PASS_ROWS = 32;   // the same of every way to multiply
+constexpr long WHOLE_ROWS = 96;       // a multiple of the rows of all passes
 constexpr long UNIT_FLOATS = 80 << 10;  // queries and results of the rows that share the packing of a block: most of an L2
 constexpr long FEWEST_ROWS = 48;      // smaller units would pack more than they multiply
 constexpr long UNITS_PER_THREAD = 4;  // about
@@ -48,13 +50,13 @@ struct Workspace {
     float *query;    // [row tile][dim][TILE_ROWS], scaled
     float *acc;      // [row][padded_values]
     float *top, *total, *shrink;  // [row]
-    float *scores;   // [PASS_ROWS][BLOCK_KEYS]
+    float *scores;   // [MOST_PASS_ROWS][BLOCK_KEYS]
     float *keys;     // [panel of keys][dim][PANEL]
     float *values;   // [panel of dims][BLOCK_KEYS][PANEL]
 
     static long floats(const Prefill &p, long rows) {
         const long values = round_up(p.value_dim, PANEL);
-        return rows * (p.dim + values + 3) + PASS_ROWS * BLOCK_KEYS + BLOCK_KEYS * (p.dim + values) + 8 * 16;
+        return rows * (p.dim + values + 3) + MOST_PASS_ROWS * BLOCK_KEYS + BLOCK_KEYS * (p.dim + values) + 8 * 16;
     }
     void place(const Prefill &p, long most_rows, float *memory) {
         const auto take = [&](long count) {
@@ -63,7 +65,7 @@ struct Workspace {
             return part;
         };
         rows = most_rows, padded_values = round_up(p.value_dim, PANEL);
-        scores = take(PASS_ROWS * BLOCK_KEYS);
+        scores = take(MOST_PASS_ROWS * BLOCK_KEYS);
         keys = take(BLOCK_KEYS * p.dim);
         values = take(BLOCK_KEYS * padded_values);
         query = take(rows * p.dim);
@@ -289,7 +291,7 @@ template <class N> static NOINLINE void load_unit(const Prefill &p, const Worksp
 
 // Nothing seen yet.
 static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
-    const long padded = round_up(unit.count * p.group(), TILE_ROWS);
+    const long padded = round_up(unit.count * p.group(), MOST_PASS_ROWS);
     for (long r = 0; r < padded; r++) w.top[r] = -__builtin_inff(), w.total[r] = 0.0f;
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
@@ -363,26 +365,38 @@ static void finish_unit(const Prefill &p, const Unit &unit, long head, const flo
     }
 }
 
+// How units are multiplied, in vectors of N. Whatever stands in its place has keys and values packed so, too.
+template <class N> struct Vectors {
+    typedef N number;
+    static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
+        load_unit<N>(p, w, unit, head, query);
+    }
+    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there, const Range &range) {
+        pass_block<N>(p, w, unit, start, skip, there, range);
+    }
+};
+
 // A unit over one range. Rows of other ranges go on from what is gathered.
-template <class N, class T>
+template <class WAY, class T>
 static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, long head, const Range &range) {
     const int32_t *table = p.tables + unit.b * p.table_row;
     const long first_key = range.first_seen(unit.position), end_key = range.end_seen(unit.position + unit.count - 1);
     if (first_key >= end_key) return;
-    load_unit<N>(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
+    typedef typename WAY::number N;
+    WAY::load(p, w, unit, head, range.query + unit.token - p.query_start[unit.b]);
     for (long start = first_key / BLOCK_KEYS * BLOCK_KEYS; start < end_key; start += BLOCK_KEYS) {
         const long skip = max_of(0, first_key - start), there = min_of(BLOCK_KEYS, end_key - start);
         Block<T> block;
         block.find(p, table, head, start, skip, there);
         pack_keys(block, skip, there, p.dim, (N *)w.keys);
         pack_values(block, skip, there, p.value_dim, (N *)w.values);
-        pass_block<N>(p, w, unit, start, skip, there, range);
+        WAY::pass(p, w, unit, start, skip, there, range);
     }
 }
 
-template <class N, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
+template <class WAY, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
     clear_unit(p, w, unit);
-    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<N, T>(p, w, unit, head, range); });
+    each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, head, range); });
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }
 

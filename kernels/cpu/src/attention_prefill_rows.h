@@ -9,6 +9,9 @@
 #include "attention_prefill.h"
 #include "attention_prefill_int8.h"
 #include "attention_prefill_int8_blocks.h"
+#if defined(WINDLASS_AMX)
+#include "attention_prefill_matrix.h"
+#endif
 #include "attention_ranges.h"
 #include "names.h"
 #include "simd.h"
@@ -34,9 +37,15 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
 template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
 #if defined(WINDLASS_BF16)
     if constexpr (sizeof(T) > 1)
-        if (p.rounds && p.queries(unit.b) >= FEWEST_ROUNDED) return run_unit<pair, T>(p, w, unit, head);
+        if (p.rounds && p.queries(unit.b) >= FEWEST_ROUNDED) {
+#if defined(WINDLASS_AMX)
+            const matrix::Use use;
+            if (prefill_matrix::fits(p)) return run_unit<prefill_matrix::Way, T>(p, w, unit, head);
 #endif
-    run_unit<float, T>(p, w, unit, head);
+            return run_unit<Vectors<pair>, T>(p, w, unit, head);
+        }
+#endif
+    run_unit<Vectors<float>, T>(p, w, unit, head);
 }
 
 template <class T> static int prefill_all(const Prefill &p, long fewest) {
@@ -59,7 +68,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
     // Enough units per thread that none is left alone with the last, but no smaller than pays for the packing.
     const long fair = ceil_div(queries * p.kv_heads, UNITS_PER_THREAD * all_threads);
     const long most = max_of(ceil_div(fewest_rows, group), min_of(fair, max_of(1, fitting_rows / group)));
-    const long count = cut_units(p, fewest, most, nullptr), rows = round_up(most * group, PASS_ROWS);
+    const long count = cut_units(p, fewest, most, nullptr), rows = round_up(most * group, WHOLE_ROWS);
     Unit *units = (Unit *)malloc(count * sizeof(Unit));
     if (!units) return 1;
     cut_units(p, fewest, most, units);

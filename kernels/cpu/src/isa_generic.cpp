@@ -10,6 +10,10 @@
 #include <sched.h>
 #if defined(__aarch64__) && defined(__linux__)
 #include <sys/auxv.h>
+#elif defined(__x86_64__) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
 #elif defined(__aarch64__) && defined(__APPLE__)
 #include <sys/sysctl.h>
 #endif
@@ -37,7 +41,22 @@ static bool has_dot_products() {
 }
 #endif
 
-// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 avx512_bf16, 6 neon, 7 neon_dot.
+#if defined(__x86_64__)
+// Whether there is a matrix unit for bytes and bfloat16, and the system gives this process leave to use it.
+static bool has_matrix_unit() {
+#if defined(__linux__)
+    constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, INT8 = 1u << 25;
+    constexpr long REQUEST_STATE = 0x1023, TILE_DATA = 18;  // of arch_prctl
+    unsigned a = 0, b = 0, c = 0, d = 0;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & (BF16 | TILE | INT8)) != (BF16 | TILE | INT8)) return false;
+    return syscall(SYS_arch_prctl, REQUEST_STATE, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
+#endif
+
+// level: 0 generic, 1 avx2, 2 avx2_vnni, 3 avx512, 4 avx512_vnni, 5 avx512_bf16, 6 avx512_amx, 7 neon, 8 neon_dot.
 EXPORT int windlass_can_run(int level) {
 #if defined(__x86_64__)
     __builtin_cpu_init();
@@ -49,10 +68,12 @@ EXPORT int windlass_can_run(int level) {
     if (level == 3) return avx512;
     const bool avx512_vnni = avx512 && __builtin_cpu_supports("avx512vnni");
     if (level == 4) return avx512_vnni;
-    if (level == 5) return avx512_vnni && __builtin_cpu_supports("avx512bf16");
+    const bool avx512_bf16 = avx512_vnni && __builtin_cpu_supports("avx512bf16");
+    if (level == 5) return avx512_bf16;
+    if (level == 6) return avx512_bf16 && has_matrix_unit();
 #elif defined(__aarch64__)
-    if (level == 6) return true;
-    if (level == 7) return has_dot_products();
+    if (level == 7) return true;
+    if (level == 8) return has_dot_products();
 #endif
     return level == 0;
 }

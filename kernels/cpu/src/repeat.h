@@ -30,6 +30,11 @@ struct Call {
     const char *arguments;  // 8 bytes each: an integer, an address, or a float64 for a float
 };
 
+// linear_blocks_rounded and linear_panels_rounded, which not every set of instructions has.
+typedef int BlocksRounded(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int, const float *,
+                          void *, long, long, long, long);
+typedef int PanelsRounded(const void *, long, const void *, const float *, void *, long, long, long, long);
+
 template <class T> struct Argument {  // integers and addresses
     static INLINE_MEMBER T from(const char *at) {
         int64_t value;
@@ -91,6 +96,8 @@ static int make_all(const void *calls, long count) {
             case 26: code = make(call, WINDLASS_NAME(scale_rows)); break;
             case 27: code = make(call, WINDLASS_NAME(sum_over_ranks)); break;
             case 28: code = make(call, WINDLASS_NAME(gather_columns)); break;
+            case 29: code = make(call, (BlocksRounded *)nullptr); break;
+            case 30: code = make(call, (PanelsRounded *)nullptr); break;
         }
         if (code) return code;
     }

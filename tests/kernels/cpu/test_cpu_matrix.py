@@ -1,0 +1,188 @@
+"""Products by the matrix unit: against float64 of what is rounded, and where they take part."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers.block_weights import random_blocks
+from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, kernels
+
+from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
+from windlass.kernels.cpu import blocks, library, panels
+from windlass.kernels.cpu.library import Library
+from windlass.kernels.layouts.panels import PanelWeight
+
+EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
+SHAPES = [
+    (0, 5, 8),
+    (1, 1, 1),
+    (3, 17, 33),
+    (16, 16, 32),
+    (17, 40, 100),
+    (33, 33, 256),
+    (40, 100, 530),  # more of K than is taken at a time
+    (70, 150, 1100),
+    (530, 20, 80),  # two passes
+]
+
+
+@pytest.fixture(params=MATRIX_FORMS)
+def library_of(request: pytest.FixtureRequest) -> Library:
+    return kernels(request.param)
+
+
+def filled_panels(numbers: torch.Tensor) -> PanelWeight:
+    weight = PanelWeight.empty(*numbers.shape, numbers.dtype)
+    panels.pack_panels(weight.narrow(0, numbers.shape[0]), numbers)
+    return weight
+
+
+def product(x: torch.Tensor, weight: BlockWeight, library_of: Library, **options: torch.Tensor) -> torch.Tensor:
+    return blocks.linear_blocks_rounded(x, weight, library=library_of, **options)  # type: ignore[arg-type]
+
+
+def assert_product(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None, got: torch.Tensor) -> None:
+    """Products are exact and sums are float32: a few of its steps for each step of K."""
+    rows, numbers = x.bfloat16().double(), weight.dequantize().bfloat16().double()
+    extra = 0.0 if bias is None else bias.double()
+    want, size = rows @ numbers.T + extra, rows.abs() @ numbers.abs().T + abs(extra)
+    assert got.shape == want.shape
+    assert ((got.double() - want).abs() <= 2e-6 * size + 1e-30).all(), (got - want).abs().max()
+
+
+@EVERY_FORM
+def test_shapes(library_of: Library, form: BlockForm) -> None:
+    for rows, columns, inner in SHAPES:
+        x, weight = torch.randn(rows, inner), random_blocks(columns, inner, form)
+        bias = torch.randn(columns) if columns % 2 else None
+        assert_product(x, weight, bias, product(x, weight, library_of, **({} if bias is None else {"bias": bias})))
+
+
+def test_every_code_and_place(library_of: Library) -> None:
+    """One row of x for each element of K finds the weight's own numbers."""
+    for form in FORMS.values():
+        weight = random_blocks(50, 330, form)
+        got = product(torch.eye(330), weight, library_of)
+        assert torch.equal(got, weight.dequantize().bfloat16().float().T)
+
+
+@EVERY_FORM
+def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, form: BlockForm) -> None:
+    x, weight = torch.randn(600, 700), random_blocks(37, 700, form)
+    whole = product(x, weight, library_of)
+    for rows in (1, 2, 15, 16, 17, 48, 512, 513):
+        assert torch.equal(product(x[:rows], weight, library_of), whole[:rows]), rows
+    assert torch.equal(product(x[500:530], weight, library_of), whole[500:530])
+
+
+def test_threads_do_not_change_the_bits(library_of: Library) -> None:
+    before, x = torch.get_num_threads(), torch.randn(70, 700)
+    weight, results = random_blocks(1500, 700, FORMS["q4_k"]), []
+    for threads in (1, 2, 3):
+        torch.set_num_threads(threads)
+        results.append(product(x, weight, library_of))
+    torch.set_num_threads(before)
+    assert torch.equal(results[0], results[1]) and torch.equal(results[0], results[2])
+
+
+@EVERY_FORM
+def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm) -> None:
+    for rows, columns, inner in ((1, 3, 5), (17, 17, 33), (50, 4, 551)):
+        weight = random_blocks(columns, inner, form)
+        supers = None if weight.supers is None else at_the_end_of_memory(weight.supers)
+        codes, scales = at_the_end_of_memory(weight.codes), at_the_end_of_memory(weight.scales)
+        guarded = BlockWeight(form, columns, inner, codes, scales, supers)
+        x, bias = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(columns))
+        assert_product(x, weight, bias, product(x, guarded, library_of, bias=bias))
+
+
+def test_strided_rows_other_types_and_a_place_for_the_result(library_of: Library) -> None:
+    weight, x = random_blocks(20, 100, FORMS["q5_1"]), torch.full((60, 300), torch.nan)
+    x[:, 13:113] = torch.randn(60, 100)
+    part = x[:, 13:113]
+    whole = product(part, weight, library_of)
+    assert_product(part, weight, None, whole)
+    for kind in (torch.bfloat16, torch.float16):
+        narrow = part.to(kind)
+        got = product(narrow, weight, library_of)
+        assert got.dtype == kind and torch.equal(got, product(narrow.float(), weight, library_of).to(kind))
+    assert torch.equal(product(part.t().contiguous().t(), weight, library_of), whole)
+    room = torch.full((60, 50), -1.0)
+    product(part, weight, library_of, out=room[:, 7:27])
+    assert torch.equal(room[:, 7:27], whole)
+    assert (room[:, :7] == -1).all() and (room[:, 27:] == -1).all()
+
+
+def test_rows_that_are_not_numbers_harm_no_others(library_of: Library) -> None:
+    weight, x = random_blocks(40, 130, FORMS["q8_0"]), torch.randn(50, 130)
+    want = product(x, weight, library_of)
+    x[20, 129], x[33] = torch.nan, 0.0
+    got = product(x, weight, library_of)
+    assert got[20].isnan().all() and (got[33] == 0).all()
+    others = [row for row in range(50) if row not in (20, 33)]
+    assert torch.equal(got[others], want[others])
+
+
+def test_panels_of_bfloat16(library_of: Library) -> None:
+    for rows, columns, inner in SHAPES:
+        x, numbers = torch.randn(rows, inner).bfloat16(), torch.randn(columns, inner).bfloat16()
+        weight = filled_panels(numbers)
+        bias = torch.randn(columns).bfloat16() if columns % 2 else None
+        got = panels.linear_panels_rounded(x, weight, bias, library=library_of)
+        want = x.double() @ numbers.double().T + (0.0 if bias is None else bias.double())
+        size = x.double().abs() @ numbers.double().abs().T + 2
+        assert got.dtype == torch.bfloat16
+        assert ((got.double() - want).abs() <= 2**-8 * want.abs() + 2e-6 * size).all()
+        guarded = PanelWeight(columns, inner, at_the_end_of_memory(weight.data))
+        given = at_the_end_of_memory(x) if rows else x
+        assert torch.equal(panels.linear_panels_rounded(given, guarded, bias, library=library_of), got)
+    room = torch.full((70, 200), -1.0).bfloat16()
+    x, weight = torch.randn(70, 1100).bfloat16(), filled_panels(torch.randn(150, 1100).bfloat16())
+    whole = panels.linear_panels_rounded(x, weight, library=library_of)
+    panels.linear_panels_rounded(x, weight, out=room[:, 20:170], library=library_of)
+    assert torch.equal(room[:, 20:170], whole) and (room[:, :20] == -1).all() and (room[:, 170:] == -1).all()
+    assert torch.equal(panels.linear_panels_rounded(x[40:50], weight, library=library_of), whole[40:50])
+
+
+def test_what_is_refused(library_of: Library) -> None:
+    weight = random_blocks(20, 64, FORMS["q8_0"])
+    odd = BlockWeight(replace(weight.form, offset=3), 20, 64, weight.codes, weight.scales, None)
+    with pytest.raises(ValueError, match="no product for the form"):
+        product(torch.randn(3, 64), odd, library_of)
+    with pytest.raises(ValueError, match="64 columns"):
+        product(torch.randn(3, 65), weight, library_of)
+    with pytest.raises(ValueError, match="no matrix unit"):
+        product(torch.randn(3, 64), weight, kernels("generic"))
+    narrow = filled_panels(torch.randn(20, 64).bfloat16())
+    with pytest.raises(ValueError, match="float32 times"):
+        panels.linear_panels_rounded(torch.randn(3, 64), narrow, library=library_of)
+    with pytest.raises(ValueError, match="elements of a row are apart"):
+        panels.linear_panels_rounded(torch.randn(64, 3).bfloat16().t(), narrow, library=library_of)
+    with pytest.raises(ValueError, match="no matrix unit"):
+        panels.linear_panels_rounded(torch.randn(3, 64).bfloat16(), narrow, library=kernels("generic"))
+
+
+def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
+    kernels("avx512_amx")
+    if cpu.library.load().isa != "avx512_amx":
+        pytest.skip("another set of instructions was asked for")
+    weight, few = random_blocks(40, 320, FORMS["q4_k"]), blocks.FEWEST_ROUNDED_ROWS - 1
+    x = torch.randn(few + 1, 320)
+    bytes_of = {rows: cpu.linear_blocks(x[:rows], weight) for rows in (few, few + 1)}
+    rounded = bind("cpu", torch.float32, activations="int8", rounds_prompts=True)
+    assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
+    assert torch.equal(rounded.linear(x, weight), product(x, weight, library.load()))
+    narrow = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
+    assert torch.equal(narrow.linear(x.bfloat16(), weight), product(x.bfloat16(), weight, library.load()))
+    numbers = torch.randn(40, 320).bfloat16()
+    panel_weight, many = filled_panels(numbers), x[: panels.FEWEST_ROUNDED_ROWS].bfloat16()
+    assert torch.equal(
+        narrow.linear(many, panel_weight), panels.linear_panels_rounded(many, panel_weight, library=library.load())
+    )
+    exact = bind("cpu", torch.bfloat16, deterministic=True)
+    assert torch.equal(exact.linear(many, panel_weight), panels.linear_panels(many, panel_weight))
+    for options in ({"rounds_prompts": False}, {"rounds_prompts": True, "deterministic": True}):
+        exact = bind("cpu", torch.float32, activations="int8", **options)
+        assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])
