@@ -27,13 +27,9 @@ INLINE vf add_product(vf acc, vu a, vu b) {
 
 // Rounded to nearest even, in the lower half of each lane.
 INLINE vu rounded_halves(vf x) {
-#if defined(WINDLASS_BF16) && !defined(WINDLASS_PORTABLE)
-    return (vu)_mm512_cvtepu16_epi32((__m256i)_mm512_cvtneps_pbh((__m512)x));
-#else
     bf16 narrow[W];
     store(narrow, x);
     return load_halves(narrow);
-#endif
 }
 // 2 * W neighbours, rounded, as W pairs.
 INLINE void store_neighbours(pair *p, vf first, vf second) {
@@ -44,7 +40,16 @@ INLINE void store_neighbours(pair *p, vf first, vf second) {
 #endif
 }
 // Lane by lane, the first number from one vector and the second from the other.
-INLINE vu paired(vf first, vf second) { return rounded_halves(first) | rounded_halves(second) << 16; }
+INLINE vu paired(vf first, vf second) {
+#if defined(WINDLASS_BF16) && !defined(WINDLASS_PORTABLE)
+    typedef uint16_t halves __attribute__((vector_size(4 * W)));
+    constexpr halves TURNS = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+                              8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
+    return (vu)_mm512_permutexvar_epi16((__m512i)TURNS, (__m512i)_mm512_cvtne2ps_pbh((__m512)second, (__m512)first));
+#else
+    return rounded_halves(first) | rounded_halves(second) << 16;
+#endif
+}
 INLINE pair paired(float first, float second) {
     bf16 low, high;
     narrow(first, low), narrow(second, high);
