@@ -226,6 +226,10 @@ class Backend(ABC):
         """x times the factor of its row, in place. x: [T, N]. factors: [T] float32, contiguous."""
 
     @abstractmethod
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        """x times both factors of its column, in place. x: [T, N]. first, second: [N] float32, contiguous."""
+
+    @abstractmethod
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
 
@@ -315,8 +319,8 @@ class Backend(ABC):
     ) -> None:
         """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
 
-        q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
-        dtype. cos, sin: [T, d/2] float32, d <= D. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
+        q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
+        dtype. cos, sin: [T, d/2] float32, d <= D and Dq. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
         write nothing. int8 pages take what `reference.quantize` makes of the result.
         """
 
@@ -352,6 +356,11 @@ class Backend(ABC):
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
 
+    @property
+    def latent_expansion_cost(self) -> float | None:
+        """What a multiplication of `expand_latents` takes, in those of `paged_attention`; None: nothing is expanded."""
+        return None
+
     @abstractmethod
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         """Queries as they meet latent vectors: the plain dims of each head times what makes its keys of such a vector.
@@ -365,6 +374,14 @@ class Backend(ABC):
         """What heads saw, made of the latent vectors that attention weighed: up[h, N:] @ attended[:, h].
 
         attended: [T, H, C], any row and head strides. up: as above. value_dim: V. Returns [T, H * V] in attended's dtype.
+        """
+
+    @abstractmethod
+    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
+        """The keys and values that heads make of latent vectors, as pages of floats.
+
+        rows: [M, P, 1, R + C] float32, of M blocks, as `KVPages.keys_of` gives them. up: as above, of the heads that are asked
+        for. Returns float32 pages of M blocks: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
         """
 
     # Drawing

@@ -54,6 +54,7 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
+_EXPANSION_COST = 1.25  # see `Backend.latent_expansion_cost`
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
 
 
@@ -183,6 +184,13 @@ class CompiledBackend(Backend):
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
+    @property
+    def latent_expansion_cost(self) -> float | None:
+        return None if self.deterministic else _EXPANSION_COST
+
+    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
+        return self._torch.expand_latents(rows, up, rotary_dim, value_dim)
+
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim, library=self._library)
 
@@ -209,6 +217,9 @@ class CompiledBackend(Backend):
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
         elementwise.scale_rows(x, factors, library=self._library)
+
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        elementwise.scale_columns(x, first, second, library=self._library)
 
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return ops.clamped_glu(gate_up, alpha, limit, library=self._library)

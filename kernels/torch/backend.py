@@ -111,6 +111,14 @@ class TorchBackend(Backend):
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps)
 
+    @property
+    def latent_expansion_cost(self) -> float | None:
+        # On another device the host does not know how long sequences are.
+        return None if self.deterministic or self.device.type != "cpu" else 1.0
+
+    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
+        return latent.expand_latents(rows, up, rotary_dim, value_dim)
+
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim)
 
@@ -134,6 +142,9 @@ class TorchBackend(Backend):
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
         x.copy_(x.float() * factors[:, None])
+
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        x.copy_(x.float() * (first * second))
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
