@@ -55,7 +55,7 @@ which agree to 1e-5:
   after it.
 
 A piece of a prompt takes the form that multiplies less. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece
-on, whatever the context, and from 32 on in the first piece of a prompt
+on, whatever the context, and from 64 on in the first piece of a prompt
 ([measured](benchmarks-history.md#prompts-through-latent-attention)). How many tokens a piece has, [the step
 time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
 a GPU, and under `--deterministic`, where bits must not depend on how a prompt was cut.

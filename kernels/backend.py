@@ -72,6 +72,7 @@ class Backend(ABC):
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
         self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
+        self.latent_expansion_cost: float | None = None  # a product's, in products of attention; None: no expansion
 
     @abstractmethod
     def explain(self) -> str:
@@ -203,9 +204,7 @@ class Backend(ABC):
     @abstractmethod
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.
-
-        Returns [T, F].
-        """
+        Returns [T, F]."""
 
     @abstractmethod
     def activation(self, x: Tensor, activation: str) -> Tensor:
@@ -285,9 +284,7 @@ class Backend(ABC):
     @abstractmethod
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         """table[ids] in the compute dtype times the scale rounded to it. table: [N, D], ids: [T] int64.
-
-        Returns [T, D], memory of its own.
-        """
+        Returns [T, D], memory of its own."""
 
     @abstractmethod
     def log1p(self, counts: Tensor) -> Tensor:
@@ -356,11 +353,6 @@ class Backend(ABC):
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
 
-    @property
-    def latent_expansion_cost(self) -> float | None:
-        """What a multiplication of `expand_latents` takes, in those of `paged_attention`; None: nothing is expanded."""
-        return None
-
     @abstractmethod
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         """Queries as they meet latent vectors: the plain dims of each head times what makes its keys of such a vector.
@@ -374,14 +366,6 @@ class Backend(ABC):
         """What heads saw, made of the latent vectors that attention weighed: up[h, N:] @ attended[:, h].
 
         attended: [T, H, C], any row and head strides. up: as above. value_dim: V. Returns [T, H * V] in attended's dtype.
-        """
-
-    @abstractmethod
-    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
-        """The keys and values that heads make of latent vectors, as pages of floats.
-
-        rows: [M, P, 1, R + C] float32, of M blocks, as `KVPages.keys_of` gives them. up: as above, of the heads that are asked
-        for. Returns float32 pages of M blocks: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
         """
 
     # Drawing
@@ -411,6 +395,4 @@ class Backend(ABC):
     @abstractmethod
     def recorder(self, capacity: int) -> Recorder:
         """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
-
-        Raises ValueError with `recording_refusal`.
-        """
+        Raises ValueError with `recording_refusal`."""

@@ -54,7 +54,6 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 # quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
-_EXPANSION_COST = 1.25  # see `Backend.latent_expansion_cost`
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
 
 
@@ -71,6 +70,7 @@ class CompiledBackend(Backend):
         self._multiplies_bfloat16 = (
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
         )
+        self.latent_expansion_cost = None if options.deterministic else 1.25  # measured with AVX-512
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
         has_matrix_unit = self._library.linear_blocks_rounded is not None and not options.deterministic
         self._rounds_blocks = self._rounds_prompts and options.activations == "int8" and has_matrix_unit
@@ -183,13 +183,6 @@ class CompiledBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
-
-    @property
-    def latent_expansion_cost(self) -> float | None:
-        return None if self.deterministic else _EXPANSION_COST
-
-    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
-        return self._torch.expand_latents(rows, up, rotary_dim, value_dim)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim, library=self._library)

@@ -46,6 +46,10 @@ class TorchBackend(Backend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
+        if (
+            not options.deterministic and options.device.type == "cpu"
+        ):  # else the host does not know how long sequences are
+            self.latent_expansion_cost = 1.0
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
@@ -110,14 +114,6 @@ class TorchBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps)
-
-    @property
-    def latent_expansion_cost(self) -> float | None:
-        # On another device the host does not know how long sequences are.
-        return None if self.deterministic or self.device.type != "cpu" else 1.0
-
-    def expand_latents(self, rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
-        return latent.expand_latents(rows, up, rotary_dim, value_dim)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim)

@@ -8,8 +8,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.layouts.pages import KVPages
-
 
 def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
     """See `Backend.rms_norm_in_place`."""
@@ -25,22 +23,6 @@ def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
 def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
     """See `Backend.latent_values`."""
     return _by_head(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
-
-
-def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
-    """See `Backend.expand_latents`."""
-    blocks, size, heads, plain = *rows.shape[:2], up.shape[0], up.shape[1] - value_dim
-    flat, wide = rows.view(blocks * size, -1), up.to(rows.dtype)
-    keys = rows.new_empty(blocks * size, heads, rotary_dim + plain)
-    values = rows.new_empty(blocks * size, heads, value_dim)
-    keys[:, :, :rotary_dim] = flat[:, None, :rotary_dim]
-    latents = flat[:, rotary_dim:]  # [S, C]
-    for head, own in enumerate(
-        wide
-    ):  # a product writes where its result belongs, which one product of all heads could not
-        torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
-        torch.mm(latents, own[plain:].t(), out=values[:, head])
-    return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
 
 
 def _keys_of(up: Tensor, q: Tensor, rotary_dim: int) -> Tensor:

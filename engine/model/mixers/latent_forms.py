@@ -19,7 +19,7 @@ from torch import Tensor
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KVPages
 
-_FEWEST_EXPANDED = 32  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
+_FEWEST_EXPANDED = 64  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
 _MOST_EXPANDED = 1 << 16  # cached rows, whose float32 copy and one head's keys and values are some 200 MB
 _EXPANDED_BYTES = 16 << 20  # of keys and values that are there at a time, if one head's are not more
 
@@ -120,9 +120,29 @@ class LatentForms:
         parts = []
         for head in range(0, spec.num_heads, step):
             own = self._up[head : head + step]
-            expanded = backend.expand_latents(rows, own, spec.rotary_dim, spec.value_dim)
+            expanded = expand_latents(rows, own, spec.rotary_dim, spec.value_dim)
             parts.append(backend.paged_attention(q[:, head : head + step], expanded, call))
         return torch.cat(parts, dim=1).flatten(1)
+
+
+def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
+    """The keys and values that heads make of latent vectors, as pages of floats.
+
+    rows: [M, P, 1, R + C] float32, of M blocks. up: [H, N + V, C], of the heads that are asked for. Returns float32 pages of M
+    blocks: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
+    """
+    blocks, size, heads, plain = *rows.shape[:2], up.shape[0], up.shape[1] - value_dim
+    flat, wide = rows.view(blocks * size, -1), up.to(rows.dtype)
+    keys = rows.new_empty(blocks * size, heads, rotary_dim + plain)
+    values = rows.new_empty(blocks * size, heads, value_dim)
+    keys[:, :, :rotary_dim] = flat[:, None, :rotary_dim]
+    latents = flat[:, rotary_dim:]  # [S, C]
+    for head, own in enumerate(
+        wide
+    ):  # a product writes where its result belongs, which one product of all heads could not
+        torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
+        torch.mm(latents, own[plain:].t(), out=values[:, head])
+    return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
 
 
 def _seen(call: AttentionCall) -> list[tuple[int, int]]:
