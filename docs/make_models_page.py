@@ -58,7 +58,8 @@ A piece of a prompt takes the form that multiplies less. In DeepSeek's sizes the
 on, whatever the context, and from 64 on in the first piece of a prompt
 ([measured](benchmarks-history.md#prompts-through-latent-attention)). How many tokens a piece has, [the step
 time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
-a GPU, and under `--deterministic`, where bits must not depend on how a prompt was cut.
+a GPU, over rows of 16 bits where the processor has a matrix unit (AMX), and under `--deterministic`, where bits must not depend
+on how a prompt was cut.
 
 `--kv-cache-dtype int8` is refused: 8-bit pages have one scale for a token's row, whose two parts differ in size. `bfloat16` and
 `float16` work.

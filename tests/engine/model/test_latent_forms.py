@@ -234,6 +234,14 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
     assert not expansions
 
 
+@pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
+def test_nothing_is_expanded_where_a_matrix_unit_reads_wide_rows() -> None:
+    device, has_one = torch.device("cpu"), library.load().linear_blocks_rounded is not None
+    assert CompiledBackend(BackendOptions(device)).latent_expansion_cost is not None
+    assert (CompiledBackend(BackendOptions(device, rounds_prompts=True)).latent_expansion_cost is None) is has_one
+    assert CompiledBackend(BackendOptions(device, deterministic=True)).latent_expansion_cost is None
+
+
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("deepseek_v3", "minicpm3")}
