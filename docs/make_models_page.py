@@ -43,6 +43,27 @@ The same body may come with another ending in `architectures`:
 * `…ForTokenClassification` tells [those of each token](embeddings.md#classes-of-tokens).
 * `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 
+## Latent attention
+
+DeepSeek V2 and V3, GLM 4.7 Flash, MiniCPM3 and Youtu-LLM (MLA) cache one row of each token. It holds a compressed vector, which
+the keys and values of all heads are made of, and a rotated part, which all heads share. Attention over such rows has two forms,
+which agree to 1e-5:
+
+* *absorbed*: a query is multiplied by what would make the keys, and what it brings back by what would make the values.
+  Nothing is made of the cache, but rows are wide: 576 numbers in DeepSeek, where a head has keys of 192 and values of 128;
+* *expanded*: for a piece of a prompt, keys and values of a few heads at a time are made of the cached rows, and forgotten
+  after it.
+
+A piece of a prompt takes the form that multiplies less. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece
+on, whatever the context, and from 64 on in the first piece of a prompt
+([measured](benchmarks-history.md#prompts-through-latent-attention)). How many tokens a piece has, [the step
+time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
+a GPU, over rows of 16 bits where the processor has a matrix unit (AMX), and under `--deterministic`, where bits must not depend
+on how a prompt was cut.
+
+`--kv-cache-dtype int8` is refused: 8-bit pages have one scale for a token's row, whose two parts differ in size. `bfloat16` and
+`float16` work.
+
 ## Encoders
 
 Each token of an encoder sees those after it too. Such a model generates nothing. It makes

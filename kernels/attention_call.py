@@ -129,13 +129,21 @@ class AttentionCall:
         That call takes these rows of q (see `queries`), or the whole q where there are ranges.
         """
         sequences = (self.query_start.diff() == 1).nonzero().squeeze(1)
-        if not sequences.numel():
-            return None
-        rows = self.query_start[sequences]
+        return self.some_sequences(sequences) if sequences.numel() else None
+
+    def some_sequences(self, sequences: Tensor) -> tuple[Tensor, AttentionCall]:
+        """The tokens [N] of some of the sequences, and the call for them alone. sequences: int64 [M], rising.
+
+        That call takes these rows of q (see `queries`), or the whole q where there are ranges.
+        """
+        counts = self.query_start.diff()[sequences]
+        start = torch.cat((counts.new_zeros(1), counts.cumsum(0)))
+        rows = torch.repeat_interleave(self.query_start[sequences] - start[:-1], counts)
+        rows = rows + torch.arange(rows.shape[0], device=rows.device)
         call = replace(
             self,
             block_tables=self.block_tables[sequences],
-            query_start=torch.arange(sequences.shape[0] + 1, device=rows.device),
+            query_start=start,
             seq_lens=self.seq_lens[sequences],
             score_scale=self.score_scale[rows],
             range_ends=None if self.range_ends is None else self.range_ends[sequences],

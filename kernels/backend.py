@@ -72,6 +72,7 @@ class Backend(ABC):
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
         self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
+        self.latent_expansion_cost: float | None = None  # a product's, in products of attention; None: no expansion
 
     @abstractmethod
     def explain(self) -> str:
@@ -203,9 +204,7 @@ class Backend(ABC):
     @abstractmethod
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.
-
-        Returns [T, F].
-        """
+        Returns [T, F]."""
 
     @abstractmethod
     def activation(self, x: Tensor, activation: str) -> Tensor:
@@ -224,6 +223,10 @@ class Backend(ABC):
     @abstractmethod
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
         """x times the factor of its row, in place. x: [T, N]. factors: [T] float32, contiguous."""
+
+    @abstractmethod
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        """x times both factors of its column, in place. x: [T, N]. first, second: [N] float32, contiguous."""
 
     @abstractmethod
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
@@ -281,9 +284,7 @@ class Backend(ABC):
     @abstractmethod
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         """table[ids] in the compute dtype times the scale rounded to it. table: [N, D], ids: [T] int64.
-
-        Returns [T, D], memory of its own.
-        """
+        Returns [T, D], memory of its own."""
 
     @abstractmethod
     def log1p(self, counts: Tensor) -> Tensor:
@@ -315,8 +316,8 @@ class Backend(ABC):
     ) -> None:
         """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
 
-        q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
-        dtype. cos, sin: [T, d/2] float32, d <= D. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
+        q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
+        dtype. cos, sin: [T, d/2] float32, d <= D and Dq. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
         write nothing. int8 pages take what `reference.quantize` makes of the result.
         """
 
@@ -394,6 +395,4 @@ class Backend(ABC):
     @abstractmethod
     def recorder(self, capacity: int) -> Recorder:
         """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
-
-        Raises ValueError with `recording_refusal`.
-        """
+        Raises ValueError with `recording_refusal`."""

@@ -80,3 +80,16 @@ def scale_rows(x: Tensor, factors: Tensor, *, library: Library | None = None) ->
         vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
     )
     (library or load()).scale_rows(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], factors.data_ptr(), *x.shape)
+
+
+def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library | None = None) -> None:
+    """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
+    _check_rows(x, "scale_columns")
+    for factors in (first, second):
+        check(
+            vector_ok(factors, torch.float32, x.shape[1]),
+            f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
+        )
+    (library or load()).scale_columns(
+        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], first.data_ptr(), second.data_ptr(), *x.shape
+    )

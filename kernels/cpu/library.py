@@ -142,6 +142,7 @@ SIGNATURES: dict[str, list[type]] = {
     "xielu": [*_TENSOR2, _POINTER, _POINTER, _POINTER, _POINTER, _POINTER, _LONG, _LONG],  # its four numbers, out
     "clip": [*_TENSOR2, _FLOAT, _LONG, _LONG],
     "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
+    "scale_columns": [*_TENSOR2, _POINTER, _POINTER, _LONG, _LONG],
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
@@ -227,6 +228,7 @@ class Library:
     xielu: Function
     clip: Function
     scale_rows: Function
+    scale_columns: Function
     sum_over_ranks: Function
     gather_columns: Function
     repeat_calls: Function

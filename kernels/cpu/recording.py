@@ -64,6 +64,7 @@ _REPEATABLE = (
     "gather_columns",
     "linear_blocks_rounded",
     "linear_panels_rounded",
+    "scale_columns",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

@@ -39,7 +39,7 @@ def rotate_refusal(
             return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
     fits = sizes.holds_keys(k.shape[1], k.shape[2], key_scales is not None)
-    if not fits or v.shape[1:] != (sizes.kv_heads, sizes.value_dim) or q.shape[2] != k.shape[2]:
+    if not fits or v.shape[1:] != (sizes.kv_heads, sizes.value_dim):
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
     return None
 
@@ -77,9 +77,9 @@ def rotate_and_append(
 ) -> None:
     """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
 
-    q: [T, Hq, D], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
+    q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
     a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
-    d <= D. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
+    d <= D and Dq. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
     dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
     float32 (see `reference.quantize`).
     slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
@@ -87,9 +87,9 @@ def rotate_and_append(
     """
     reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
     check(reason is None, f"rotate_and_append: {reason}")
-    tokens, q_heads, dim = q.shape
-    half = cos.shape[-1]
-    check(2 * half <= dim, f"rotate_and_append: {2 * half} rotary dims in heads of {dim}")
+    tokens, q_heads, dim, half = *q.shape[:2], k.shape[2], cos.shape[-1]
+    narrowest = min(q.shape[2], dim)
+    check(2 * half <= narrowest, f"rotate_and_append: {2 * half} rotary dims in heads of {narrowest}")
     check(
         table_ok(cos, (tokens, half)) and table_ok(sin, (tokens, half)),
         f"rotate_and_append: cos and sin must be float32 [{tokens}, d/2] with adjacent elements",

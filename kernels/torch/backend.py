@@ -46,6 +46,10 @@ class TorchBackend(Backend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
+        if (
+            not options.deterministic and options.device.type == "cpu"
+        ):  # else the host does not know how long sequences are
+            self.latent_expansion_cost = 1.0
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
@@ -134,6 +138,9 @@ class TorchBackend(Backend):
 
     def scale_rows(self, x: Tensor, factors: Tensor) -> None:
         x.copy_(x.float() * factors[:, None])
+
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        x.copy_(x.float() * (first * second))
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)

@@ -260,8 +260,8 @@ def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
     """LoadError where keys and values cannot be cached in this type."""
     if cached == "int8" and not all(group.cached_value_dim for group in spec.kv_groups):
         raise LoadError(
-            "`cache.dtype=int8` is not for models with latent attention, whose cache holds compressed keys and values already: "
-            "use `cache.dtype=bfloat16` or leave it out"
+            "`cache.dtype=int8` is not for models with latent attention: its pages have one scale for a token's row, which here "
+            "holds a compressed vector and a rotated part of another size: use `cache.dtype=bfloat16` or leave it out"
         )
 
 

@@ -243,7 +243,7 @@ class Attention:
         if after and w.q_norm is not None and w.k_norm is not None:
             if inputs.anchors is not None and inputs.every_query is not None and group is not None:
                 q = backend.turn_queries(q, inputs.every_query, *inputs.anchors[group])[q.shape[0] :]
-            q.mul_(w.q_norm * w.k_norm)
+            backend.scale_columns(q.view(-1, dim), w.q_norm, w.k_norm)
         if inputs.sources is not None and group is not None:
             q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
         call = inputs.calls[self._kind]

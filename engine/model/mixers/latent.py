@@ -1,10 +1,7 @@
 """Multi-head latent attention: what one layer does. Knows its spec, its weights and the backend, and nothing else.
 
 The cache holds of each token one row: the rotated part of the key, which all heads share, and behind it the latent vector
-that keys and values of every head are made of. They are never made: a query is multiplied by what would make the keys, and
-what it brings back by what would make the values (arXiv 2405.04434, section 2.1.2), in prompts too, so that the bits of a row
-do not depend on how its sequence was cut. So every head's query meets the one cached row, as in multi-query attention, and
-the row is the value as well.
+that keys and values of every head are made of (arXiv 2405.04434). Whether they are made, `latent_forms` knows.
 """
 
 from __future__ import annotations
@@ -17,6 +14,7 @@ from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.mixers.attention import AttentionInputs
+from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, Turns
 from windlass.engine.model.mixers.latent_spec import LATENT_NORM_EPS, LatentSpec
 from windlass.kernels import Backend, KVPages, Weight
 
@@ -47,7 +45,8 @@ class LatentAttention:
         self.spec = spec
         self.weights = LatentWeights(**weights)
         self._backend, self._kind = backend, kind
-        self._up = self.weights.kv_up.view(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim)
+        up = self.weights.kv_up.view(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim)
+        self._forms = LatentForms(spec, up, backend)
 
     def forward(
         self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None
@@ -61,16 +60,13 @@ class LatentAttention:
             narrow = self._project("q_down", x, w.q_down, w.q_down_bias, changes)
             narrow = backend.rms_norm(narrow, w.q_norm, LATENT_NORM_EPS)
         q = self._project("q", narrow, w.q, None, changes).view(x.shape[0], heads, -1)  # [T, H, R + N]
-        q = backend.latent_queries(q, self._up, rotated)  # [T, H, R + C]
         k = self._project("kv", x, w.kv, w.kv_bias, changes)  # [T, R + C]
         backend.rms_norm_in_place(k[:, rotated:], w.kv_norm, LATENT_NORM_EPS)
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *inputs.rotations[group], pages, inputs.slots[spec.kv_group])
         inputs.append_far_keys(spec, q[:, :0], k, k[:, :, :0], pages, backend)
-        if inputs.sources is not None:
-            q = backend.turn_queries(q, inputs.sources, *inputs.turns[group])
-        attended = backend.paged_attention(q, pages.with_keys_as_values, inputs.calls[self._kind])  # [T, H, R + C]
-        values = backend.latent_values(attended[:, :, rotated:], self._up, spec.value_dim)  # [T, H * V]
+        turns = None if inputs.sources is None else Turns(inputs.sources, *inputs.turns[group])
+        values = self._forms.attend(LatentQueries(q, turns), pages, inputs.calls[self._kind])  # [T, H * V]
         return self._project("out", values, w.out, w.out_bias, changes)
 
     def _project(

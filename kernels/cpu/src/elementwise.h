@@ -101,6 +101,21 @@ EXPORT int WINDLASS_NAME(scale_rows)(void *x, long row, int type, const float *f
     return each_number(x, row, type, x, row, rows, dim, [&](vf one, long r) { return one * factors[r]; });
 }
 
+// x[r, j] *= first[j] * second[j].
+EXPORT int WINDLASS_NAME(scale_columns)(void *x, long row, int type, const float *first, const float *second, long rows, long dim) {
+    with_type(type, [&](auto *element) {
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
+            auto *own = (decltype(element))x + r * row;
+            for (long j = 0; j < dim; j += W) {
+                const long n = min_of(W, dim - j);
+                if (n == W) store(own + j, load(own + j) * (load(first + j) * load(second + j)));
+                else store_some(own + j, load_some(own + j, n) * (load_some(first + j, n) * load_some(second + j, n)), n);
+            }
+        });
+    });
+    return 0;
+}
+
 // out = (x - mean(x)) / sqrt(variance(x) + eps) * weight + bias, contiguous. Rows of x stand in groups of `group`, x_row apart within
 // one, the groups x_group apart. bias: null where there is none.
 EXPORT int WINDLASS_NAME(layer_norm)(const void *x, long x_row, long group, long x_group, int type, const float *weight,

@@ -16,7 +16,9 @@ namespace latent {
 
 constexpr long TILE = 4;         // tokens
 constexpr long COLUMNS = 4;      // vectors of latent dims of a query, or rows of a value's matrix, taken together
-constexpr long UNIT_ROWS = 16;   // rows of a value's matrix that a thread takes at a time
+constexpr long UNIT_ROWS = 16;   // rows of a value's matrix that a thread takes at a time for a few tokens
+constexpr long PROMPT_ROWS = 128, PROMPT = 32;  // and for so many, whose rows would be read again for each of those
+constexpr long VALUE_ROWS = WINDLASS_REGISTERS >= 32 ? 4 : 2;  // of those, as many as share the loads of a tile of tokens
 
 struct Shape { long tokens, heads, rotary, plain, value_dim, dim; };  // dim: latent dims
 
@@ -41,22 +43,29 @@ INLINE void query_block(const TQ *q, long q_row, const TU *up, long plain, long 
         }
 }
 
-// out[t][v] = sum over c of up[v][c] * x[t][c] for `tile` tokens and `rows` rows.
+// out[t][v] = sum over c of up[v][c] * x[t][c] for `tile` tokens and `rows` rows. Every sum runs in one order, whatever the two.
+template <long tile, long rows, class TX, class TU, class TO>
+INLINE void value_tile(const TX *x, long x_row, const TU *up, long dim, TO *out, long out_row) {
+    vf sums[rows][tile] = {};
+    const auto add = [&](auto load_at) {
+        vf own[tile];
+        for (long t = 0; t < tile; t++) own[t] = load_at(x + t * x_row);
+        for (long v = 0; v < rows; v++) {
+            const vf row = load_at(up + v * dim);
+            for (long t = 0; t < tile; t++) sums[v][t] = add_product(sums[v][t], row, own[t]);
+        }
+    };
+    long c = 0;
+    for (; c + W <= dim; c += W) add([&](const auto *p) { return load(p + c); });
+    if (c < dim) add([&](const auto *p) { return load_some(p + c, dim - c); });
+    for (long v = 0; v < rows; v++)
+        for (long t = 0; t < tile; t++) narrow(sum(sums[v][t]), out[t * out_row + v]);
+}
 template <long tile, class TX, class TU, class TO>
 INLINE void value_block(const TX *x, long x_row, const TU *up, long rows, long dim, TO *out, long out_row) {
-    for (long v = 0; v < rows; v++, up += dim) {
-        vf sums[tile] = {};
-        long c = 0;
-        for (; c + W <= dim; c += W) {
-            const vf row = load(up + c);
-            for (long t = 0; t < tile; t++) sums[t] = add_product(sums[t], row, load(x + t * x_row + c));
-        }
-        if (c < dim) {
-            const vf row = load_some(up + c, dim - c);
-            for (long t = 0; t < tile; t++) sums[t] = add_product(sums[t], row, load_some(x + t * x_row + c, dim - c));
-        }
-        for (long t = 0; t < tile; t++) narrow(sum(sums[t]), out[t * out_row + v]);
-    }
+    long v = 0;
+    for (; v + VALUE_ROWS <= rows; v += VALUE_ROWS) value_tile<tile, VALUE_ROWS>(x, x_row, up + v * dim, dim, out + v, out_row);
+    for (; v < rows; v++) value_tile<tile, 1>(x, x_row, up + v * dim, dim, out + v, out_row);
 }
 
 // Calls f(Number of tokens, first token) for all tokens.
@@ -87,10 +96,11 @@ static void queries(const TQ *q, long q_row, long q_head, const TU *up, TQ *out,
 
 template <class TX, class TU>
 static void values(const TX *x, long x_row, long x_head, const TU *up, TX *out, const Shape &s) {
-    const long pieces = ceil_div(s.value_dim, UNIT_ROWS), matrix = (s.plain + s.value_dim) * s.dim;
+    const long unit_rows = s.tokens < PROMPT ? UNIT_ROWS : PROMPT_ROWS, pieces = ceil_div(s.value_dim, unit_rows);
+    const long matrix = (s.plain + s.value_dim) * s.dim;
     const long units = s.heads * pieces, out_row = s.heads * s.value_dim;
     for_units(units, threads_for(s.tokens * s.heads * s.value_dim * s.dim, units), [&](long unit) {
-        const long h = unit / pieces, first = unit % pieces * UNIT_ROWS, rows = min_of(UNIT_ROWS, s.value_dim - first);
+        const long h = unit / pieces, first = unit % pieces * unit_rows, rows = min_of(unit_rows, s.value_dim - first);
         const TU *own = up + h * matrix + (s.plain + first) * s.dim;
         in_tiles(s.tokens, [&](auto tile, long t) {
             value_block<decltype(tile)::value>(x + t * x_row + h * x_head, x_row, own, rows, s.dim,

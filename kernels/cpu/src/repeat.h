@@ -98,6 +98,7 @@ static int make_all(const void *calls, long count) {
             case 28: code = make(call, WINDLASS_NAME(gather_columns)); break;
             case 29: code = make(call, (BlocksRounded *)nullptr); break;
             case 30: code = make(call, (PanelsRounded *)nullptr); break;
+            case 31: code = make(call, WINDLASS_NAME(scale_columns)); break;
         }
         if (code) return code;
     }

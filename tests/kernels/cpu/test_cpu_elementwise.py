@@ -91,6 +91,9 @@ def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dty
         factors, clipped = torch.randn(rows), x.clone()
         elementwise.scale_rows(x, factors, library=form)
         assert_near(x, clipped.double() * factors.double()[:, None])
+        first, second, scaled = torch.randn(dim), torch.randn(dim), x.clone()
+        elementwise.scale_columns(x, first, second, library=form)
+        assert_near(x, scaled.double() * first.double() * second.double())
         assert torch.equal(whole[:, dim:], before[:, dim:])
     poisoned = torch.tensor([[torch.nan, torch.inf]])
     elementwise.clip(poisoned, 2.0, library=form)
@@ -114,6 +117,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         (lambda: elementwise.activate(x.double(), "silu", library=form), "float64"),
         (lambda: elementwise.clip(x.t(), 1.0, library=form), "adjacent"),
         (lambda: elementwise.scale_rows(x, torch.ones(4), library=form), r"\[3\]"),
+        (lambda: elementwise.scale_columns(x, torch.ones(8), torch.ones(7), library=form), r"\[8\]"),
         (lambda: elementwise.layer_norm(x, torch.ones(7), None, 1e-5, library=form), r"float32 \[8\]"),
         (lambda: elementwise.layer_norm(x, torch.ones(8), torch.ones(7), 1e-5, library=form), r"float32 \[8\]"),
         (lambda: elementwise.xielu(x, *[torch.ones(2)] * 4, library=form), r"float32 \[1\]"),

@@ -157,3 +157,14 @@ def test_parts_of_a_call() -> None:
     with pytest.raises(ValueError, match="token by token"):
         replace(next(plain.sequences(fewest=2))[2], causal=False).token_by_token()
     assert Case([(9, 3), (0, 8)]).operands()[2].single_tokens() is None
+
+
+@pytest.mark.parametrize("chosen", [[0], [2], [0, 3], [1, 2, 3], [0, 1, 2, 3]])
+def test_a_call_for_some_sequences_gives_their_rows(chosen: list[int]) -> None:
+    case = Case([(3, 2), (9, 1), (0, 5), (6, 3)], window=4)
+    q, pages, call = case.operands()
+    tokens, own = call.some_sequences(torch.tensor(chosen))
+    starts = [0, 2, 3, 8, 11]
+    assert tokens.tolist() == [t for b in chosen for t in range(starts[b], starts[b + 1])]
+    got = reference.paged_attention(q[tokens], pages, own)
+    assert (got - case.expected()[tokens]).abs().max() < 1e-5

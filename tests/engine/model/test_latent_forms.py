@@ -1,0 +1,297 @@
+"""The two forms of latent attention: equal to a float64 formula, for prompts, pieces of them, mixtures and moved keys."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run, specs_of
+from helpers.tiny_models import Reference, make_model
+
+from windlass.engine.api.request import ContextRule, EngineRequest
+from windlass.engine.model.mixers import latent_forms
+from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, Turns
+from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.kernels import AttentionCall, Backend, KVPages
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+
+SPEC = LatentSpec(num_heads=5, latent_dim=24, rotary_dim=8, plain_dim=12, value_dim=10, scale=20**-0.5)
+WIDE = LatentSpec(num_heads=3, latent_dim=512, rotary_dim=64, plain_dim=128, value_dim=128, scale=192**-0.5)
+BLOCKS, SIZE = 64, 16
+PROMPT = torch.randint(3, 128, (90,), generator=torch.Generator().manual_seed(0)).tolist()
+COMPILED = pytest.param(
+    CompiledBackend,
+    marks=pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels"),
+)
+Choice = Callable[[float | None], None]
+
+
+@pytest.fixture
+def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
+    """Has expanding cost what is given: 0 makes every prompt take that form, None none."""
+
+    def choose(cost: float | None) -> None:
+        for backend in (CompiledBackend, TorchBackend):
+            given = property(lambda self: cost, lambda self, _: None)  # whatever a backend sets
+            monkeypatch.setattr(backend, "latent_expansion_cost", given, raising=False)
+        monkeypatch.setattr(latent_forms, "_FEWEST_EXPANDED", 2)
+
+    return choose
+
+
+@pytest.fixture
+def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Of every expansion of some heads since, how many rows it took."""
+    found: list[int] = []
+    original = latent_forms.expand_latents
+
+    def noted(rows: torch.Tensor, *rest: Any) -> KVPages:
+        found.append(rows.shape[0] * rows.shape[1])
+        return original(rows, *rest)
+
+    monkeypatch.setattr(latent_forms, "expand_latents", noted)
+    return found
+
+
+def bound(backend: type[Backend]) -> Backend:
+    return backend(BackendOptions(torch.device("cpu")))  # type: ignore[call-arg]
+
+
+def operands(spec: LatentSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, KVPages]:
+    """The heads' matrices, and pages full of latent rows."""
+    up = torch.randn(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim) / spec.latent_dim**0.5
+    return up, KVPages(
+        torch.randn(BLOCKS, SIZE, 1, spec.cached_dim).to(dtype), torch.empty(BLOCKS, SIZE, 1, 0, dtype=dtype)
+    )
+
+
+def call_of(spec: LatentSpec, lengths: list[int], news: list[int], **options: Any) -> AttentionCall:
+    """Sequences whose blocks lie anywhere."""
+    columns = -(-max(lengths) // SIZE)
+    tables = torch.randperm(BLOCKS)[: columns * len(lengths) % (BLOCKS + 1)].int()
+    tables = tables.repeat(len(lengths))[: columns * len(lengths)].view(len(lengths), columns).contiguous()
+    start = torch.tensor([0, *news]).cumsum(0)
+    return AttentionCall(tables, start, torch.tensor(lengths), torch.rand(sum(news)) + 0.5, spec.scale, **options)
+
+
+def expected(
+    spec: LatentSpec, up: torch.Tensor, pages: KVPages, call: AttentionCall, versions: torch.Tensor
+) -> torch.Tensor:
+    """In float64, query by query. versions: [N, H, R + N], all rows that the call's ranges name."""
+    found = []
+    starts, wide = call.query_start.tolist(), up.double()
+    for b, length in enumerate(call.seq_lens.tolist()):
+        rows = pages.key[call.block_tables[b].clamp(min=0).long()].flatten(0, 2).double()[:length]  # [S, R + C]
+        made = torch.einsum("sc,hnc->shn", rows[:, spec.rotary_dim :], wide)
+        shared = rows[:, None, : spec.rotary_dim].expand(-1, spec.num_heads, -1)
+        keys, values = torch.cat((shared, made[..., : spec.plain_dim]), dim=-1), made[..., spec.plain_dim :]
+        count = starts[b + 1] - starts[b]
+        for i in range(count):
+            index, token = length - count + i, starts[b] + i
+            place = torch.arange(length)
+            seen, row_of = place <= index, torch.full((length,), token)
+            if call.window is not None:
+                seen &= index - place < call.window
+            if call.range_ends is not None and call.range_rows is not None and call.range_reaches is not None:
+                begin = 0
+                for end, row, reach in zip(
+                    call.range_ends[b].tolist(),
+                    call.range_rows[b].tolist(),
+                    call.range_reaches[b].tolist(),
+                    strict=True,
+                ):
+                    inside = (place >= begin) & (place < end)
+                    row_of[inside] = row + i
+                    seen &= ~inside | ((row >= 0) & (index - place < reach))
+                    begin = max(begin, end)
+            q = versions[row_of.clamp(min=0)].double()  # [S, H, R + N]
+            scores = (q * keys).sum(-1) * spec.scale * call.score_scale[token].double()
+            weights = scores.masked_fill(~seen[:, None], float("-inf")).softmax(0)
+            found.append((weights[..., None] * values).sum(0).flatten())
+    return torch.stack(found)
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["narrow", "deepseek"])
+@pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
+def test_whole_prompts_pieces_and_single_tokens(
+    backend: type[Backend],
+    dtype: torch.dtype,
+    spec: LatentSpec,
+    cost: float | None,
+    at_cost: Choice,
+    expansions: list[int],
+) -> None:
+    at_cost(cost)
+    up, pages = operands(spec, dtype)
+    call = call_of(spec, [70, 41, 300, 2, 129], [70, 1, 37, 2, 128])
+    q = torch.randn(call.num_tokens, spec.num_heads, spec.rotary_dim + spec.plain_dim)
+    got = LatentForms(spec, up, bound(backend)).attend(LatentQueries(q), pages, call)
+    assert (got - expected(spec, up, pages, call, q)).abs().max() < 1e-5
+    assert expansions == ([80, 304, 16, 144] if cost is not None else [])
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
+@pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
+def test_queries_that_do_not_see_early_keys(
+    backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
+) -> None:
+    """What lies before every window is neither expanded nor read: the table has no blocks there."""
+    at_cost(cost)
+    up, pages = operands(SPEC)
+    call = call_of(SPEC, [300, 100], [20, 20], window=33)
+    call.block_tables[0, :15] = call.block_tables[1, :3] = -1
+    q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
+    got = LatentForms(SPEC, up, bound(backend)).attend(LatentQueries(q), pages, call)
+    assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
+    assert expansions == ([64, 64] if cost is not None else [])
+
+
+@pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
+@pytest.mark.parametrize("cost", [0.0, 1.0, None], ids=["expanded", "mixed", "absorbed"])
+def test_moved_keys_meet_their_versions(
+    backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
+) -> None:
+    """Sequences with a turned first part, with a hole, with nothing of that, and one that decodes, in one call."""
+    at_cost(cost)
+    up, pages = operands(SPEC)
+    news, lengths = [1, 40, 33, 50], [200, 70, 90, 50]
+    total = sum(news)
+    sources = torch.cat(
+        (torch.arange(0, 41), torch.arange(41, 74))
+    )  # those of the first three sequences, in another order
+    sources = torch.cat((sources[41:], sources[:41]))
+    angle = torch.rand(total - 50, SPEC.rotary_dim // 2)
+    start = torch.tensor([0, *news]).cumsum(0)
+    far = 10**6
+    call = replace(
+        call_of(SPEC, lengths, news),
+        range_ends=torch.tensor([[32, 200, 200], [20, 70, 70], [16, 48, 90], [50, 50, 50]]),
+        range_rows=torch.tensor([[total + 33, 0, 0], [total + 34, 1, 1], [total, -1, 41], [74, 74, 74]]),
+        range_reaches=torch.tensor([[far, far, far], [far, 64, 64], [far, far, far], [far, far, far]]),
+    )
+    call.block_tables[2, 1:3] = -1
+    q = torch.randn(total, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
+    own, turns = bound(backend), Turns(sources, angle.cos(), angle.sin())
+    versions = own.turn_queries(q, *turns)
+    got = LatentForms(SPEC, up, own).attend(LatentQueries(q, turns), pages, call)
+    assert start.tolist() == call.query_start.tolist()
+    assert (got - expected(SPEC, up, pages, call, versions)).abs().max() < 1e-5
+    # Of the third sequence the hole's two blocks stay as they are.
+    assert expansions == {0.0: [80, 64, 64], 1.0: [80, 64, 64], None: []}[cost]
+
+
+def test_many_heads_go_a_few_at_a_time(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    at_cost(0.0)
+    monkeypatch.setattr(latent_forms, "_EXPANDED_BYTES", 2 * 4 * 64 * 30)
+    up, pages = operands(SPEC)
+    call = call_of(SPEC, [60], [60])
+    q = torch.randn(60, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
+    got = LatentForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
+    assert expansions == [64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("length", "news", "expands"),
+    [(512, 512, True), (64, 64, True), (16, 16, False), (900, 64, False), (900, 400, True), (900, 1, False)],
+)
+def test_the_form_that_multiplies_less_is_taken(length: int, news: int, expands: bool, expansions: list[int]) -> None:
+    up, pages = operands(WIDE)
+    call = call_of(WIDE, [length], [news])
+    q = torch.randn(news, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
+    LatentForms(WIDE, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    assert bool(expansions) is expands
+
+
+def test_what_would_take_too_much_memory_is_not_expanded(
+    at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    at_cost(0.0)
+    monkeypatch.setattr(latent_forms, "_MOST_EXPANDED", 60)
+    up, pages = operands(SPEC)
+    call = call_of(SPEC, [61, 60], [20, 20])
+    q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
+    got = LatentForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
+    assert expansions == [64]
+
+
+def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None:
+    up, pages = operands(SPEC)
+    call = call_of(SPEC, [40], [40])
+    q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
+    own = RowIndependentBackend(BackendOptions(torch.device("cpu"), deterministic=True))
+    LatentForms(SPEC, up, own).attend(LatentQueries(q), pages, call)
+    assert not expansions
+
+
+@pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
+def test_nothing_is_expanded_where_a_matrix_unit_reads_wide_rows() -> None:
+    device, has_one = torch.device("cpu"), library.load().linear_blocks_rounded is not None
+    assert CompiledBackend(BackendOptions(device)).latent_expansion_cost is not None
+    assert (CompiledBackend(BackendOptions(device, rounds_prompts=True)).latent_expansion_cost is None) is has_one
+    assert CompiledBackend(BackendOptions(device, deterministic=True)).latent_expansion_cost is None
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in ("deepseek_v3", "minicpm3")}
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
+@pytest.mark.parametrize("piece", [2048, 37, 7, 1], ids=["whole", "odd pieces", "small pieces", "token by token"])
+def test_a_prompt_cut_anyhow_is_what_transformers_has(
+    model: str, piece: int, models: dict[str, Path], at_cost: Choice, expansions: list[int]
+) -> None:
+    at_cost(0.0)
+    core = make_core(models[model], max_num_batched_tokens=piece, max_num_seqs=1)
+    request = greedy("a", PROMPT, 6)
+    got = run(core, [request])["a", 0]
+    right = Reference(models[model], specs_of(core, request), ["full_attention"]).logits([*PROMPT, *got.token_ids])
+    right = right[len(PROMPT) - 1 : -1]
+    assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
+    assert bool(expansions) is (piece > 1)
+
+
+def test_a_prefix_from_the_cache_is_expanded_too(
+    models: dict[str, Path], at_cost: Choice, expansions: list[int]
+) -> None:
+    at_cost(0.0)
+    core = make_core(models["deepseek_v3"])
+    run(core, [greedy("first", PROMPT[:64], 1)])
+    expansions.clear()
+    request = greedy("a", [*PROMPT[:64], *PROMPT[:20]], 6)
+    got = run(core, [request])["a", 0]
+    prompt = request.prompt_token_ids
+    right = Reference(models["deepseek_v3"], specs_of(core, request), ["full_attention"]).logits(
+        [*prompt, *got.token_ids]
+    )
+    right = right[len(prompt) - 1 : -1]
+    assert core.stats().prefix_cache_hits > 0 and set(expansions) == {96}  # 84 keys in whole blocks, 20 of them new
+    assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
+
+
+def test_a_text_that_lost_its_middle_goes_on_right(tmp_path: Path, at_cost: Choice, expansions: list[int]) -> None:
+    """Keys that moved are expanded as they lie, and met by turned queries: proposed tokens are short prompts there."""
+    at_cost(0.0)
+    model = make_model("deepseek_v3", tmp_path)
+    right = run(make_core(model, max_model_len=64), [shifting()])["a", 0]
+    expansions.clear()
+    core = make_core(model, max_model_len=64, speculative_ngram=4, speculative_ngram_min=1)
+    got = run(core, [shifting()], every_logit=False)["a", 0]
+    assert core.stats().spec_decode_num_draft_tokens > 0 and expansions
+    assert core.stats().dropped_tokens >= 32
+    assert got.token_ids == right.token_ids
+
+
+def shifting() -> EngineRequest:
+    return greedy("a", PROMPT[:8] * 5, 60, context=ContextRule(overflow="shift", keep_tokens=16))
