@@ -35,7 +35,7 @@ from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
 from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
 from windlass.engine.core.ranks.others import OtherRanks
-from windlass.engine.core.steps import Steps
+from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
@@ -158,7 +158,7 @@ class EngineCore:
             store=self._store,
         )
         self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
-        self._steps = Steps(self.scheduler, self.runner)
+        self._steps = EngineSteps(self.scheduler, self.runner)
         self.info = replace(
             describe(config, model, draft, plan, time.perf_counter() - started),
             weight_bytes=weight_bytes,

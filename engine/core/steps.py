@@ -17,7 +17,7 @@ from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
 
 
-class Steps:
+class EngineSteps:
     def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
         self._scheduler, self._runner = scheduler, runner
         self._forecast = StepForecast()
