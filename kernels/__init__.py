@@ -7,7 +7,16 @@ of requests or models.
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
 from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, reads_narrow_weights, sums_over_ranks
-from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
+from windlass.kernels.draws import (
+    Draw,
+    Drawer,
+    DrawStatus,
+    Filters,
+    LogitsChanges,
+    Penalties,
+    RowDraws,
+    filter_numbers,
+)
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import FORMS, BlockForm
@@ -18,7 +27,7 @@ from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, me
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
 from windlass.kernels.memory.weights import SharedWeights
-from windlass.kernels.recorder import Recorder, Recording
+from windlass.kernels.recorder import Graphs, Mark, Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
 
@@ -38,11 +47,13 @@ __all__ = [
     "Drawer",
     "ExpertWeights",
     "Filters",
+    "Graphs",
     "KVPages",
     "LogitsChanges",
     "LowRank",
     "LowRankPart",
     "LowRankTable",
+    "Mark",
     "PanelRows",
     "PanelWeight",
     "Penalties",
@@ -52,6 +63,7 @@ __all__ = [
     "Recording",
     "Routed",
     "Routing",
+    "RowDraws",
     "RowSlots",
     "RowsAhead",
     "RowsFiller",
@@ -62,6 +74,7 @@ __all__ = [
     "Weight",
     "bind",
     "device_refusal",
+    "filter_numbers",
     "is_out_of_memory",
     "memory_bytes",
     "multiplies_narrow_rows",

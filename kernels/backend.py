@@ -14,7 +14,7 @@ sequence was cut into chunks, or on where its blocks lie. Embedding, angles, rot
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
+from abc import abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeAlias
@@ -35,7 +35,7 @@ from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.memory.device import memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
-from windlass.kernels.recorder import Recorder
+from windlass.kernels.recorder import RepeatsSteps
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 
@@ -64,7 +64,7 @@ class BackendOptions:
     ranks: Ranks | None = field(default=None, compare=False)
 
 
-class Backend(ABC):
+class Backend(RepeatsSteps):
     """See the module. The weights it hands out are uninitialised, and live as long as somebody holds them."""
 
     def __init__(self, options: BackendOptions) -> None:
@@ -384,15 +384,3 @@ class Backend(ABC):
     @abstractmethod
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         """What rows of logits [R, V] float32 say of a token each. rows, targets: [N] int64, on the host. k: 0 .. V."""
-
-    # Recording and repeating
-
-    @property
-    @abstractmethod
-    def recording_refusal(self) -> str | None:
-        """Why nothing can be recorded here, or None where it can."""
-
-    @abstractmethod
-    def recorder(self, capacity: int) -> Recorder:
-        """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
-        Raises ValueError with `recording_refusal`."""

@@ -7,6 +7,7 @@ their ids at which the kept weight exceeds the uniform number's share.
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ from torch import Tensor
 
 # Below the smallest normal float32 a temperature would become 0; it means greedy long before that.
 MIN_TEMPERATURE = 1e-30
+_FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +73,34 @@ class LogitsChanges:
     decreased: Tensor
     decrease: Tensor  # float32
     mask: Tensor | None = None  # int32 [ceil(V / 32)], on the CPU
+
+
+class RowDraws(NamedTuple):
+    """Draws from rows 0 .. B - 1 of logits as they are, told in the memory of their device; [B] each.
+
+    temperature: float32, 0 takes the largest. magnitude: int32, see `filter_numbers`. top_k: int32, 0 keeps all. top_p, uniform:
+    float64.
+    """
+
+    temperature: Tensor
+    magnitude: Tensor
+    top_k: Tensor
+    top_p: Tensor
+    uniform: Tensor
+
+
+def filter_numbers(filters: Filters, vocab_size: int) -> tuple[float, int, int, float]:
+    """(temperature, magnitude, top_k, top_p) of `RowDraws`: filters by typical-p and exclusions have no such numbers.
+
+    magnitude: bits of a float32, those of the lowest scaled logit less its row's largest that min-p keeps, without the sign.
+    """
+    temperature = max(filters.temperature, MIN_TEMPERATURE) if filters.temperature > 0 else 0.0
+    lowest = _magnitude(math.log(filters.min_p)) if filters.min_p > 0 else _FINITE
+    return temperature, lowest, filters.top_k if 0 < filters.top_k < vocab_size else 0, filters.top_p
+
+
+def _magnitude(number: float) -> int:
+    return int(np.float32(number).view(np.int32)) & 0x7FFFFFFF
 
 
 class DrawStatus(IntEnum):

@@ -1,15 +1,17 @@
-"""Calls of a backend that are recorded once and made again: what a device has to offer for that."""
+"""Steps that are made again: calls of a backend recorded once, or captured by its device. What it has to offer for that."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.kernels.draws import RowDraws
 from windlass.kernels.step_rows import RowsAhead
 
 
@@ -48,3 +50,70 @@ class Recorder(ABC):
         Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was
         written to them until this recorder records something else, or one of its recordings is repeated.
         """
+
+
+class Mark(ABC):
+    """A place in the order of what a device was asked for."""
+
+    @abstractmethod
+    def wait(self) -> None:
+        """Until all that was asked for before this place is done. Raises what the device met until there."""
+
+
+class Graphs(ABC):
+    """Work of a device beside its host: captured once, asked for again and again, waited for at the end.
+
+    What is asked for is done in the order in which it was asked for, some time later; nothing here but `Mark.wait` lets the host
+    wait. One memory holds what all captured work makes: it stays until other captured work is done.
+    """
+
+    @abstractmethod
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        """Capture what work does on the device; the call returned does it again, on the same memory, for `ask`.
+
+        It is run once before, so it has to do no harm. What it reads of Python's is read now and never again. Raises RuntimeError
+        where it does what cannot be captured, as waiting for the device, and what torch raises where there is no memory.
+        """
+
+    @abstractmethod
+    def ask(self, work: Callable[[], None]) -> None:
+        """Have the device do this next: captured work, or torch operations that do not wait."""
+
+    @abstractmethod
+    def join(self) -> None:
+        """What torch is asked for from now on comes after all that was asked for here."""
+
+    @abstractmethod
+    def mark(self) -> Mark:
+        """Behind all that was asked for until now."""
+
+    @abstractmethod
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        """Zeros in the host's memory, which the device copies to and from while the host does something else."""
+
+
+class RepeatsSteps(ABC):
+    """What a backend offers to make steps again: recorded calls, or graphs, or neither."""
+
+    @property
+    @abstractmethod
+    def recording_refusal(self) -> str | None:
+        """Why nothing can be recorded here, or None where it can."""
+
+    @abstractmethod
+    def recorder(self, capacity: int) -> Recorder:
+        """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
+
+        Raises ValueError with `recording_refusal`.
+        """
+
+    def make_graphs(self) -> Graphs | None:
+        """What captures steps on a device that runs beside its host, with a memory of its own; None: nothing does."""
+        return None
+
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], without waiting for the device.
+
+        maxima: the rows' largest values, float32 [B]. A draw yields what a `Drawer` draws. Only where there are graphs.
+        """
+        raise NotImplementedError("draws are told by the host on this device")

@@ -36,6 +36,7 @@ class ComputeConfig:
     not at all, which is slow and there to compare with. deterministic: the bits of a row depend on nothing but its own
     sequence, at a price in speed. threads: torch intra-op threads, of each rank. cores: the only ones the engine may run on.
     tensor_parallel: ranks, processes that hold a part of every layer each and compute every step together.
+    cuda_graphs: whether decode steps are captured on a device that has graphs; elsewhere it has no effect.
     """
 
     device: str = "auto"
@@ -46,6 +47,7 @@ class ComputeConfig:
     threads: int | None = None
     cores: tuple[int, ...] | None = None
     tensor_parallel: int = 1
+    cuda_graphs: bool = True
 
     def __post_init__(self) -> None:
         _check_at_least_one("compute.threads", self.threads)

@@ -140,22 +140,24 @@ class BlockManager:
         if handle.far is not None:
             self.attach(handle.far, num_blocks)
 
-    def settle(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int) -> None:
+    def settle(
+        self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int, under_way: int = 0
+    ) -> None:
         """Book that the keys of the first `num_computed_tokens` tokens are written and final.
 
         Blocks that have become full are offered to the prefix cache. Those that no query still to come can see are
-        released, and so is room for proposed tokens that were rejected.
+        released, and so is room for proposed tokens that were rejected. under_way: tokens behind them that are being computed.
         """
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
         if self._window_groups:
             self._drop_outside_window(handle)
-        needed = -(-handle.num_slots // self.block_size)
+        needed = -(-(handle.num_slots + under_way) // self.block_size)
         for pool, table in zip(self.pools, handle.tables, strict=True):
             while len(table.blocks) > needed:
                 pool.release(table.pop())
         if handle.far is not None:
-            self.settle(handle.far, token_ids, num_computed_tokens)
+            self.settle(handle.far, token_ids, num_computed_tokens, under_way)
 
     # -- tables --------------------------------------------------------------------------------------------------
 

@@ -1,18 +1,26 @@
-"""How much of a GPU's memory is left for the pages of an engine: its share, less what is taken and what a step needs."""
+"""How much of a GPU's memory is left for the pages of an engine: its share, less what is taken and what steps need."""
 
 from __future__ import annotations
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.memory import DEVICE_SHARE, device_kv_budget, gib
 from windlass.engine.errors import LoadError
+from windlass.engine.execution.graph_room import bytes_of_graphs
 from windlass.engine.execution.largest_step import bytes_of_largest_step
 from windlass.engine.model.loading.chosen_device import is_out_of_memory
 from windlass.engine.model.loading.loader import LoadedModel
 from windlass.kernels import DeviceMemory
 
 
+def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
+    """Its rows, and the blocks of a sequence of that length: what captured steps have room for."""
+    scheduling = config.scheduling
+    return min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
+
+
 def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
-    """Bytes, found by running the largest step once. Raises LoadError where there is no memory for that, or none is left."""
+    """Bytes, found by running the largest step once, and capturing decode steps where that is done. Raises LoadError where
+    there is no memory for that, or none is left."""
     decoder, scheduling = model.decoder, config.scheduling
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
     lower = "`scheduling.max_num_batched_tokens` or `scheduling.max_num_seqs`"
@@ -30,6 +38,16 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
             for one in (model, draft)  # which compute one after the other
             if one is not None
         )
+        if config.compute.cuda_graphs:
+            most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
+            step += bytes_of_graphs(
+                decoder,
+                memory,
+                cache_dtype=model.cache_dtype,
+                block_size=config.cache.block_size,
+                most_rows=most_rows,
+                most_blocks=most_blocks,
+            )
     except Exception as error:
         if not is_out_of_memory(error):
             raise

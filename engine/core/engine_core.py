@@ -29,12 +29,13 @@ from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.core.description import describe
-from windlass.engine.core.forecast import Announce, StepForecast
+from windlass.engine.core.device_room import largest_decode_step
+from windlass.engine.core.forecast import Announce
 from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
 from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
 from windlass.engine.core.ranks.others import OtherRanks
-from windlass.engine.core.shortage import carry_out
+from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
@@ -63,6 +64,7 @@ _LAYOUT_VERSION = 1
 
 _PAUSE = 0.005  # seconds that an engine without other work waits for files at a time
 _FIND_SECONDS = 2.0  # that a start may wait to know what files hold; the weights of some gigabytes are hashed meanwhile
+_CAPTURE_SECONDS = 60.0  # in which decode steps are captured, the last one begun before they are over
 _CLOSE_SECONDS = 3.0  # for what shall outlive it; whoever closes it waits for five
 
 
@@ -125,6 +127,8 @@ class EngineCore:
             None if self._store is None else self._store.pages,
             None if others is None else others.tell,
         )
+        if config.compute.cuda_graphs:
+            self.runner.make_graphs(*largest_decode_step(config, plan.max_model_len))
         if others is not None:
             others.make_pages(plan, rows)
         layouts = [
@@ -134,8 +138,6 @@ class EngineCore:
         # A token that sees those behind it is another in every text: nothing of one text stands in another.
         shares = config.cache.prefix_caching and not spec.sees_whole_texts
         self.blocks = BlockManager(layouts, config.cache.block_size, shares)
-        self._forecast = StepForecast()
-        self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
         self._limits = ContextLimits(
             max_model_len=plan.max_model_len,
             block_size=config.cache.block_size,
@@ -155,6 +157,8 @@ class EngineCore:
             adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
             store=self._store,
         )
+        self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
+        self._steps = EngineSteps(self.scheduler, self.runner)
         self.info = replace(
             describe(config, model, draft, plan, time.perf_counter() - started),
             weight_bytes=weight_bytes,
@@ -169,7 +173,8 @@ class EngineCore:
     def warm_up(self, most_seconds: float = 0.5) -> None:
         """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`.
 
-        Where blocks are kept in files, the first request finds them.
+        Decode steps are captured, where the device has graphs: for that no time is set here. Where blocks are kept in files, the
+        first request finds them.
         """
         room = min(self.info.max_model_len, min(self.info.num_kv_blocks) * self.info.block_size)
         specs = self._planner.plan(1 if self._planner.auto else room, update="frozen").stage(1).specs
@@ -181,6 +186,8 @@ class EngineCore:
             room=room,
             most_seconds=most_seconds,
         )
+        if (graphs := self.runner.graphs) is not None:
+            graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
         if self._store is not None:
             self._store.wait_known(_FIND_SECONDS)
 
@@ -232,19 +239,7 @@ class EngineCore:
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
-        plan = self.scheduler.schedule()
-        if self.plan_watcher is not None:
-            self.plan_watcher(plan, self.scheduler.live_sequences)
-        self._forecast.announce(plan.num_tokens, announce)
-        started = time.perf_counter()
-        plan, results, failed = carry_out(plan, self.runner, self.scheduler)
-        seconds = time.perf_counter() - started
-        self._forecast.observe(plan.num_tokens, seconds)
-        self.scheduler.observe(plan, seconds)
-        for result in results:
-            if result.error is not None:
-                outputs += self.scheduler.fail_sequence(result.seq_id, result.error)
-        outputs += failed + self.scheduler.update(plan, results)
+        outputs += self._steps.step(announce, self.plan_watcher)
         self._forget_the_last()
         return outputs
 

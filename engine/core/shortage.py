@@ -12,27 +12,29 @@ from typing import NamedTuple
 
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import NO_MEMORY, DeviceMemoryError
+from windlass.engine.execution.device_passes import StartedStep
 from windlass.engine.execution.runner import Runner
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.kernels import is_out_of_memory
 
 _logger = logging.getLogger("windlass.engine")
 
 
-class CarriedOut(NamedTuple):
-    """plan: what was computed. failed: the outputs of requests that there was no memory for."""
+class Begun(NamedTuple):
+    """plan: what is computed. failed: the outputs of requests that there was no memory for."""
 
     plan: SchedulerOutput
-    results: list[StepResult]
+    step: StartedStep
     failed: list[RequestOutput]
 
 
-def carry_out(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> CarriedOut:
-    """Execute a plan, without its newest requests where the device has no memory for them. Raises what a step raises else."""
+def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
+    """Begin to execute a plan, without its newest requests where the device has no memory for them. Raises what a step raises
+    else."""
     failed: list[RequestOutput] = []
-    results = _attempt(runner, plan, first=True)
-    while results is None:
+    step = _attempt(runner, plan, first=True)
+    while step is None:
         # The error is gone by now, and with its traceback the tensors that the failed step held.
         failed += _fail_newest(plan, scheduler)
         live = {seq.seq_id for seq in scheduler.live_sequences()}
@@ -40,14 +42,16 @@ def carry_out(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Ca
         plan = replace(plan, sequences=left)
         if (memory := runner.decoder.backend.device_memory) is not None:
             memory.give_back()
-        results = _attempt(runner, plan, first=False) if left else []
-    return CarriedOut(plan, results, failed)
+        step = _attempt(runner, plan, first=False) if left else StartedStep([])
+    return Begun(plan, step, failed)
 
 
-def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> list[StepResult] | None:
-    """What the step gives, None where there was no memory for it."""
+def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> StartedStep | None:
+    """The step, None where there was no memory for it."""
     try:
-        return runner.execute(plan) if first else runner.repeat(plan)
+        if first and runner.graphs is not None:
+            return runner.start(plan)
+        return StartedStep(runner.execute(plan) if first else runner.repeat(plan))
     except Exception as error:
         if not is_out_of_memory(error) or not runner.can_repeat(plan):
             raise

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections import OrderedDict, abc
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -63,6 +63,17 @@ class _Memory:
             lasting=True,
         )
         self.adapter_slots = torch.full((rows,), -1)
+
+
+class PlainRows(NamedTuple):
+    """B rows, each a token that attends alone.
+
+    said: [4, B] int64, of each its token, its slot's number in its sequence, the position of that sequence's first slot, and its
+    rotary row. tables: int32 [K, B, blocks].
+    """
+
+    said: NDArray[np.int64]
+    tables: NDArray[np.int32]
 
 
 class BatchBuilder:
@@ -235,23 +246,48 @@ class BatchBuilder:
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
         found = torch.from_numpy(array)
-        return found if self._device.type == "cpu" else found.to(self._device)
+        if self._device.type == "cpu":
+            return found
+        # From pinned memory, which torch keeps until it was read, the host need not wait for the copy.
+        return found.pin_memory().to(self._device, non_blocking=True)
 
     def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""
-        said, last, live_sequences = [], 0, self._sequences.by_id
-        for item in items:
-            live, start = live_sequences[item.seq_id], item.start
-            position = live.layout.first_position
-            known = live.token_ids[start : start + item.num_tokens - len(item.draft)]
-            for i, token in enumerate((*known, *item.draft), start=start):
-                said.append((token, i, position, live.rotary_id, live.row))
-            last = max(last, start + item.num_tokens - 1)
-        blocks = last // self._block_size + 1
+        said, blocks = self._said_of(items)
         memory = self._memory_for(len(said), blocks)
         memory.rows.said.T[...] = said
         memory.fill(self._sequences.all_tables(blocks), blocks)
         return memory.batch
+
+    def _said_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
+        """Of each row what `StepRows.said` has, 0 for a token that nobody knows yet; and the blocks that hold all of them."""
+        said, last, live_sequences = [], 0, self._sequences.by_id
+        for item in items:
+            live, start = live_sequences[item.seq_id], item.start
+            position = live.layout.first_position
+            count = item.num_tokens - len(item.draft)
+            known = live.token_ids[start : start + count]
+            unknown = [0] * (count - len(known))
+            for i, token in enumerate((*known, *unknown, *item.draft), start=start):
+                said.append((token, i, position, live.rotary_id, live.row))
+            last = max(last, start + item.num_tokens - 1)
+        return said, last // self._block_size + 1
+
+    def plain_rows(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> PlainRows | None:
+        """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that,
+        ranges, distances of its own or an adapter."""
+        if not _is_row_by_row(items):
+            return None
+        live_sequences, distances = self._sequences.by_id, self._rotary.distances
+        for item in items:
+            live = live_sequences[item.seq_id]
+            if is_ranged(live) or live.adapter is not None or not distances[live.rotary_id].is_plain:
+                return None
+        said, blocks = self._said_of(items)
+        if passes > 1:
+            blocks = max(row[1] + passes - 1 for row in said) // self._block_size + 1
+        numbers = np.array(said, dtype=np.int64).T
+        return PlainRows(numbers[:4], self._sequences.tables(numbers[4].tolist(), blocks))
 
     def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
         """What the rows of a lasting batch of single tokens need to go on for so many passes in all.

@@ -16,6 +16,7 @@ from torch import Tensor
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.decode_graphs import DecodeGraphs
 from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.replay import DecodeReplay, StepTensors
 from windlass.engine.execution.sequences import LiveSequences
@@ -60,8 +61,29 @@ class RankRunner:
         self._persisted = persisted
         self._is_part = decoder.spec.vocabulary is not None
         self.replay = DecodeReplay(decoder, cache)
+        self.graphs: DecodeGraphs | None = None
+        self._block_size = block_size
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
         self.positions_computed = 0
+
+    def make_graphs(self, most_rows: int, most_blocks: int) -> None:
+        """Let decode steps be captured, where the device has graphs and the model draws tokens: see `DecodeGraphs.capture`."""
+        decoder = self.decoder
+        if self._is_part or not decoder.spec.generates:
+            return
+        graphs = decoder.backend.make_graphs()
+        if graphs is None:
+            return
+        self.graphs = DecodeGraphs(
+            decoder,
+            self.cache,
+            self.tables,
+            self.batches,
+            graphs,
+            most_rows=most_rows,
+            most_blocks=most_blocks,
+            block_size=self._block_size,
+        )
 
     @torch.inference_mode()
     def take_part(self, plan: SchedulerOutput) -> None:
@@ -107,6 +129,9 @@ class RankRunner:
 
     def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, StepTensors | None]:
         """Hidden states [T, hidden] of every row, and what else is known of every row already."""
+        if self.graphs is not None and (replayed := self.graphs.run(plan.sequences)) is not None:
+            self.positions_computed += replayed.hidden.shape[0]
+            return replayed.hidden, replayed
         batch = self.batches.build(plan.sequences)
         if self.decoder.spec.token_types > 1 and self.sequences.pooled:
             batch = replace(batch, token_types=self._token_types(plan))

@@ -19,6 +19,7 @@ from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import NO_MEMORY, DeviceMemoryError, EngineError
 from windlass.engine.execution.burst import Burst
+from windlass.engine.execution.device_passes import PassesOnDevice, StartedStep
 from windlass.engine.execution.drafter import Drafter, DraftModel
 from windlass.engine.execution.pooler import Pooler
 from windlass.engine.execution.rank_runner import RankRunner
@@ -74,17 +75,28 @@ class Runner(RankRunner):
         self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
         self._pooler = Pooler(decoder)
         self._tell = tell
+        self._passes = PassesOnDevice(self.sequences, vocab_size)
         self._followed: int | None = None  # the step whose computing has begun
 
-    @torch.inference_mode()
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
+        return self.start(plan).results()
+
+    @torch.inference_mode()
+    def start(self, plan: SchedulerOutput) -> StartedStep:
+        """The same; where a device can go on without its host, it is still at it. A plan that is `ahead` takes such a device."""
         self._followed = None
         if self._tell is not None and self.drafter is None:
             self._tell(TakePart(plan))
+        if self.graphs is not None and not plan.ahead:
+            self.graphs.join()
         self._follow(plan)
         self._followed = plan.step
-        return self._compute(plan)
+        under_way = None if self.graphs is None or self.drafter is not None else self._passes.start(plan, self.graphs)
+        if under_way is None:
+            return StartedStep(self._compute(plan))
+        self.positions_computed += plan.num_tokens
+        return under_way
 
     def can_repeat(self, plan: SchedulerOutput) -> bool:
         """Whether a failed `execute` of this plan had done all that is done once, and other ranks are not in the middle of it."""

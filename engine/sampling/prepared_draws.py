@@ -11,12 +11,19 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
+from windlass.engine.api.request import SamplingParams
 from windlass.engine.sampling.grammar.mask import Mask
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import exclusion_chance, uniform
 from windlass.kernels import Backend, Draw, Filters
+
+
+def filters_of(sampling: SamplingParams, vocab_size: int) -> Filters:
+    """How its rows are narrowed, exclusions of top choices aside, which change from draw to draw."""
+    s = sampling
+    return Filters(s.temperature, s.min_p, s.top_k if s.top_k < vocab_size else 0, s.top_p, s.typical_p)
 
 
 @dataclass(slots=True)
@@ -89,6 +96,5 @@ class PreparedDraws:
 
     def _prepare(self, slot: SampleSlot) -> _Prepared:
         s = slot.sampling
-        filters = Filters(s.temperature, s.min_p, s.top_k if s.top_k < self._vocab_size else 0, s.top_p, s.typical_p)
-        draw = self._drawer.new(filters, penalties_of(s))
+        draw = self._drawer.new(filters_of(s, self._vocab_size), penalties_of(s))
         return _Prepared(slot, draw, LogitsProcessor(slot, self._device) if changes_logits(s) else None)

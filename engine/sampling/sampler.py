@@ -20,6 +20,7 @@ from windlass.engine.sampling.logprobs import token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
 from windlass.engine.sampling.prepared_draws import PreparedDraws
 from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.scheduling.plan import StepResult
 from windlass.kernels import Backend, DrawStatus
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
@@ -51,6 +52,22 @@ def takes_largest(slot: SampleSlot) -> bool:
     if sampling.temperature > 0 or len(slot.token_ids) - slot.num_prompt_tokens < sampling.min_tokens:
         return False
     return not changes_logits(sampling)
+
+
+def draws_alone(slot: SampleSlot) -> bool:
+    """Whether its draws follow from its logits and `Filters` alone, from the next one on, by numbers that are known before."""
+    sampling = slot.sampling
+    if len(slot.token_ids) - slot.num_prompt_tokens < sampling.min_tokens or sampling.logprobs is not None:
+        return False
+    return sampling.typical_p >= 1 and sampling.xtc_probability <= 0 and not changes_logits(sampling)
+
+
+def result_of(seq_id: int, tokens: Sequence[int], statuses: Sequence[int]) -> StepResult:
+    """What a sequence's passes drew, as far as they count. statuses: a `DrawStatus` of each."""
+    count = next((i for i, status in enumerate(statuses) if status != DrawStatus.OK), len(tokens))
+    if count == 0:
+        return StepResult(seq_id, error=_failure(_ERRORS.get(statuses[0])))
+    return StepResult(seq_id, tuple(tokens[:count]))  # what fails after drawn tokens fails again when those are out
 
 
 def _failure(message: str | None) -> EngineError:

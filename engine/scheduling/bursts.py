@@ -9,11 +9,13 @@ Responsible for how many passes a step has, within a length of time. It knows no
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.plan import SchedulerOutput
-from windlass.engine.scheduling.plan_writer import PlannedStep
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
 
-_MOST_PASSES = 8  # what arrives meanwhile waits for the end
+MOST_PASSES = 8  # what arrives meanwhile waits for the end
 _SHARE = 0.25  # of the last step in what is known of a pass
 
 
@@ -28,8 +30,7 @@ class Bursts:
         """Let a planned step go on for more passes, where it holds running streams and nothing else, from free blocks."""
         if self._seconds <= 0 or not step.chunks or step.moves_pages:
             return
-        known = self._pass_seconds.get(len(step.chunks).bit_length())
-        passes = 1 if known is None else min(_MOST_PASSES, int(self._seconds / known))
+        passes = self._most_passes(len(step.chunks), self._seconds)
         for chunk in step.chunks:
             if passes < 2:
                 return
@@ -38,6 +39,25 @@ class Bursts:
             passes = min(passes, self._blocks.capacity(chunk.seq.cache, passes))
             step.copies += self._blocks.allocate(chunk.seq.cache, passes)
         step.passes = passes
+
+    def extend_ahead(self, chunks: Sequence[PlannedChunk], ahead: int) -> int:
+        """How many passes streams may have behind `ahead` others that are not over: their blocks are taken then. 0: none.
+
+        What arrives waits for both, so each has half the time.
+        """
+        passes = max(1, self._most_passes(len(chunks), self._seconds / 2))
+        for chunk in chunks:
+            passes = min(passes, 1 + chunk.seq.num_tokens_ahead - ahead)
+        for chunk in chunks:
+            passes = min(passes, self._blocks.capacity(chunk.seq.cache, ahead + passes) - ahead)
+            if passes < 1:
+                return 0
+            self._blocks.allocate(chunk.seq.cache, ahead + passes)
+        return passes
+
+    def _most_passes(self, rows: int, seconds: float) -> int:
+        known = self._pass_seconds.get(rows.bit_length())
+        return 1 if known is None else min(MOST_PASSES, int(seconds / known))
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn from a finished step of running streams alone how long a pass takes."""

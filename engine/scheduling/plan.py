@@ -116,6 +116,8 @@ class SchedulerOutput:
     `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
     before it drew. `sequences` describes the first; the tables have room for all.
+    ahead: 0, or how many passes of the plan before this one were not known to be over when it was made. Then every sequence is a
+    stream of that plan, and goes on `ahead` tokens behind the last one that is known.
     """
 
     step: int
@@ -132,6 +134,7 @@ class SchedulerOutput:
     rerotations: tuple[KeyRerotation, ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
     passes: int = 1
+    ahead: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -63,6 +63,7 @@ class PlannedStep:
     rerotations: list[KeyRerotation] = field(default_factory=list)
     chunks: list[PlannedChunk] = field(default_factory=list)
     passes: int = 1
+    ahead: int = 0
 
     @property
     def moves_pages(self) -> bool:
@@ -181,6 +182,7 @@ class PlanWriter:
             rerotations=tuple(step.rerotations),
             sequences=tuple(sequences),
             passes=step.passes,
+            ahead=step.ahead,
         )
 
     def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:

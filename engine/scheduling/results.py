@@ -55,7 +55,7 @@ class ResultIntake:
                 self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
                 continue
-            if output.passes > 1:
+            if output.passes > 1 or output.ahead:
                 outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
                 continue
             self._settle(seq, item.start + item.num_tokens)
@@ -79,7 +79,7 @@ class ResultIntake:
     def _settle(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Book that the keys of so many tokens are final."""
         seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
-        self._blocks.settle(seq.cache, seq.token_ids, num_computed_tokens)
+        self._blocks.settle(seq.cache, seq.token_ids, num_computed_tokens, seq.num_planned_ahead)
         self._reuse.take_up(seq)
 
     def _take_tokens(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:

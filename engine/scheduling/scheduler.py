@@ -51,6 +51,7 @@ from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
 from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
+from windlass.engine.scheduling.steps_ahead import StepsAhead
 from windlass.engine.scheduling.turns import CallerTurns
 
 if TYPE_CHECKING:
@@ -63,6 +64,8 @@ def _by_id(adapter_id: int) -> bytes:
 
 class Scheduler:
     """Plans steps for requests; `schedule` and `update` alternate, and `add`, `abort`, `expire` may come in between.
+
+    ahead: plans steps behind those that are not taken in yet.
 
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
@@ -114,6 +117,9 @@ class Scheduler:
         # Proposals are the other way to several tokens a step, and are counted by the tokens between them.
         speculates = config.speculation.num_tokens > 0 or config.speculation.model is not None
         self._bursts = Bursts(0.0 if speculates else config.burst_seconds, blocks)
+        self.ahead = StepsAhead(
+            self._requests, self._places, self._bursts, self._writer, self.counters, proposes=speculates
+        )
         self._intake = ResultIntake(
             self._requests,
             self._places,
@@ -350,7 +356,7 @@ class Scheduler:
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Tell how long a step took, before `update`; the next prefill chunks are sized by it, and the next burst."""
         self._bursts.observe(output, seconds)
-        if output.passes > 1:
+        if output.passes > 1 or output.ahead:
             return
         decodes = sum(1 for item in output.sequences if item.start + 1 == item.num_known_tokens)
         if output.rerotations:  # these take time that no token is to blame for

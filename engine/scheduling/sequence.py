@@ -49,6 +49,8 @@ class Sequence:
     prompt_logprobs: those known so far, None if not asked for or handed out already.
     rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
     drafting: what speculation remembers of it, None before its first proposal.
+    num_planned_ahead: tokens of steps that were planned before the results of those in front of them were known, and are not
+    taken in yet.
     last_step: the step that last scheduled it.
     *_time: seconds on the scheduler's clock.
     """
@@ -81,6 +83,7 @@ class Sequence:
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     rerotations: list[KeyRerotation] = field(default_factory=list)
     drafting: Drafting | None = None
+    num_planned_ahead: int = 0
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
@@ -126,10 +129,15 @@ class Sequence:
         depend on the length, all must be computed under those of the moment, and no block is dropped for them.
         """
         length = self.num_tokens
-        left = self.request.sampling.max_tokens - self.num_output_tokens
-        room = min(left, self.held.longest - length, self.held.room(self.cache)) - 1
+        room = min(self.num_tokens_left, self.held.room(self.cache)) - 1
         last = self.stage.last_length
         return room if last is None else min(room, last - length)
+
+    @property
+    def num_tokens_left(self) -> int:
+        """Tokens that it may draw yet."""
+        left = self.request.sampling.max_tokens - self.num_output_tokens
+        return min(left, self.held.longest - self.num_tokens)
 
     @property
     def num_shareable_tokens(self) -> int:

@@ -167,7 +167,7 @@ class TorchBackend(Backend):
         rows = table.index_select(0, ids) if isinstance(table, Tensor) else table.dequantize(ids)
         rows = rows.to(self.dtype)
         # The scale is rounded to the compute dtype first, as the reference implementation does.
-        return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype, device=rows.device)
+        return rows if scale == 1 else rows * reference.rounded(scale, self.dtype)
 
     def log1p(self, counts: Tensor) -> Tensor:
         return counts.float().log1p()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor
@@ -123,6 +125,12 @@ def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < q.shape[0]:
         raise IndexError(f"turn_queries: a row is none of {q.shape[0]}")
     return torch.cat((q, rotate_half_split(q[rows], cos, sin).to(q.dtype)))
+
+
+@functools.cache
+def rounded(factor: float, dtype: torch.dtype) -> float:
+    """A factor as it is in a compute dtype. Known once it was asked for: a step that is captured reads no tensor's number."""
+    return float(torch.tensor(factor, dtype=dtype))
 
 
 def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,8 +1,9 @@
 """Paged attention: which programs a call takes, and in what sizes. Nothing here waits for the device.
 
-A sequence's single new token is attended in splits over the context, which another program merges; longer runs go in tiles of
-tokens, unsplit. Under `deterministic` every token is a single one and splits have one size, so its bits follow from its own
-sequence and no chunking.
+A sequence's single new token is attended in splits over the context, which another program merges; how many there are follows
+from the width of the tables, and what each takes from the lengths in the device's memory, so a captured call is right at any
+length. Longer runs go in tiles of tokens, unsplit. Under `deterministic` every token is a single one and splits have one size, so
+its bits follow from its own sequence and no chunking.
 """
 
 from __future__ import annotations
@@ -44,12 +45,11 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
     group = heads // pages.num_kv_heads
     rows = min(power_of_two(group), 64 if q.shape[2] <= 256 else 16)
     longest = call.block_tables.shape[1] * pages.block_size
-    split = SPLIT_KEYS
+    split = SPLIT_KEYS if by_token else _LEAST_SPLIT
+    splits = max(1, -(-longest // split))
     if not by_token:
         programs = places * pages.num_kv_heads * -(-group // rows)
-        wanted = min(max(1, -(-_WAVES * processors // max(programs, 1))), _MOST_SPLITS)
-        split = power_of_two(-(-longest // wanted), _LEAST_SPLIT)
-    splits = max(1, -(-longest // split))
+        splits = min(splits, max(1, -(-_WAVES * processors // max(programs, 1))), _MOST_SPLITS)
     shape = (places, heads, splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
     maxima, weights = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
@@ -151,6 +151,7 @@ def _launch(
         SINGLES=singles,
         BY_TOKEN=by_token,
         SPLITS=parts[0] is not None,
+        SPREAD=parts[0] is not None and not by_token,
         TOKENS=tokens,
         HEADS=rows,
         BLOCK_M=max(16, rows * tokens),

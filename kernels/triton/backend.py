@@ -14,13 +14,15 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer
+from windlass.kernels.draws import Drawer, RowDraws
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
+from windlass.kernels.recorder import Graphs
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary
+from windlass.kernels.triton.graphs import CudaGraphs
 
 
 class TritonBackend(TorchBackend):
@@ -149,6 +151,13 @@ class TritonBackend(TorchBackend):
     def drawer(self, vocab_size: int) -> Drawer:
         return drawing.TritonDrawer()
 
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        return drawing.draw_rows(logits, maxima, draws)
+
+    def make_graphs(self) -> Graphs | None:
+        # With splits of one size, how many there are follows from the lengths.
+        return None if self.deterministic or self.device.type != "cuda" else CudaGraphs(self.device)
+
     @property
     def recording_refusal(self) -> str | None:
-        return "Triton kernels are not recorded"
+        return "calls of Triton's programs are captured as graphs"

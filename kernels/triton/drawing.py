@@ -5,7 +5,6 @@ Typical-p and the exclusion of top choices are drawn in plain torch, to the same
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from typing import Any, cast
 
@@ -13,13 +12,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.kernels.draws import MIN_TEMPERATURE, Draw, DrawStatus, LogitsChanges
+from windlass.kernels.draws import Draw, DrawStatus, LogitsChanges, RowDraws, filter_numbers
 from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
 _BLOCK, _LIST = 2048, 256
-_FINITE = 0x7F7FFFFF  # the magnitude of the lowest number
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
@@ -58,18 +56,35 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
     changed = _changed_rows(logits, [(one, changes) for one, changes in altered]) if altered else logits
     places = iter(range(len(altered)))
     whole = np.array([[one.row, -1 if one.changes is None else next(places)] for one in draws], dtype=np.int64)
-    kinds = [one.filters for one in draws]
-    floors = [_magnitude(math.log(f.min_p)) if f.min_p > 0 else _FINITE for f in kinds]
-    limits = np.array([floors, [f.top_k if 0 < f.top_k < columns else 0 for f in kinds]], dtype=np.int32)
-    temperatures = [max(f.temperature, MIN_TEMPERATURE) if f.temperature > 0 else 0.0 for f in kinds]
-    shares = np.array([[f.top_p for f in kinds], [one.uniform for one in draws]], dtype=np.float64)
+    kinds = np.array([filter_numbers(one.filters, columns) for one in draws], dtype=np.float64).T
+    limits = np.ascontiguousarray(kinds[1:3].astype(np.int32))
+    shares = np.array([kinds[3], [one.uniform for one in draws]], dtype=np.float64)
     rows, changed_rows = _to(device, np.ascontiguousarray(whole.T))
-    floor, top_k = _to(device, limits)
+    magnitude, top_k = _to(device, limits)
     top_p, uniform = _to(device, shares)
-    found = torch.empty(2, len(draws), dtype=torch.int64, device=device)
+    told = RowDraws(_to(device, kinds[0].astype(np.float32)), magnitude, top_k, top_p, uniform)
+    found = _launch(logits, rows, changed, changed_rows, maxima, told)
+    for one, token, status in zip(draws, *found.tolist(), strict=True):
+        one.settle(token, DrawStatus(status))
+
+
+def draw_rows(logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    """See `Backend.draw_rows`."""
+    logits = strided(logits)
+    rows = torch.arange(logits.shape[0], device=logits.device)
+    tokens, statuses = _launch(logits, rows, logits, torch.full_like(rows, -1), maxima, draws)
+    return tokens, statuses
+
+
+def _launch(
+    logits: Tensor, rows: Tensor, changed: Tensor, changed_rows: Tensor, maxima: Tensor, draws: RowDraws
+) -> Tensor:
+    """Tokens and statuses [2, draws]. changed_rows: of each draw its row of `changed`, below 0 for none."""
+    columns = logits.shape[1]
+    found = torch.empty(2, rows.shape[0], dtype=torch.int64, device=logits.device)
     launch(
         programs.draw_tokens,
-        (len(draws),),
+        (rows.shape[0],),
         logits,
         logits,
         logits.stride(0),
@@ -78,18 +93,13 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
         changed,
         changed_rows,
         maxima,
-        _to(device, np.array(temperatures, dtype=np.float32)),
-        floor,
-        top_k,
-        top_p,
-        uniform,
+        *draws,
         found[0],
         found[1],
         BLOCK=_block(columns),
         **_EXACT,
     )
-    for one, token, status in zip(draws, *found.tolist(), strict=True):
-        one.settle(token, DrawStatus(status))
+    return found
 
 
 def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChanges]]) -> Tensor:
@@ -145,11 +155,6 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
         **_EXACT,
     )
     return out
-
-
-def _magnitude(number: float) -> int:
-    """The bits of a float32's magnitude."""
-    return int(np.float32(number).view(np.int32)) & 0x7FFFFFFF
 
 
 def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:

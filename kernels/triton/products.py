@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
+from windlass.kernels.torch.reference import rounded
 from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.product import gather_blocks, product
 
@@ -104,7 +105,7 @@ def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> 
         table.columns,
         table.codes.shape[1],
         table.rows,
-        float(torch.tensor(scale, dtype=dtype)),
+        rounded(scale, dtype),
         **_form_sizes(table),
         SCALED=scale != 1,
         BLOCK=block,

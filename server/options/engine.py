@@ -162,6 +162,11 @@ class EngineOptions:
         option("--deterministic/--no-deterministic", panel=BATCHING, help="The same greedy tokens whatever else runs "
                "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
     ] = False  # fmt: skip
+    cuda_graphs: Annotated[
+        bool,
+        option("--cuda-graphs/--no-cuda-graphs", panel=BATCHING, help="On a GPU: capture decode steps at the start and repeat "
+               "them. Without, a GPU waits for the processor; the start is quicker and takes less of the GPU's memory."),
+    ] = True  # fmt: skip
     speculative_ngram: Annotated[
         int,
         option("--speculative-ngram", panel=SPECULATION, metavar="K", help="Speculative decoding by prompt lookup: a stream "

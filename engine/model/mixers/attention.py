@@ -135,6 +135,7 @@ class SharedAttention:
         self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
         self._windows = windows_of(specs)
         self._rotated_pairs = [dim // 2 for dim in rotary_dims]
+        self._made_slopes: dict[tuple[float, ...], Tensor] = {}
 
     def inputs(self, batch: ForwardBatch) -> AttentionInputs:
         rotations = [
@@ -151,7 +152,7 @@ class SharedAttention:
             operands = tables[kind.kv_group], batch.query_start, batch.seq_lens, score_scale, kind.scale
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
-                slopes = torch.tensor(kind.slopes, dtype=torch.float32, device=batch.seq_lens.device)
+                slopes = self._slopes_of(kind.slopes, batch.seq_lens.device)
                 ranges = _one_range(batch) if versions is None else _ranges_of(versions, versions.plain_rows, 0)
                 gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
@@ -175,6 +176,13 @@ class SharedAttention:
                 inputs.far_slots = list(versions.far_slots.unbind(0))
                 inputs.far_turns = self._by_group(versions.far_cos, versions.far_sin)
         return inputs
+
+    def _slopes_of(self, slopes: tuple[float, ...], device: torch.device) -> Tensor:
+        """[H] float32, made once: a step that is captured copies nothing from the host."""
+        found = self._made_slopes.get(slopes)
+        if found is None:
+            found = self._made_slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
+        return found
 
     def _by_group(self, cos: Tensor, sin: Tensor) -> list[tuple[Tensor, Tensor]]:
         """Those of every rotary group, as wide as it rotates."""

@@ -105,6 +105,7 @@ def attention(
     SINGLES: tl.constexpr,
     BY_TOKEN: tl.constexpr,
     SPLITS: tl.constexpr,
+    SPREAD: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -113,7 +114,8 @@ def attention(
     BLOCK_V: tl.constexpr,
 ):
     """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN),
-    or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token."""
+    or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token. Splits have
+    `split_keys` keys each from the first of the sequence on; or (SPREAD) they share out what this token sees, none with fewer."""
     place = tl.program_id(0).to(tl.int64)
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -163,7 +165,16 @@ def attention(
     end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
     range_begin = first_seen(first_index, window, chunk, WINDOW, CHUNK)
     range_stop = end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    split_size = split_keys
     begin_of_split = split.to(tl.int64) * split_keys
+    if SPREAD:  # by what stands in the device's memory: the grid is the same at every length
+        first_tile = range_begin // BLOCK_N * BLOCK_N
+        if RANGES:
+            first_tile = range_begin * 0
+        share = (range_stop - first_tile + num_splits - 1) // num_splits
+        share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, split_keys)
+        split_size = share
+        begin_of_split = first_tile + split.to(tl.int64) * share
     parts = 1
     if RANGES:
         parts = num_ranges
@@ -191,7 +202,7 @@ def attention(
             range_begin = tl.maximum(range_begin, range_end)
         if SPLITS:
             low = tl.maximum(low, begin_of_split)
-            stop = tl.minimum(stop, begin_of_split + split_keys)
+            stop = tl.minimum(stop, begin_of_split + split_size)
         if low < stop:
             q_ok = row_ok & (q_row >= 0) & (q_row < q_rows)
             at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]

@@ -133,6 +133,7 @@ ENGINE_CONFIG = EngineConfig(
         quantization="int4",
         activations="float32",
         deterministic=True,
+        cuda_graphs=False,
         threads=3,
         cores=(0, 1),
         tensor_parallel=2,
@@ -184,6 +185,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
             "--no-prefix-caching",
             "--no-speculative-adaptive",
             "--deterministic",
+            "--no-cuda-graphs",
             "--pin-cores",
             "the-model",
             "--log-level",
@@ -195,6 +197,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
         monkeypatch.setenv("WINDLASS_PREFIX_CACHING", "false")
         monkeypatch.setenv("WINDLASS_SPECULATIVE_ADAPTIVE", "false")
         monkeypatch.setenv("WINDLASS_DETERMINISTIC", "true")
+        monkeypatch.setenv("WINDLASS_CUDA_GRAPHS", "false")
         monkeypatch.setenv("WINDLASS_PIN_CORES", "true")
         monkeypatch.setenv("WINDLASS_MODEL", "the-model")
         monkeypatch.setenv("WINDLASS_LOG_LEVEL", "debug")
@@ -204,7 +207,7 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
     # An option added later must be added to the table above too; the share of a GPU does not go with a size.
     assert engine.profiles() == {"long": ENGINE_CONFIG.rotary.scaling}
-    assert len(ENGINE_ARGUMENTS) + 5 == len(dataclasses.fields(EngineOptions))
+    assert len(ENGINE_ARGUMENTS) + 6 == len(dataclasses.fields(EngineOptions))
 
 
 def test_the_share_of_a_gpu_reaches_the_engine(launched):

@@ -1,0 +1,58 @@
+"""Carries out steps: plans them, has them computed, and takes in what they give.
+
+While a device computes a step by itself, the next one is planned and handed to it, where that needs nothing the first one draws.
+So there is at most one step under way whose plan's results are not taken in, and while one is, nothing else is planned.
+"""
+
+from __future__ import annotations
+
+import time
+
+from windlass.engine.api.request import RequestOutput
+from windlass.engine.core.black_box import PlanWatcher
+from windlass.engine.core.forecast import Announce, StepForecast
+from windlass.engine.core.shortage import Begun, begin
+from windlass.engine.execution.runner import Runner
+from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.scheduling.scheduler import Scheduler
+
+
+class EngineSteps:
+    def __init__(self, scheduler: Scheduler, runner: Runner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._forecast = StepForecast()
+        self._under_way: Begun | None = None
+        self._began = 0.0  # when the step that is under way had the device for itself, seconds
+
+    def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
+        """One step's outputs. watcher: told of each plan before it is computed.
+
+        The next step may be under way afterwards, whether or not anybody is left whom it concerns.
+        """
+        scheduler, begun = self._scheduler, self._under_way
+        self._under_way = None
+        if begun is not None and scheduler.ahead.concerns_nobody(begun.plan):
+            begun = None
+        plan = scheduler.schedule() if begun is None else begun.plan
+        self._forecast.announce(plan.num_tokens, announce)
+        if begun is None:
+            self._began = time.perf_counter()
+            begun = self._begin(plan, watcher)
+        if begun.step.under_way and (following := scheduler.ahead.plan(begun.plan)) is not None:
+            self._under_way = self._begin(following, watcher)
+        results = begun.step.results()
+        now = time.perf_counter()
+        seconds, self._began = now - self._began, now
+        self._forecast.observe(begun.plan.num_tokens, seconds)
+        scheduler.observe(begun.plan, seconds)
+        plan, results = scheduler.ahead.without_surplus(begun.plan, results)
+        outputs: list[RequestOutput] = []
+        for result in results:
+            if result.error is not None:
+                outputs += scheduler.fail_sequence(result.seq_id, result.error)
+        return outputs + begun.failed + scheduler.update(plan, results)
+
+    def _begin(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> Begun:
+        if watcher is not None:
+            watcher(plan, self._scheduler.live_sequences)
+        return begin(plan, self._runner, self._scheduler)

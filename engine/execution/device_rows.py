@@ -1,0 +1,211 @@
+"""The rows of decode steps in a device's memory, where captured steps find them, whatever their number.
+
+A row is the next token of a sequence. The host says what rows are, in one copy of a few kilobytes and one of their block tables;
+what else a step needs is derived on the device, and once a step has drawn, its rows go on to what they drew. So steps follow each
+other without the host, and what they drew is fetched at the end. Responsible for that memory alone: it knows no model.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.scheduling.bursts import MOST_PASSES
+from windlass.kernels import Graphs, Mark, RowDraws
+
+_NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
+_TOKEN, _INDEX = 0, 1  # of what is said of a row
+
+
+class RowDrawing(NamedTuple):
+    """How a row draws: `filter_numbers` of its filters, and a uniform number for each pass."""
+
+    numbers: tuple[float, int, int, float]
+    uniforms: abc.Sequence[float]
+
+
+LARGEST = RowDrawing((0.0, 0, 0, 1.0), ())
+
+
+class Fetched:
+    """What passes have drawn, on its way to the host."""
+
+    def __init__(self, drawn: Tensor, passes: int, rows: int, mark: Mark) -> None:
+        self._drawn, self._passes, self._rows, self._mark = drawn, passes, rows, mark
+
+    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids and statuses, [passes, rows] each. Raises what the device met meanwhile."""
+        self._mark.wait()
+        ids, statuses = self._drawn[:, : self._passes, : self._rows].numpy().copy()
+        return ids, statuses
+
+
+class _Staging:
+    """Host memory for one plan's copies; free again once the device has passed its mark."""
+
+    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int) -> None:
+        self.said = graphs.host_memory((4, rows + 1), torch.int64)
+        self.order = graphs.host_memory((rows + 1,), torch.int64)
+        self.numbers = graphs.host_memory((4 + MOST_PASSES, rows), torch.float64)
+        self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
+        self.drawn = graphs.host_memory((2, MOST_PASSES, rows), torch.int64)
+        self.mark: Mark | None = None
+
+
+class DeviceRows:
+    """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under."""
+
+    def __init__(
+        self, graphs: Graphs, rotary: RotaryTables, *, most: int, groups: int, width: int, block_size: int
+    ) -> None:
+        self.most, self.width = most, width
+        self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
+        self._device = device = rotary.inv_freq.device
+        # Token, slot's number in its sequence, position of that sequence's first slot, rotary row. The last column stays none.
+        self._said = torch.zeros(4, most + 1, dtype=torch.int64, device=device)
+        self._said[_INDEX] = _NO_ROW
+        self._order = torch.zeros(most + 1, dtype=torch.int64, device=device)
+        self._numbers = torch.zeros(4 + MOST_PASSES, most, dtype=torch.float64, device=device)
+        self._tables = torch.zeros(groups, most, width, dtype=torch.int32, device=device)
+        self._sent = torch.zeros(groups * most * width, dtype=torch.int32, device=device)  # tables side by side
+        self._drawn = torch.zeros(2, MOST_PASSES, most, dtype=torch.int64, device=device)
+        self._pass = torch.zeros(1, dtype=torch.int64, device=device)
+        # A plan's copies may still be read while the next one's are written, never longer.
+        self._staging = [_Staging(graphs, most, groups, width) for _ in range(2)]
+        self._turn = 0
+        self._known: NDArray[np.int32] | None = None  # the tables as they were sent last
+
+    # -- on the device: what is captured ---------------------------------------------------------------------------
+
+    def batch(self, rows: int) -> ForwardBatch:
+        """The first `rows` rows as a step takes them."""
+        ids, index, first, rotary = self._said[:, :rows].unbind(0)
+        is_row, size = index >= 0, self._block_size
+        positions = torch.where(is_row, index + first, 0)
+        tables = self._tables[:, :rows]
+        column = (index.clamp(min=0) // size).expand(self._groups, rows).unsqueeze(-1)
+        blocks = tables.gather(2, column).squeeze(-1).long()  # [K, B]
+        return ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            rotary_ids=rotary,
+            slots=torch.where(is_row, blocks * size + index % size, -1),
+            block_tables=tables,
+            query_start=torch.arange(rows + 1, device=self._device),
+            seq_lens=index + 1,
+            context_positions=positions,
+            **self._rotary.cos_sin(rotary, positions)._asdict(),
+        )
+
+    def draws(self, rows: int) -> RowDraws:
+        """How they draw in this pass."""
+        temperature, magnitude, top_k, top_p = self._numbers[:4, :rows].unbind(0)
+        uniform = self._numbers[4:, :rows].index_select(0, self._pass).squeeze(0)
+        return RowDraws(temperature.float(), magnitude.int(), top_k.int(), top_p, uniform)
+
+    def go_on(self, rows: int, ids: Tensor, statuses: Tensor) -> None:
+        """Note what this pass drew, and let it be what the next one computes. ids, statuses: [rows] int64."""
+        for kept, found in zip(self._drawn, (ids, statuses), strict=True):
+            kept[:, :rows].index_copy_(0, self._pass, found.unsqueeze(0))
+        said = self._said[:, :rows]
+        said[_TOKEN].copy_(ids.clamp(min=0))  # nothing was drawn where logits are not finite: the host will see it
+        said[_INDEX].add_((said[_INDEX] >= 0).long())
+        self._pass.add_(1)
+
+    # -- on the host: what is asked for ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Let no row be one."""
+        self._graphs.ask(self._forget)
+        self._known = None
+
+    def fill(
+        self,
+        said: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        drawing: abc.Sequence[RowDrawing],
+    ) -> None:
+        """Say what the rows are. said: [4, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing."""
+        staging, rows = self._next_staging(), said.shape[1]
+        staging.said[_INDEX] = _NO_ROW
+        staging.said[:, :rows] = torch.from_numpy(said)
+        self._graphs.ask(lambda: self._take_said(staging))
+        self._send(staging, tables, drawing)
+
+    def continue_from(
+        self, order: abc.Sequence[int], tables: NDArray[np.int32], drawing: abc.Sequence[RowDrawing]
+    ) -> None:
+        """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
+
+        order: of each row its place among them. The rest as in `fill`.
+        """
+        staging, rows = self._next_staging(), len(order)
+        staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
+        staging.order[rows:] = self.most
+        self._graphs.ask(lambda: self._take_order(staging))
+        self._send(staging, tables, drawing)
+
+    def fetch(self, passes: int, rows: int) -> Fetched:
+        """What the passes asked for since `fill` or `continue_from` draw."""
+        staging = self._staging[self._turn]
+        self._graphs.ask(lambda: self._give(staging))
+        return Fetched(staging.drawn, passes, rows, self.end())
+
+    def end(self) -> Mark:
+        """Nothing more is asked for before the next `fill` or `continue_from`."""
+        mark = self._staging[self._turn].mark = self._graphs.mark()
+        return mark
+
+    def _next_staging(self) -> _Staging:
+        self._turn = (self._turn + 1) % len(self._staging)
+        staging = self._staging[self._turn]
+        if staging.mark is not None:
+            staging.mark.wait()
+            staging.mark = None
+        return staging
+
+    def _send(self, staging: _Staging, tables: NDArray[np.int32], drawing: abc.Sequence[RowDrawing]) -> None:
+        """The tables, unless the device has them, and how the rows draw."""
+        numbers = staging.numbers.numpy()
+        for row, one in enumerate(drawing):
+            numbers[:4, row] = one.numbers
+            numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
+        self._graphs.ask(lambda: self._take_numbers(staging))
+        if self._known is not None and np.array_equal(self._known, tables):
+            return
+        self._known = tables.copy()
+        shape = tables.shape
+        staging.tables.numpy()[: tables.size].reshape(shape)[...] = tables
+        self._graphs.ask(lambda: self._take_tables(staging, shape))
+
+    def _forget(self) -> None:
+        self._said[_INDEX].fill_(_NO_ROW)
+        self._pass.zero_()
+
+    def _take_said(self, staging: _Staging) -> None:
+        self._said.copy_(staging.said, non_blocking=True)
+        self._pass.zero_()
+
+    def _take_order(self, staging: _Staging) -> None:
+        self._order.copy_(staging.order, non_blocking=True)
+        self._said.copy_(self._said.index_select(1, self._order))
+        self._pass.zero_()
+
+    def _take_numbers(self, staging: _Staging) -> None:
+        self._numbers.copy_(staging.numbers, non_blocking=True)
+
+    def _take_tables(self, staging: _Staging, shape: tuple[int, ...]) -> None:
+        groups, rows, columns = shape
+        count = groups * rows * columns
+        self._sent[:count].copy_(staging.tables[:count], non_blocking=True)
+        self._tables[:, :rows, :columns].copy_(self._sent[:count].view(shape))
+
+    def _give(self, staging: _Staging) -> None:
+        staging.drawn.copy_(self._drawn, non_blocking=True)

@@ -1,0 +1,85 @@
+"""Plans a step behind one that is still being computed, so that a device which runs beside its host never waits for the host.
+
+Only running streams can be planned so: where each of them will stand then, and which blocks that takes, follows from how many
+passes are under way, and the tokens never come to the host in between. A stream that is sure to end with them is left out. One
+that ends otherwise, by a token or because somebody leaves, is computed in vain once: what that gives is surplus, and nobody's.
+
+Responsible for which steps can be planned so, and for telling what is surplus. Everything else is planned once all is known.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Seq
+from dataclasses import replace
+
+from windlass.engine.scheduling.bursts import Bursts
+from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.scheduling.places import Places
+from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
+from windlass.engine.scheduling.requests import LiveRequests
+
+
+class StepsAhead:
+    """proposes: whether streams propose tokens, which have to be known for that."""
+
+    def __init__(
+        self,
+        requests: LiveRequests,
+        places: Places,
+        bursts: Bursts,
+        writer: PlanWriter,
+        counters: SchedulerCounters,
+        *,
+        proposes: bool,
+    ) -> None:
+        self._requests, self._places, self._bursts = requests, places, bursts
+        self._writer, self._counters, self._proposes = writer, counters, proposes
+
+    def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
+        """The step behind `output`, whose results are not known yet; None where it has to wait for them."""
+        if self._proposes or self._places.waiting:
+            return None
+        live, ahead = self._requests.by_id, output.passes
+        step = PlannedStep(ahead=ahead)
+        planned = 0
+        for item in output.sequences:
+            seq = live.get(item.seq_id)
+            if seq is None:
+                continue
+            if item.start != seq.num_tokens - 1 or item.num_tokens > 1 or item.samples != (item.seq_id,):
+                return None
+            planned += 1
+            if seq.num_tokens_left > ahead:
+                start = seq.num_tokens - 1 + ahead
+                step.chunks.append(PlannedChunk(seq, start, 1, samples=(seq,)))
+        if not step.chunks or planned < len(self._places.running):
+            return None
+        step.passes = self._bursts.extend_ahead(step.chunks, ahead)
+        if step.passes < 1:
+            return None
+        for chunk in step.chunks:
+            chunk.seq.last_step = self._counters.num_steps
+            chunk.seq.num_planned_ahead += step.passes
+        self._counters.count_step(step.passes * len(step.chunks))
+        return self._writer.write(step)
+
+    def concerns_nobody(self, output: SchedulerOutput) -> bool:
+        """Whether all of a step that was planned so is surplus, all steps before it being taken in."""
+        return not any(item.seq_id in self._requests.by_id for item in output.sequences)
+
+    def without_surplus(
+        self, output: SchedulerOutput, results: Seq[StepResult]
+    ) -> tuple[SchedulerOutput, list[StepResult]]:
+        """A plan and its results, which are to be taken in next, without what belongs to nobody: of streams that have ended, or
+        do not stand where it took them to be."""
+        if not output.ahead:
+            return output, list(results)
+        kept = {}
+        for item in output.sequences:
+            seq = self._requests.by_id.get(item.seq_id)
+            if seq is not None:
+                seq.num_planned_ahead -= output.passes
+                if seq.num_tokens == item.start + 1:
+                    kept[item.seq_id] = item
+        return replace(output, sequences=tuple(kept.values())), [one for one in results if one.seq_id in kept]

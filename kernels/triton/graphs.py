@@ -1,0 +1,56 @@
+"""CUDA graphs: see `windlass.kernels.recorder.Graphs`. All is asked for on torch's current stream, so its order is torch's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.recorder import Graphs, Mark
+
+
+class CudaMark(Mark):
+    def __init__(self) -> None:
+        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._event.record()
+
+    def wait(self) -> None:
+        self._event.synchronize()
+
+
+class CudaGraphs(Graphs):
+    """Of one device. All graphs take their memory from one pool, which is gone with the last of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()  # programs are compiled, and libraries take their memory, when they are first used
+            torch.cuda.current_stream().wait_stream(stream)
+            graph: Any = torch.cuda.CUDAGraph()
+            # Other threads may go on: none of them uses the device.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        again: Callable[[], None] = graph.replay
+        return again
+
+    def ask(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            work()
+
+    def join(self) -> None:
+        pass
+
+    def mark(self) -> Mark:
+        with torch.cuda.device(self._device):
+            return CudaMark()
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)

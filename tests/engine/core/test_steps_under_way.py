@@ -1,0 +1,196 @@
+"""Steps planned while the one before them is computed: the tokens are those of an engine that waits for each."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import prompt, run_checked, small_models, traffic
+from helpers.played_engines import graphed, played_device, texts
+
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import SchedulerOutput
+
+__all__ = ["played_device"]
+OPTIONS: dict[str, Any] = {"max_model_len": 96}
+BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return small_models(tmp_path_factory)
+
+
+def plans_of(core: EngineCore) -> list[SchedulerOutput]:
+    """The plans of steps to come, as they are begun."""
+    plans: list[SchedulerOutput] = []
+    start = core.runner.start
+    core.runner.start = lambda plan: plans.append(plan) or start(plan)  # type: ignore[method-assign, func-returns-value]
+    return plans
+
+
+def alone() -> list[EngineRequest]:
+    """Streams that draw for themselves: their ends come by length, by tokens, and by the context."""
+    fields: list[dict[str, Any]] = [
+        {},
+        {"temperature": 0.7, "seed": 5},
+        {"temperature": 1.0, "seed": 8, "top_k": 4, "top_p": 0.9},
+        {"temperature": 1.3, "seed": 9, "min_p": 0.1, "n": 2},
+        {"stop_token_ids": tuple(range(40, 60))},
+        {"temperature": 0.9, "seed": 6, "stop_token_ids": tuple(range(3, 9))},
+        {"ignore_eos": False},
+        {"max_tokens": 90},
+        {"stop_token_ids": tuple(range(20, 50)), "min_tokens": 4},
+    ]
+    return [greedy(f"{i}", prompt(i, 9 + 4 * i), **{"max_tokens": 30, **given}) for i, given in enumerate(fields)]
+
+
+def changing() -> list[EngineRequest]:
+    """Frequencies that follow the length."""
+    kind = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
+    return [
+        greedy(f"{update} {length}", prompt(length, length), 50, rope_scaling=kind, rope_update=update)
+        for update in ("frozen", "recompute", "rotate")
+        for length in (9, 60)
+    ]
+
+
+@BURSTS
+@pytest.mark.parametrize(
+    ("sent", "options"),
+    [
+        (alone, {}),
+        (alone, {"max_num_seqs": 3}),
+        (alone, {"kv_cache_memory": 200 << 10, "prefix_caching": False}),
+        (changing, {"max_model_len": 160}),
+        (traffic, {}),
+        (alone, {"speculative_ngram": 3}),
+    ],
+    ids=["alone", "few places", "few blocks", "frequencies", "every kind", "speculation"],
+)
+def test_tokens_are_those_of_steps_that_wait(
+    sent: Callable[[], list[EngineRequest]],
+    options: dict[str, Any],
+    burst_seconds: float,
+    directory_of: Callable[[str], Path],
+) -> None:
+    options = {**OPTIONS, **options}
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
+    plans = plans_of(core)
+    assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
+    if "kv_cache_memory" in options:
+        assert core.stats().num_preemptions > 0
+    ahead = sum(plan.ahead > 0 for plan in plans)
+    assert ahead == 0 if "speculative_ngram" in options else ahead > 0
+    assert core.stats().generation_tokens == sum(len(one.token_ids) for one in want.values())
+
+
+@BURSTS
+def test_the_next_step_is_asked_for_before_anybody_waits(
+    burst_seconds: float, directory_of: Callable[[str], Path]
+) -> None:
+    core, device = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
+    plans = plans_of(core)
+    for name in ("a", "b"):
+        core.add(greedy(name, prompt(1 if name == "a" else 2, 9), 60))
+    while not plans or not plans[-1].ahead:
+        core.step()
+    for _ in range(3):
+        asked, waits = device.asked, len(device.waits)
+        core.step()
+        assert plans[-1].ahead
+        assert device.asked > asked, "the next step"
+        assert device.waits[waits:] and max(device.waits[waits:]) <= asked, "only for the one before it"
+        assert device.done <= asked
+    while core.has_work():
+        core.step()
+
+
+def drive(core: EngineCore, meanwhile: Callable[[int], None]) -> dict[str, list[int]]:
+    """Step until nothing is left; meanwhile(i) comes before the i-th step."""
+    got: dict[str, list[int]] = {}
+    for i in range(500):
+        meanwhile(i)
+        if not core.has_work():
+            core.blocks.assert_balanced()
+            return got
+        for output in core.step():
+            got.setdefault(output.request_id, []).extend(output.token_ids)
+    raise AssertionError("it never ends")
+
+
+@BURSTS
+def test_who_leaves_and_who_comes_meanwhile(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
+    """Blocks of those that left go to others, while the device still writes to them."""
+    sent = {name: greedy(name, prompt(i, 20), 40, cache_salt=name) for i, name in enumerate("abcdef")}
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent.values())
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, kv_cache_memory=200 << 10, **OPTIONS)
+    plans = plans_of(core)
+    for name in "abc":
+        core.add(sent[name])
+    seen = []
+
+    def meanwhile(i: int) -> None:
+        seen.append(bool(plans) and plans[-1].ahead > 0)
+        if len(seen) > 3 and all(seen[-2:]):
+            for leaves, comes in (("a", "d"), ("b", "e"), ("c", "f")):
+                if any(seq.request.request_id == leaves for seq in core.scheduler.live_sequences()):
+                    core.abort(leaves)
+                    core.add(sent[comes])
+                    return
+
+    got = drive(core, meanwhile)
+    for name in "abcdef":
+        tokens = want[name, 0].token_ids
+        assert got[name] == tokens[: len(got[name])]
+        assert (len(got[name]) == 40) == (name in "def")
+
+
+def test_all_leave_while_a_step_is_under_way(directory_of: Callable[[str], Path]) -> None:
+    core, device = graphed(directory_of("llama"), burst_seconds=1.0, **OPTIONS)
+    plans = plans_of(core)
+    core.add(greedy("a", prompt(1, 9), 60))
+    while not plans or not plans[-1].ahead:
+        core.step()
+    core.abort("a")
+    assert not core.has_work() and device.done < device.asked
+    core.blocks.assert_balanced()
+    sent = [greedy("b", prompt(2, 30), 20)]
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
+    assert texts(run(core, sent, every_logit=False)) == texts(want)
+
+
+@BURSTS
+def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
+    """What is under way for it behind them is nobody's."""
+    plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
+    for seed in range(20):  # until a text comes to a new token in its middle that the other one lacks
+        want = run(plain, [greedy(n, prompt(s, 8), 24, cache_salt=f"{n}{seed}") for n, s in (("a", seed), ("b", 77))])
+        a, b = want["a", 0].token_ids, want["b", 0].token_ids
+        new = [i for i in range(9, 20) if a[i] not in a[:i] and a[i] not in b and a[i] not in prompt(77, 8)]
+        if new:
+            break
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
+    weight = core.runner.decoder.weights()["embedding"]
+    assert isinstance(weight, torch.Tensor)
+    errors: dict[str, str] = {}
+    got: dict[str, list[int]] = {"a": [], "b": []}
+    core.add(greedy("a", prompt(seed, 8), 24))
+    core.add(greedy("b", prompt(77, 8), 24))
+    while core.has_work():
+        for output in core.step():
+            got[output.request_id] += output.token_ids
+            if output.error:
+                errors[output.request_id] = str(output.error)
+        if len(got["a"]) == 1:
+            weight[a[new[0]]] = float("nan")  # its row is met when it is the last token
+    assert got["a"] == a[: new[0] + 1] and got["b"] == b
+    assert list(errors) == ["a"] and "NaN" in errors["a"]
+    core.blocks.assert_balanced()

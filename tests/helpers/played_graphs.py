@@ -1,0 +1,207 @@
+"""A device with graphs, played on a CPU: it does what it was asked for when somebody waits, or when a test lets it.
+
+What is captured is the torch operations with their operands, as CUDA captures kernels: repeated, they meet the memory that they
+met and the numbers that Python gave them then. So what was read too early, or is written too early, shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from windlass.kernels import AttentionCall, Graphs, KVPages, Mark, RowDraws
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.draws import Filters
+from windlass.kernels.torch import draw, rowwise
+from windlass.kernels.torch.backend import RowIndependentBackend
+
+# The host reads the device's memory, or makes a tensor of the host's.
+_WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal")
+_recorders: list[_Recorder] = []
+
+
+class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.calls: list[Callable[[], None]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs, name = kwargs or {}, func.name()
+        masks = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
+        if name.startswith(_WAITS) or (name.startswith("aten::index") and masks):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+        before = [x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
+        result = func(*args, **kwargs)
+        made = [x for x in tree_flatten(result)[0] if isinstance(x, Tensor)]
+        fresh = [x.untyped_storage().data_ptr() not in before for x in made]
+        if "empty" in name or (not any(fresh) and func.is_view):
+            return result
+
+        def again() -> None:
+            found = [x for x in tree_flatten(func(*args, **kwargs))[0] if isinstance(x, Tensor)]
+            for target, source, is_fresh in zip(made, found, fresh, strict=True):
+                if is_fresh:
+                    target.copy_(source)
+
+        self.calls.append(again)
+        return result
+
+
+def opaque(work: Callable[..., None], *operands: Any) -> None:
+    """Do this, a program of its own: captured as one call, with these operands."""
+    if not _recorders:
+        work(*operands)
+        return
+    with torch.utils._python_dispatch._disable_current_modes():
+        work(*operands)
+    _recorders[-1].calls.append(lambda: work(*operands))
+
+
+class PlayedMark(Mark):
+    def __init__(self, graphs: PlayedGraphs, place: int) -> None:
+        self._graphs, self._place = graphs, place
+
+    def wait(self) -> None:
+        self._graphs.waits.append(self._place)
+        self._graphs.do_until(self._place)
+
+
+class PlayedGraphs(Graphs):
+    """done: how much of what was asked for is done. waits: places that the host waited for."""
+
+    def __init__(self) -> None:
+        self._asked: deque[Callable[[], None]] = deque()
+        self.asked = self.done = self.replays = 0
+        self.waits: list[int] = []
+        self.fails: Callable[[], None] | None = None  # called before each capture
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        self.do_until(self.asked)
+        if self.fails is not None:
+            self.fails()
+        work()
+        recorder = _Recorder()
+        _recorders.append(recorder)
+        try:
+            with recorder:
+                work()
+        finally:
+            _recorders.pop()
+
+        def again() -> None:
+            self.replays += 1
+            for call in recorder.calls:
+                call()
+
+        return again
+
+    def ask(self, work: Callable[[], None]) -> None:
+        self._asked.append(work)
+        self.asked += 1
+
+    def do_until(self, place: int) -> None:
+        while self.done < place:
+            with torch.inference_mode():
+                self._asked.popleft()()
+            self.done += 1
+
+    def join(self) -> None:
+        self.do_until(self.asked)
+
+    def mark(self) -> Mark:
+        return PlayedMark(self, self.asked)
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype)
+
+
+class PlayedBackend(RowIndependentBackend):
+    """Plain torch on such a device, so that bits can be compared."""
+
+    def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
+        super().__init__(options, refusal)
+        self.played = PlayedGraphs()  # the last that were made
+
+    def make_graphs(self) -> Graphs | None:
+        self.played = PlayedGraphs()
+        return self.played
+
+    @property
+    def reads_host_memory(self) -> bool:
+        return False
+
+    def rotate_and_append(self, q: Tensor, *operands: Any) -> None:
+        opaque(super().rotate_and_append, q, *operands)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        if call.has_ranges or not call.only_single_tokens:
+            return super().paged_attention(q, pages, call)
+        out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
+        opaque(_attend, q, pages, call, out)
+        return out
+
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        if not _recorders:
+            return super().row_maxima(logits)
+        ids, values = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
+        opaque(_maxima, logits, ids, values)
+        return ids, values
+
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
+        opaque(_draw, logits, maxima, *draws, tokens, statuses)
+        return tokens, statuses
+
+
+def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
+    out.zero_()
+    rows = (call.seq_lens > 0).nonzero().squeeze(1)  # those that are none see nothing
+    if not len(rows):
+        return
+    own = AttentionCall.of_single_tokens(
+        call.block_tables[rows],
+        call.seq_lens[rows],
+        call.score_scale[rows],
+        call.scale,
+        window=call.window,
+        soft_cap=call.soft_cap,
+        sink_logits=call.sink_logits,
+        chunk=call.chunk,
+    )
+    out[rows] = rowwise.paged_attention(q[rows], pages, own)
+
+
+def _maxima(logits: Tensor, ids: Tensor, values: Tensor) -> None:
+    found, largest = draw.row_maxima(logits)
+    ids.copy_(torch.tensor(found))
+    values.copy_(torch.tensor(largest, dtype=torch.float32))
+
+
+def _draw(
+    logits: Tensor,
+    maxima: Tensor,
+    temperature: Tensor,
+    magnitude: Tensor,
+    top_k: Tensor,
+    top_p: Tensor,
+    uniform: Tensor,
+    tokens: Tensor,
+    statuses: Tensor,
+) -> None:
+    for row in range(len(logits)):
+        own = logits[row : row + 1]
+        if not bool(own.max().isfinite()):
+            tokens[row], statuses[row] = -1, 1
+        elif float(temperature[row]) <= 0:
+            tokens[row], statuses[row] = int(own.argmax()), 0
+        else:
+            floor = magnitude[row].view(torch.float32)
+            min_p = 0.0 if int(magnitude[row]) == 0x7F7FFFFF else float(torch.exp(-floor.double()))
+            filters = Filters(float(temperature[row]), min_p, int(top_k[row]), float(top_p[row]))
+            tokens[row], statuses[row] = draw.draw(own.clone(), [filters], [float(uniform[row])])[0], 0

@@ -1,0 +1,120 @@
+"""Decode steps on Triton's programs, captured and repeated by a played device: nothing of them waits for it or for its host.
+
+Launches are captured with their operands, as CUDA captures them, and programs are interpreted when they are repeated.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.interpreted import QUIET
+from helpers.played_graphs import PlayedGraphs, opaque
+from helpers.tiny_models import make_model
+from helpers.tiny_unrotated import make_unrotated
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.decode_graphs import DecodeGraphs
+from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filter_numbers
+from windlass.kernels.triton import drawing, launch
+from windlass.kernels.triton.backend import TritonBackend
+
+pytestmark = QUIET
+PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+class _Played(TritonBackend):
+    played: PlayedGraphs
+
+    def make_graphs(self) -> Graphs | None:
+        self.played = PlayedGraphs()
+        return self.played
+
+
+@pytest.fixture(autouse=True)
+def played(monkeypatch: pytest.MonkeyPatch) -> None:
+    own = binding._Own(lambda options: None, _Played, narrow=False)
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    started = launch.launch
+
+    def captured(kernel: Any, grid: tuple[int, ...], on: Any, *operands: Any, **sizes: Any) -> None:
+        opaque(lambda: started(kernel, grid, on, *operands, **sizes))
+
+    for name, module in list(sys.modules.items()):
+        if name.startswith("windlass.kernels.triton.") and getattr(module, "launch", None) is started:
+            monkeypatch.setattr(module, "launch", captured)
+
+
+def captures(core: EngineCore, sizes: list[int]) -> DecodeGraphs:
+    graphs = core.runner.graphs
+    assert graphs is not None
+    graphs.capture(sizes)
+    assert graphs.obstacle is None and graphs.captured == sorted(sizes)
+    return graphs
+
+
+@pytest.mark.slow
+def test_tokens_are_those_without(tmp_path: Path) -> None:
+    """One row of two is none; greedy, and drawn through filters, over the end of a block."""
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
+    for drawn in ({}, {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3, "ignore_eos": True}):
+        sent = [greedy("a", PROMPT * 2, 5, **drawn)]
+        options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2}
+        want = run(make_core(directory, cuda_graphs=False, **options), sent)
+        core = make_core(directory, **options)
+        graphs = captures(core, [2])
+        got = run(core, sent, every_logit=False)
+        assert got["a", 0].token_ids == want["a", 0].token_ids
+        assert graphs.num_replayed == 4
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("gemma2", {}),
+        ("gpt_oss", {}),
+        ("qwen2_moe", {"quantization": "int8", "activations": "float32"}),
+        ("deepseek_v2", {}),
+        ("bloom", {}),
+        ("llama", {"quantization": "int4", "activations": "float32", "kv_cache_dtype": "int8"}),
+    ],
+)
+def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict[str, Any], tmp_path: Path) -> None:
+    make = make_unrotated if family == "bloom" else make_model
+    core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
+    captures(core, [1])
+
+
+def test_rows_draw_what_a_drawer_draws() -> None:
+    generator = torch.Generator().manual_seed(1)
+    logits = torch.randn(6, 300, generator=generator)
+    logits[4, 7] = float("nan")
+    filters = [
+        Filters(),
+        Filters(temperature=0.0),
+        Filters(temperature=0.7, top_k=5),
+        Filters(top_p=0.6),
+        Filters(),
+        Filters(temperature=2.0, min_p=0.2),
+    ]
+    drawer = drawing.TritonDrawer()
+    draws = [drawer.new(one, Penalties()) for one in filters]
+    for row, one in enumerate(draws):
+        one.row, one.uniform = row, 0.17 * (row + 1) % 1
+    drawer.draw(logits, draws)
+    numbers = torch.tensor([filter_numbers(one, 300) for one in filters], dtype=torch.float64)
+    told = RowDraws(
+        numbers[:, 0].float(),
+        numbers[:, 1].int(),
+        numbers[:, 2].int(),
+        numbers[:, 3].contiguous(),
+        torch.tensor([one.uniform for one in draws], dtype=torch.float64),
+    )
+    tokens, statuses = drawing.draw_rows(logits, drawing.row_maxima(logits)[1], told)
+    assert tokens.tolist() == [one.token for one in draws]
+    assert statuses.tolist() == [one.status for one in draws] and statuses[4] == 1
