@@ -157,7 +157,7 @@ class _Incoming(asyncio.Protocol):
 
 
 # ---- the replica's end -----------------------------------------------------------------------------------------------
-class Lane(asyncio.Protocol):
+class ReplicaLane(asyncio.Protocol):
     """All that is sent in one turn of the loop goes in one frame. Never blocks: what waits is bounded by what calls ask for."""
 
     def __init__(self, address: Address, replica: str) -> None:
@@ -220,10 +220,10 @@ class Lanes:
 
     def __init__(self, replica: str) -> None:
         self._replica = replica
-        self._lanes: dict[Address, asyncio.Task[Lane | None]] = {}
+        self._lanes: dict[Address, asyncio.Task[ReplicaLane | None]] = {}
         self._tried: dict[Address, float] = {}
 
-    async def to(self, address: Address | None) -> Lane | None:
+    async def to(self, address: Address | None) -> ReplicaLane | None:
         """The lane to an ingress, connected now if need be; None where it cannot be reached."""
         if address is None:
             return None
@@ -234,7 +234,7 @@ class Lanes:
             task = self._lanes[address] = asyncio.get_running_loop().create_task(self._connect(address))
         return await asyncio.shield(task)
 
-    def _stale(self, address: Address, lane: Lane | None) -> bool:
+    def _stale(self, address: Address, lane: ReplicaLane | None) -> bool:
         return time.monotonic() - self._tried[address] > FORGET_SECONDS if lane is None else lane.lost
 
     def _forget(self) -> None:
@@ -243,11 +243,11 @@ class Lanes:
             if task.done() and self._stale(address, task.result()):
                 del self._lanes[address], self._tried[address]
 
-    async def _connect(self, address: Address) -> Lane | None:
+    async def _connect(self, address: Address) -> ReplicaLane | None:
         with contextlib.suppress(OSError, TimeoutError):
             async with asyncio.timeout(CONNECT_SECONDS):
                 _, lane = await asyncio.get_running_loop().create_connection(
-                    lambda: Lane(address, self._replica), address.host, address.port
+                    lambda: ReplicaLane(address, self._replica), address.host, address.port
                 )
                 return lane
         return None

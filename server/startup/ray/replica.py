@@ -20,7 +20,7 @@ from windlass.engine.errors import EngineDeadError, EngineError
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.call import Address, Ended, Finished, Item, ReplicaCall, ReplicaReport, Start, mixed
-from windlass.server.startup.ray.lane import Lane, Lanes
+from windlass.server.startup.ray.lane import Lanes, ReplicaLane
 
 _logger = logging.getLogger("windlass.server")
 
@@ -68,7 +68,7 @@ class EngineReplica:
         except EngineError as error:
             yield Ended(self._id, portable_error(error))
 
-    async def _generate_by(self, lane: Lane, call: ReplicaCall) -> None:
+    async def _generate_by(self, lane: ReplicaLane, call: ReplicaCall) -> None:
         last: Ended | Finished = Finished()
         try:
             async with contextlib.aclosing(await self._begin(call)) as outputs:

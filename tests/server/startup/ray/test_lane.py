@@ -13,7 +13,7 @@ import pytest
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.errors import QueueFullError
 from windlass.server.startup.ray.call import Ended, Finished, Lost, ReplicaCall
-from windlass.server.startup.ray.lane import Lane, LaneEnd, Lanes, News
+from windlass.server.startup.ray.lane import LaneEnd, Lanes, News, ReplicaLane
 
 
 def in_a_loop(test: Callable[[], Coroutine[None, None, None]]) -> Callable[[], None]:
@@ -45,7 +45,7 @@ class Replica:
             await lane.run(self.run(lane, call))
         return lane is not None
 
-    async def run(self, lane: Lane, call: ReplicaCall) -> None:
+    async def run(self, lane: ReplicaLane, call: ReplicaCall) -> None:
         try:
             lane.send(call.number, RequestOutput(call.request.request_id, token_ids=(call.number,)))
             await self.gate.wait()
