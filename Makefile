@@ -18,13 +18,14 @@ export OMP_NUM_THREADS ?= 2
 RELEASE := build/release
 TOOLS   := $(RELEASE)/bin
 
-.PHONY: help serve test test-slow soak check format docs bench clean lock sbom audit wheels
+.PHONY: help serve test test-slow test-ray soak check format docs bench clean lock sbom audit wheels
 
 help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make soak: attacks, fuzzing, simulation and load in their long form"
+	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray"
+	@echo "make soak       attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
 	@echo "make bench      beside the peers in work/peers (BENCH=options)"
@@ -64,6 +65,11 @@ test: $(VENV)/.installed-dev
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow"
+
+# The extra goes into the same environment, without another torch: constraints.txt names that.
+test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
+	@echo "== testing on a Ray cluster"
+	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, fuzzing, simulating and loading, in the long form"

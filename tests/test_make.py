@@ -54,11 +54,19 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
         assert installs(commands(install(tmp_path / goal, ".installed", ".installed-dev"), goal)) == []
 
 
+def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
+    venv = install(tmp_path / "venv", ".installed-dev")
+    lines = commands(venv, "test-ray")
+    assert installs(lines) == ["-e '.[ray]'"]
+    assert all("-c constraints.txt" in line for line in lines if "pip install" in line)
+
+
 @pytest.mark.parametrize(
     ("goal", "options"),
     [
         ("test", '-n 2 --dist loadfile -m "not slow and not soak"'),
         ("test-slow", '-n 2 --dist loadfile -m "slow"'),
+        ("test-ray", "tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py"),
         ("soak", '-m "soak"'),
     ],
 )

@@ -205,7 +205,7 @@ def encode(message: Message) -> bytes:
         if output.prompt_logprobs is not None and len(output.prompt_logprobs) > PROMPT_PART:
             parts, output = _in_parts(output)
             before += parts
-        outputs.append(_to_tuple(output))
+        outputs.append(output_fields(output))
     return before + _frame((outputs, message.seconds, message.stats))
 
 
@@ -231,7 +231,7 @@ def decode(body: bytes | bytearray | memoryview) -> Message:
     return content  # type: ignore[no-any-return]
 
 
-def _to_tuple(output: RequestOutput) -> tuple[Any, ...]:
+def output_fields(output: RequestOutput) -> tuple[Any, ...]:
     """The fields in the order of RequestOutput's constructor."""
     return (
         output.request_id,

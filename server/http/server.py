@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 _logger = logging.getLogger("windlass.server")
 
+_CLOSE = (b"connection", b"close")
 TASK_SECONDS = 1  # for requests to notice that their connection is gone
 
 
@@ -65,6 +66,16 @@ class HttpServer(uvicorn.Server):
         self._tls = tls
         self._acceptor: Acceptor | None = None
         self._sweeper: asyncio.TimerHandle | None = None
+
+    def retire(self) -> None:
+        """Accept nothing more, and answer on: each answer from now on says that its connection ends with it.
+
+        A client that would reuse the connection of an answer before still can, once.
+        """
+        if self._acceptor is not None:
+            self._acceptor.close()
+        self.config.encoded_headers.append(_CLOSE)  # what uvicorn takes once a second
+        self.server_state.default_headers = [*self.server_state.default_headers, _CLOSE]
 
     async def stop(self, seconds: float) -> None:
         """Accept nothing more, give requests in progress up to so many seconds, then cut every connection."""

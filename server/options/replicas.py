@@ -8,9 +8,10 @@ from typing import Annotated
 
 from windlass.engine.errors import LoadError
 from windlass.server.options.panels import BATCHING, CLUSTER
-from windlass.server.options.spelling import option
+from windlass.server.options.spelling import choose, option
 
 MOST_REPLICAS = 1024
+LISTENERS = ("ingress", "proxy")
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")
 
 
@@ -48,6 +49,11 @@ class ClusterOptions:
     name: Annotated[
         str, option("--name", panel=CLUSTER, help="Of the application; one of the same name is updated, a replica at a time.")
     ] = "windlass"  # fmt: skip
+    listener: Annotated[
+        str,
+        option("--listener", panel=CLUSTER, metavar="ingress or proxy", help="Who accepts connections at --host and --port "
+               "of the head's machine: the server itself, or Ray's proxy, which passes requests and tokens on."),
+    ] = "ingress"  # fmt: skip
     target_requests: Annotated[
         int,
         option("--target-requests", panel=CLUSTER, help="Between two numbers of replicas: requests that each should have, "
@@ -73,6 +79,7 @@ class ClusterOptions:
     def check(self) -> None:
         """Raise LoadError for what cannot be meant."""
         self.count()
+        choose("--listener", self.listener, LISTENERS)
         if not _NAME.fullmatch(self.name):
             raise LoadError(f"--name must be letters, digits, dots, dashes and underscores, got {self.name!r}")
         if self.target_requests < 1:

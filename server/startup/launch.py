@@ -106,7 +106,7 @@ def _serve_with(
         try:
             app = make_app(client, path, settings, template)
             with contextlib.closing(app.state.windlass) as state:
-                http = _make_server(app, listener, bounds, settings.max_header_bytes, server.access_log, tls)
+                http = make_server(app, listener, bounds, settings.max_header_bytes, server.access_log, tls)
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
@@ -253,7 +253,7 @@ def make_app(client: EngineClient, path: Path, settings: ServerSettings, templat
     return app
 
 
-def _make_server(
+def make_server(
     app: FastAPI,
     listener: socket.socket,
     bounds: ConnectionSettings,

@@ -109,7 +109,7 @@ def test_ray_reads_its_config_and_makes_the_application() -> None:
         "build = getattr(importlib.import_module(module), name)\n"
         "print(type(build(one.args)).__name__)\n"
         "from windlass.engine.errors import LoadError\n"
-        "for wrong in ({'replica': 2}, {'replicas': '8..2'}, {'uds': '/x'}, {'dtype': 'float3'}):\n"
+        "for wrong in ({'replica': 2}, {'replicas': '8..2'}, {'uds': '/x'}, {'listener': 'ingress'}, {'dtype': 'float3'}):\n"
         "    try: build(wrong)\n"
         "    except LoadError as error: print(error)\n"
     )
@@ -120,4 +120,4 @@ def test_ray_reads_its_config_and_makes_the_application() -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "Application", done.stderr
     assert "no option 'replica' (did you mean 'replicas'?)" in lines[1]
-    assert [line.split()[0] for line in lines[2:]] == ["--replicas", "--uds", "--dtype:"]
+    assert [line.split()[0] for line in lines[2:]] == ["--replicas", "--uds", "listener:", "--dtype:"]

@@ -11,13 +11,14 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
 
 BIN = Path(sys.executable).parent
+TESTS = Path(__file__).resolve().parents[1]
 
 
 def free_port() -> int:
@@ -40,12 +41,25 @@ class RayCluster:
         return f"http://127.0.0.1:{self.port}"
 
     def windlass(self, *arguments: object, address: str | None = None) -> subprocess.CompletedProcess[str]:
-        command = [str(BIN / "windlass"), "ray", *map(str, arguments), "--address", address or self.address]
-        return subprocess.run(command, capture_output=True, text=True, timeout=180, env=environment())
+        return self._run(str(BIN / "windlass"), "ray", *arguments, "--address", address or self.address)
+
+    def _run(self, *command: object) -> subprocess.CompletedProcess[str]:
+        return subprocess.run([*map(str, command)], capture_output=True, text=True, timeout=180, env=environment())
 
     def deploy(self, *arguments: object) -> None:
         done = self.windlass("deploy", "demo", "--port", self.port, *arguments)
         assert done.returncode == 0, (done.stdout, done.stderr, self.logs())
+
+    def deploy_in_turns(self, *arguments: object) -> None:
+        """The same, but for the router: it sends requests to the replicas in turns."""
+        command = [sys.executable, "-m", "helpers.ray_in_turns", "ray", "deploy", "demo", "--port", self.port]
+        done = self._run(*command, *arguments, "--address", self.address)
+        assert done.returncode == 0, (done.stdout, done.stderr, self.logs())
+
+    def ingress(self) -> int:
+        """The process id of the actor of the HTTP side."""
+        (found,) = self._processes(b"ray::ServeReplica:windlass:Ingress")
+        return found
 
     def replicas(self) -> list[int]:
         """Process ids of the actors of engine replicas, the oldest first."""
@@ -83,32 +97,48 @@ class RayCluster:
 
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WINDLASS_", "RAY_"))}
-    return {**kept, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}", "RAY_DISABLE_IMPORT_WARNING": "1"}
+    # Ray gives its workers, and so the engines, a niceness of 15: beside anything else here they would get no processor.
+    own = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0", "PYTHONPATH": str(TESTS)}
+    return {**kept, **own, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 
 @contextlib.contextmanager
 def ray_cluster(cpus: int = 4) -> Iterator[RayCluster]:
     """Its processes end with it, and no other cluster's."""
+    port = free_port()
+    command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
+    command += ["--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats"]
+    command += ["--min-worker-port=0", "--max-worker-port=0", f"--ray-client-server-port={free_port()}"]
+    with _started(lambda folder: [*command, f"--temp-dir={folder}"], b"Ray runtime started") as (folder, _):
+        yield RayCluster(f"127.0.0.1:{port}", folder)
+
+
+@contextlib.contextmanager
+def ray_machines(cpus: list[int]) -> Iterator[tuple[RayCluster, list[int]]]:
+    """A cluster of several raylets, as many machines would have, the first of which is the head; and their process ids."""
+    command = [sys.executable, "-m", "helpers.raylets"]
+    with _started(lambda folder: [*command, str(folder), *map(str, cpus)], b"raylets: ") as (folder, log):
+        found = re.search(rb"raylets: (\S+) (.*)", log.read_bytes())
+        assert found is not None
+        yield RayCluster(found[1].decode(), folder), [int(pid) for pid in found[2].split()]
+
+
+@contextlib.contextmanager
+def _started(command: Callable[[Path], list[str]], sign: bytes) -> Iterator[tuple[Path, Path]]:
+    """A process that has written this sign: the cluster's folder, which every process of it names, and its log."""
     with tempfile.TemporaryDirectory(prefix="ray", dir="/tmp", ignore_cleanup_errors=True) as folder:
-        port = free_port()
-        command = [str(BIN / "ray"), "start", "--head", "--block", f"--port={port}", f"--num-cpus={cpus}"]
-        command += ["--object-store-memory=100000000", "--include-dashboard=false", "--disable-usage-stats"]
-        command += [
-            f"--temp-dir={folder}",
-            "--min-worker-port=0",
-            "--max-worker-port=0",
-            f"--ray-client-server-port={free_port()}",
-        ]
         log = Path(folder, "start.log")
         with log.open("wb") as output:
             mark = {**environment(), "WINDLASS_TEST_CLUSTER": folder}
-            head = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=mark, start_new_session=True)
+            head = subprocess.Popen(
+                command(Path(folder)), stdout=output, stderr=subprocess.STDOUT, env=mark, start_new_session=True
+            )
         try:
             deadline = time.monotonic() + 90
-            while b"Ray runtime started" not in log.read_bytes():
+            while sign not in log.read_bytes():
                 assert head.poll() is None and time.monotonic() < deadline, log.read_text()
                 time.sleep(0.2)
-            yield RayCluster(f"127.0.0.1:{port}", Path(folder))
+            yield Path(folder), log
         finally:
             head.send_signal(signal.SIGTERM)
             with contextlib.suppress(subprocess.TimeoutExpired):

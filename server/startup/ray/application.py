@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import fields
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -16,11 +16,13 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.replicas import ClusterOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.startup.ray.call import Start
+from windlass.server.startup.ray.door import HEAD, name_of_door
 from windlass.server.startup.ray.ingress import Ingress
 from windlass.server.startup.ray.replica import EngineReplica
 from windlass.server.startup.ray.routing import PrefixRequestRouter
 
 INGRESS_CPUS = 0.5
+AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
 _NEEDLESS = ("uds", "ssl_certfile", "ssl_keyfile", "ssl_ca_certs", "record", "access_log")
 _PATHS = ("api_key_file", "api_keys", "chat_template", "lora_folder", "crash_dir")
 
@@ -38,7 +40,10 @@ def build(args: Mapping[str, Any]) -> serve.Application:
         return {field.name: _spelt(field.name, given[field.name]) for field in fields(kind) if field.name in given}
 
     engine, server = EngineOptions(**of(EngineOptions)), ServerOptions(**of(ServerOptions))
-    return application(model, engine, server, ClusterOptions(**of(ClusterOptions)), level)
+    cluster = ClusterOptions(**{"listener": "proxy", **of(ClusterOptions)})
+    if cluster.listener != "proxy":
+        raise LoadError("listener: in a Serve config Ray's proxies listen; leave it out")
+    return application(model, engine, server, cluster, level)
 
 
 def application(
@@ -49,12 +54,14 @@ def application(
     for name in _NEEDLESS:
         if getattr(server, name) != getattr(ServerOptions(), name):
             raise LoadError(
-                f"--{name.replace('_', '-')} is of a server by itself: Ray's proxies listen here, so leave it out"
+                f"--{name.replace('_', '-')} is of a server by itself, and a deployment has none: leave it out"
             )
     engine.to_config(Path())
     grace = max(server.to_settings("model", engine).grace_seconds, 1.0)
     least, most = cluster.count()
     start = Start(model, engine, server, log_level, most if engine.kv_cache_memory is None else 1)
+    itself = cluster.listener == "ingress"
+    start = replace(start, door=name_of_door(cluster.name) if itself else None)
     scaling: dict[str, object] = {"num_replicas": least}
     if most > least:
         scaling = {
@@ -84,9 +91,9 @@ def application(
     )
     ingress = serve.deployment(Ingress).options(
         name="Ingress",
-        ray_actor_options={"num_cpus": INGRESS_CPUS},
+        ray_actor_options={"num_cpus": INGRESS_CPUS, "resources": {HEAD: 0.001} if itself else {}},
         max_ongoing_requests=100_000,  # the app has bounds of its own
-        graceful_shutdown_timeout_s=grace,
+        graceful_shutdown_timeout_s=grace + AFTER_GRACE_SECONDS,
     )
     return ingress.bind(start, engines.bind(start))
 

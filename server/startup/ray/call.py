@@ -15,13 +15,17 @@ from windlass.server.options.server import ServerOptions
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """What every process of a deployment starts with. model: as it was named. sharing: engines that may be on one machine."""
+    """What every process of a deployment starts with. model: as it was named. sharing: engines that may be on one machine.
+
+    door: the name of the actor that holds the listening socket; None where Ray's proxies listen.
+    """
 
     model: str | None
     engine: EngineOptions
     server: ServerOptions
     log_level: str
     sharing: int
+    door: str | None = None
     version: str = __version__
 
     def check(self) -> None:
@@ -31,11 +35,20 @@ class Start:
 
 
 @dataclass(frozen=True, slots=True)
+class Address:
+    """Where an ingress listens for outputs (see `lane`). secret: who connects says it first."""
+
+    host: str
+    port: int
+    secret: bytes
+
+
+@dataclass(frozen=True, slots=True)
 class ReplicaCall:
     """A request on its way. seconds: to its deadline, as clocks differ from machine to machine.
 
     digests: the keys of its prompt's blocks, of which a replica may remember `most_blocks`. avoid: ids of replicas that could
-    not take it. adapter: the one that it names.
+    not take it. adapter: the one that it names. lane, number: where outputs may go, and the call's number there.
     """
 
     request: EngineRequest
@@ -44,6 +57,8 @@ class ReplicaCall:
     most_blocks: int = 1
     avoid: tuple[str, ...] = ()
     adapter: AdapterSource | None = None
+    lane: Address | None = None
+    number: int = 0
     version: str = __version__
 
     @classmethod
@@ -63,6 +78,20 @@ class Ended:
 
     replica: str
     error: EngineError
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """Nothing more comes. by_lane: of what came by Ray, the rest comes by the lane."""
+
+    by_lane: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Lost:
+    """The way by which outputs came is gone. replica: where it led, if that is known."""
+
+    replica: str = ""
 
 
 Item = list[RequestOutput] | Ended

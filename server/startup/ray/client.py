@@ -12,8 +12,6 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass, replace
 from typing import Any
 
-from ray.exceptions import RayError
-from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
@@ -23,14 +21,14 @@ from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, R
 from windlass.engine.client.replicas.prefix import PrefixKeys
 from windlass.engine.client.replicas.sums import side_by_side, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
-from windlass.server.startup.ray.call import Ended, ReplicaCall, ReplicaReport
+from windlass.server.startup.ray.call import ReplicaCall, ReplicaReport
+from windlass.server.startup.ray.calls import LOST, CallEnded, CallLost, Calls
 
 _logger = logging.getLogger("windlass.server")
 
 MOST_TRIES = 3  # replicas that a request is sent to, none of which had begun with it
 LOOK_SECONDS = 1.0  # between two looks at how the replicas are
 REPORT_SECONDS = 2.0  # for them to say
-_LOST = (RayError, RayServeException)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +45,7 @@ class RayClient:
 
     def __init__(self, handle: DeploymentHandle[Any], config: EngineConfig) -> None:
         self._handle, self._config = handle, config
+        self._calls = Calls(handle)
         self._info: ModelInfo | None = None
         self._keys: PrefixKeys | None = None
         self._most_blocks = 1
@@ -92,24 +91,23 @@ class RayClient:
             for tries in range(1, MOST_TRIES + 1):
                 begun = False
                 error: EngineError
-                stream = self._handle.options(stream=True).generate.remote(call)
                 try:
-                    async for item in stream:
-                        if isinstance(item, Ended):
-                            raise item.error
-                        for output in item:
-                            begun = True
-                            yield output
+                    async with self._calls.begun(call) as items:
+                        async for outputs in items:
+                            for output in outputs:
+                                begun = True
+                                yield output
                     return
-                except _LOST:
+                except CallLost as lost:
+                    call = replace(call, avoid=(*call.avoid, lost.replica))
                     error = EngineDeadError(
                         "the replica ended while this request was running; send it again", begun=begun
                     )
-                except (EngineDeadError, QueueFullError) as told:
-                    error = told
-                    call = replace(call, avoid=(*call.avoid, item.replica))
-                finally:
-                    stream.cancel()
+                except CallEnded as ended:
+                    error = ended.error
+                    if not isinstance(error, EngineDeadError | QueueFullError):
+                        raise error from None
+                    call = replace(call, avoid=(*call.avoid, ended.replica))
                 if begun or getattr(error, "begun", False) or tries == MOST_TRIES or self._closed:
                     raise error
         finally:
@@ -147,7 +145,7 @@ class RayClient:
             return side_by_side(list(enumerate(seen)))  # type: ignore[return-value]
         try:
             answer: Any = await self._handle.look.remote(question)
-        except _LOST:
+        except LOST:
             raise EngineDeadError("the replica ended before it answered; ask again") from None
         if isinstance(answer, EngineError):
             raise answer
@@ -165,6 +163,7 @@ class RayClient:
     async def close(self) -> None:
         """Look no more; the replicas are the deployment's."""
         self._closed = True
+        await self._calls.close()
         if self._watching is not None:
             self._watching.cancel()
             await asyncio.gather(self._watching, return_exceptions=True)
@@ -172,6 +171,7 @@ class RayClient:
     # ---- the replicas ------------------------------------------------------------------------------------------------
     async def start(self) -> ModelInfo:
         """Wait for a replica, and watch them all from then on."""
+        await self._calls.listen()
         info: ModelInfo = await self._handle.info.remote()
         if self._config.cache.prefix_caching and not info.sees_whole_texts:
             self._keys = PrefixKeys(info, self._config.rotary)
@@ -188,7 +188,7 @@ class RayClient:
 
     async def _reports(self, *, stats: bool) -> list[ReplicaReport]:
         """What the replicas say; those that say nothing in time are taken for gone."""
-        found = [one for one in await self._all("report", stats) if isinstance(one, ReplicaReport)]
+        found = [one for one in await self._all("report", stats, self._calls.address) if isinstance(one, ReplicaReport)]
         before, self._known = (
             self._known,
             {one.replica: RemoteEngine(one.replica, one.state, one.restarts) for one in found},
@@ -203,7 +203,7 @@ class RayClient:
             response = self._handle.broadcast(method, *arguments)
             found: list[Any] = await response.results_async(timeout_s=seconds, return_exceptions=True)
             return found
-        except (*_LOST, TimeoutError):
+        except (*LOST, TimeoutError):
             return []
 
     def _later(self, work: Any) -> None:

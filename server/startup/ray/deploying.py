@@ -25,6 +25,7 @@ from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.launch import prepare, read_template
 from windlass.server.startup.ray.application import INGRESS_CPUS, application, of_a_replica
 from windlass.server.startup.ray.call import mixed
+from windlass.server.startup.ray.door import HEAD, close_door, open_door
 
 REACH_SECONDS = 5.0
 _ERROR = re.compile(r"(?:LoadError|RequestError|RuntimeError|RayServeException): (.+)")
@@ -39,17 +40,25 @@ def deploy(
     read_template(server)
     _, engine, settings = prepare(model, engine, server)
     with connected(cluster.address):
-        _check_room(least, *of_a_replica(engine))
+        _check_room(least, *of_a_replica(engine), INGRESS_CPUS if cluster.listener == "ingress" else 0.0)
         _check_version(cluster.name)
-        serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
+        itself = cluster.listener == "ingress"
         running = cluster.name in serve.status().applications
+        if itself:
+            serve.start(proxy_location="Disabled")
+            open_door(cluster.name, server.host, server.port)
+        else:
+            serve.start(proxy_location="HeadOnly", http_options=HTTPOptions(host=server.host, port=server.port))
         try:
-            serve.run(made, name=cluster.name, route_prefix=server.root_path or "/")
+            serve.run(made, name=cluster.name, route_prefix=None if itself else server.root_path or "/")
         except (RuntimeError, RayError, RayServeException) as error:
             reason = _reason(cluster.name, error)
             if not running:
                 serve.delete(cluster.name)
+                close_door(cluster.name)
             raise LoadError(reason) from None
+        if not itself:
+            close_door(cluster.name)
     several = f"{least} to {most} replicas" if most > least else f"{least} replica{'s' if least > 1 else ''}"
     say(
         f"{settings.served_model_name} is served by {several} at http://{server.host}:{server.port}{server.root_path}/v1"
@@ -62,6 +71,7 @@ def delete(name: str, address: str | None) -> None:
         if name not in serve.status().applications:
             raise LoadError(f"--name {name}: no deployment has this name on that cluster")
         serve.delete(name)
+        close_door(name)
     say(f"{name} is deleted")
 
 
@@ -96,8 +106,8 @@ def connected(address: str | None) -> Iterator[None]:
         ray.shutdown()
 
 
-def _check_room(least: int, cpus: int, gpus: int) -> None:
-    """LoadError where the cluster has no place for the least number of replicas."""
+def _check_room(least: int, cpus: int, gpus: int, on_head: float) -> None:
+    """LoadError where the cluster has no place for the least number of replicas. on_head: cores that the head has to have."""
     there = ray.cluster_resources()
     for what, each, more in (("CPU", cpus, INGRESS_CPUS), ("GPU", gpus, 0.0)):
         if least * each + more > there.get(what, 0.0):
@@ -106,6 +116,22 @@ def _check_room(least: int, cpus: int, gpus: int) -> None:
                 f"{least} replicas need {least * each} {what}s{beside}, the cluster has {there.get(what, 0.0):g}: use fewer "
                 "--replicas, or fewer --threads each"
             )
+    places = 0
+    for machine in (node["Resources"] for node in ray.nodes() if node["Alive"]):
+        free = machine.get("CPU", 0.0)
+        if HEAD in machine:
+            if free < on_head:
+                raise LoadError(
+                    f"the server needs {on_head:g} CPUs of the head's machine, which has {free:g}: begin it with more (ray start "
+                    "--head --num-cpus=1), or use --listener proxy"
+                )
+            free -= on_head
+        places += int(free // cpus)
+    if places < least:
+        raise LoadError(
+            f"{least} replicas need {cpus} CPUs of one machine each, and there is room for {places}: use fewer --replicas, "
+            "or fewer --threads or --tensor-parallel each"
+        )
 
 
 def _check_version(name: str) -> None:

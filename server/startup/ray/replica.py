@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -18,7 +19,10 @@ from windlass.engine.core.wire import portable_error
 from windlass.engine.errors import EngineDeadError, EngineError
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
-from windlass.server.startup.ray.call import Ended, Item, ReplicaCall, ReplicaReport, Start, mixed
+from windlass.server.startup.ray.call import Address, Ended, Finished, Item, ReplicaCall, ReplicaReport, Start, mixed
+from windlass.server.startup.ray.lane import Lanes, ReplicaLane
+
+_logger = logging.getLogger("windlass.server")
 
 GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
 
@@ -29,6 +33,7 @@ class EngineReplica:
     async def __init__(self, start: Start) -> None:  # type: ignore[misc]
         start.check()
         self._id = serve.get_replica_context().replica_id.unique_id
+        self._lanes = Lanes(self._id)
         self._engines = Engines(start.engine, start.log_level)
         try:
             path, engine, _ = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
@@ -47,24 +52,52 @@ class EngineReplica:
     async def info(self) -> ModelInfo:
         return self._info
 
-    async def generate(self, call: ReplicaCall) -> AsyncGenerator[Item, None]:
-        """Outputs as they come, those that came together in one item; an error is the last item."""
+    async def generate(self, call: ReplicaCall) -> AsyncGenerator[Item | Finished, None]:
+        """Outputs as they come, those that came together in one item; an error is the last item.
+
+        Where there is a lane they go there, and the only item says so: Ray then has the call to count, to cancel and to end with
+        this replica, and no tokens.
+        """
+        if (lane := await self._lanes.to(call.lane)) is not None:
+            await lane.run(self._generate_by(lane, call))
+            yield Finished(by_lane=True)
+            return
         try:
-            if call.version != __version__:
-                raise EngineError(mixed(call.version))
-            if call.adapter is not None and call.adapter.adapter_id not in self._client.adapter_ids:
-                with contextlib.suppress(EngineDeadError):  # told by the request itself
-                    await self._client.load_adapter(call.adapter)
-            async for outputs in in_batches(self._client.generate(call.arrived())):
+            async for outputs in in_batches(await self._begin(call)):
                 yield outputs
         except EngineError as error:
             yield Ended(self._id, portable_error(error))
 
+    async def _generate_by(self, lane: ReplicaLane, call: ReplicaCall) -> None:
+        last: Ended | Finished = Finished()
+        try:
+            async with contextlib.aclosing(await self._begin(call)) as outputs:
+                async for output in outputs:
+                    lane.send(call.number, by_no_clock(output))
+        except Exception as error:  # whatever it is, the ingress waits for an end
+            if not isinstance(error, EngineError):
+                _logger.exception("a call failed")
+            last = Ended(self._id, portable_error(error))
+        lane.send(call.number, last)
+
+    async def _begin(self, call: ReplicaCall) -> AsyncGenerator[RequestOutput, None]:
+        """The outputs of a call, whose adapter is loaded first. Raises EngineError."""
+        if call.version != __version__:
+            raise EngineError(mixed(call.version))
+        if call.adapter is not None and call.adapter.adapter_id not in self._client.adapter_ids:
+            with contextlib.suppress(EngineDeadError):  # told by the request itself
+                await self._client.load_adapter(call.adapter)
+        return self._client.generate(call.arrived())
+
     async def end_sample(self, request_id: str, index: int) -> None:
         self._client.end_sample(request_id, index)
 
-    async def report(self, stats: bool) -> ReplicaReport:
-        """How it is; with its statistics if they are asked for, each sample of which is handed out once."""
+    async def report(self, stats: bool, address: Address | None = None) -> ReplicaReport:
+        """How it is; with its statistics if they are asked for, each sample of which is handed out once.
+
+        address: of the ingress that asks, to which there is a lane from then on.
+        """
+        await self._lanes.to(address)
         found: EngineStats | None = None
         if stats:
             with contextlib.suppress(EngineError):
@@ -88,6 +121,11 @@ class EngineReplica:
         self._client.drop_adapter(adapter_id)
 
 
+def by_no_clock(output: RequestOutput) -> RequestOutput:
+    """Without the time it has by a clock of this machine."""
+    return output if output.scheduled_at is None else replace(output, scheduled_at=None)
+
+
 async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenerator[list[RequestOutput], None]:
     """What a stream gives, all that is there at once: it is the way of an item that costs. The stream is closed with it."""
     waiting: list[RequestOutput] = []
@@ -97,8 +135,7 @@ async def in_batches(stream: AsyncGenerator[RequestOutput, None]) -> AsyncGenera
         try:
             async with contextlib.aclosing(stream):
                 async for output in stream:
-                    # Clocks differ from machine to machine.
-                    waiting.append(output if output.scheduled_at is None else replace(output, scheduled_at=None))
+                    waiting.append(by_no_clock(output))
                     news.set()
         finally:
             news.set()

@@ -39,6 +39,7 @@ def test_what_is_no_number_of_replicas(given: str) -> None:
     ("options", "says"),
     [
         ({"name": "a/b"}, "--name must be letters"),
+        ({"listener": "nobody"}, "--listener must be ingress or proxy"),
         ({"target_requests": 0}, "--target-requests must be at least 1"),
         ({"scale_up_seconds": -1.0}, "--scale-up-seconds must be 0 or more"),
         ({"scale_down_seconds": float("nan")}, "--scale-down-seconds must be 0 or more"),

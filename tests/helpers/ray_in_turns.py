@@ -1,0 +1,36 @@
+"""`windlass` with a router for Ray that knows no prefixes: requests go to the replicas in turns. Run as a program."""
+
+from __future__ import annotations
+
+import sys
+from itertools import count
+from typing import Any
+
+from ray.serve.request_router import PendingRequest, RunningReplica
+
+from windlass.server.startup.ray import application, routing
+
+
+class InTurns(routing.PrefixRequestRouter):
+    def initialize_state(self, **kwargs: Any) -> None:
+        super().initialize_state(**kwargs)
+        self._turns = count()
+
+    async def choose_replicas(
+        self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
+    ) -> list[list[RunningReplica]]:
+        ordered = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
+        if not ordered:
+            return []
+        turn = next(self._turns) % len(ordered)
+        return [[replica] for replica in (*ordered[turn:], *ordered[:turn])]
+
+
+if __name__ == "__main__":
+    from helpers.ray_in_turns import InTurns as Chosen  # by a name that other processes can import
+
+    from windlass.server.cli.main import main
+
+    application.PrefixRequestRouter = Chosen  # type: ignore[misc]
+    sys.argv[0] = "windlass"
+    sys.exit(main())

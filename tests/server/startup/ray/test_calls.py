@@ -1,0 +1,162 @@
+"""An ingress's calls and a replica's answers, by a lane and by Ray's streams, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
+
+from ray.exceptions import RayActorError
+
+from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.errors import QueueFullError
+from windlass.server.startup.ray.call import ReplicaCall
+from windlass.server.startup.ray.calls import CallEnded, CallLost, Calls
+from windlass.server.startup.ray.lane import Lanes
+from windlass.server.startup.ray.replica import EngineReplica
+
+TOKENS = 50
+
+
+class Engine:
+    """Its client: as many tokens as are asked for; then `error`."""
+
+    adapter_ids = frozenset[int]()
+
+    def __init__(self, error: Exception | None) -> None:
+        self._error = error
+        self.closed = 0
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
+        try:
+            for number in range(request.sampling.max_tokens or 0):
+                await asyncio.sleep(0)
+                yield RequestOutput(request.request_id, token_ids=(number,), scheduled_at=1.0 if not number else None)
+            if self._error is not None:
+                raise self._error
+        finally:
+            self.closed += 1
+
+
+class Handle:
+    """Calls the replica in this process, as Ray's streams would; `dies` after so many items that come by Ray."""
+
+    def __init__(self, replica: Any, dies: int | None = None) -> None:
+        self.replica, self.dies, self.items = replica, dies, 0
+        self.tasks: list[asyncio.Task[None]] = []
+
+    def options(self, **options: Any) -> Handle:
+        assert options == {"method_name": "generate", "stream": True}
+        return self
+
+    def remote(self, call: ReplicaCall) -> Any:
+        queue: asyncio.Queue[Any] = asyncio.Queue()
+
+        async def run() -> None:
+            async with contextlib.aclosing(self.replica.generate(call)) as items:
+                async for item in items:
+                    queue.put_nowait(item)
+            queue.put_nowait(None)
+
+        task = asyncio.create_task(run())
+        self.tasks.append(task)
+        handle = self
+
+        class Stream:
+            def cancel(self) -> None:
+                task.cancel()
+
+            async def __aiter__(self) -> Any:
+                while (item := await queue.get()) is not None:
+                    if handle.items == handle.dies:
+                        raise RayActorError
+                    handle.items += 1
+                    yield item
+
+        return Stream()
+
+
+def replica_of(error: Exception | None = None) -> tuple[Any, Engine]:
+    replica: Any = object.__new__(EngineReplica)
+    engine = Engine(error)
+    replica._id, replica._client, replica._lanes = "a", engine, Lanes("a")
+    return replica, engine
+
+
+def asked(tokens: int = TOKENS) -> ReplicaCall:
+    return ReplicaCall.of(EngineRequest("r", [1, 2, 3], SamplingParams(max_tokens=tokens)))
+
+
+async def outputs_of(calls: Calls, found: list[RequestOutput], most: int | None = None) -> None:
+    async with calls.begun(asked()) as items:
+        async for outputs in items:
+            found += outputs
+            if most is not None and len(found) >= most:
+                return
+
+
+@pytest.mark.parametrize("by_lane", [True, False])
+def test_both_ways_bring_the_same(by_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if by_lane else "203.0.113.1")
+
+    async def main() -> None:
+        for error in (None, QueueFullError("full")):
+            replica, engine = replica_of(error)
+            handle = Handle(replica)
+            calls = Calls(handle)  # type: ignore[arg-type]
+            await calls.listen()
+            assert (calls.address is not None) == by_lane
+            found: list[RequestOutput] = []
+            if error is None:
+                await outputs_of(calls, found)
+            else:
+                with pytest.raises(CallEnded) as told:
+                    await outputs_of(calls, found)
+                assert told.value.replica == "a" and type(told.value.error) is QueueFullError
+            assert [output.token_ids for output in found] == [(number,) for number in range(TOKENS)]
+            assert all(output.scheduled_at is None for output in found)
+            await asyncio.gather(*handle.tasks)
+            assert engine.closed == 1
+            await calls.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+@pytest.mark.parametrize("by_lane", [True, False])
+def test_who_goes_away_ends_the_call(by_lane: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "127.0.0.1" if by_lane else "203.0.113.1")
+
+    async def main() -> None:
+        replica, engine = replica_of()
+        handle = Handle(replica)
+        calls = Calls(handle)  # type: ignore[arg-type]
+        await calls.listen()
+        await outputs_of(calls, [], 3)
+        while not engine.closed:
+            await asyncio.sleep(0.01)
+        await asyncio.gather(*handle.tasks, return_exceptions=True)
+        await calls.close()
+
+    asyncio.run(asyncio.wait_for(main(), 30))
+
+
+def test_a_replica_that_died_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("ray.util.get_node_ip_address", lambda: "203.0.113.1")  # of nobody: no lane
+
+    async def main() -> None:
+        replica, _ = replica_of()
+        handle = Handle(replica, dies=1)
+        calls = Calls(handle)  # type: ignore[arg-type]
+        await calls.listen()
+        found: list[RequestOutput] = []
+        with pytest.raises(CallLost):
+            await outputs_of(calls, found)
+        assert 1 <= len(found) < TOKENS
+        await asyncio.gather(*handle.tasks, return_exceptions=True)
+
+    asyncio.run(asyncio.wait_for(main(), 30))
