@@ -23,7 +23,7 @@ from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.forecast import StepForecast
+from windlass.engine.core.steps import EngineSteps
 from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.sequences import LiveSequences
@@ -46,7 +46,6 @@ class SimulatedCore(EngineCore):
         self._deterministic = False
         self._planner = PLANNER
         self._process = process
-        self._forecast = StepForecast()
         self.plan_watcher = None
         self._grammars = _NoGrammars()  # type: ignore[assignment]
         self._compiling = CompilingRequests(self._grammars, config.scheduling.max_waiting)
@@ -67,6 +66,7 @@ class SimulatedCore(EngineCore):
         for source in config.adapters.sources:
             self.adapters.add(adapter_of(source))
         self.runner = SimulatedRunner(process, plan.num_blocks, plan.block_size, self.rows)  # type: ignore[assignment]
+        self._steps = EngineSteps(self.scheduler, self.runner)
         info = _info(config, plan)
         self.info = replace(info, adapters=self.adapters.loaded.infos)
 
@@ -165,6 +165,7 @@ class SimulatedRunner:
     def __init__(self, process: EngineProcess, num_blocks: int, block_size: int, tables: CountedRows) -> None:
         self._process = process
         self.tables = tables
+        self.graphs = None
         self.sequences = LiveSequences(1)
         self._keys = PagedKeys(num_blocks, block_size)
         self._frequencies: dict[int, int] = {}  # by row

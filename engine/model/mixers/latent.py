@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.mixers.attention import AttentionInputs
-from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, Turns
+from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LATENT_NORM_EPS, LatentSpec
 from windlass.kernels import Backend, KVPages, Weight
 
@@ -65,7 +65,7 @@ class LatentAttention:
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *inputs.rotations[group], pages, inputs.slots[spec.kv_group])
         inputs.append_far_keys(spec, q[:, :0], k, k[:, :, :0], pages, backend)
-        turns = None if inputs.sources is None else Turns(inputs.sources, *inputs.turns[group])
+        turns = None if inputs.sources is None else QueryTurns(inputs.sources, *inputs.turns[group])
         values = self._forms.attend(LatentQueries(q, turns), pages, inputs.calls[self._kind])  # [T, H * V]
         return self._project("out", values, w.out, w.out_bias, changes)
 

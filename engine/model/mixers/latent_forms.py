@@ -24,7 +24,7 @@ _MOST_EXPANDED = 1 << 16  # cached rows, whose float32 copy and one head's keys 
 _EXPANDED_BYTES = 16 << 20  # of keys and values that are there at a time, if one head's are not more
 
 
-class Turns(NamedTuple):
+class QueryTurns(NamedTuple):
     """Further versions of queries: of which query each is, int64 [V], and cosines and sines [V, R / 2] of its turn."""
 
     sources: Tensor
@@ -36,7 +36,7 @@ class LatentQueries(NamedTuple):
     """Queries [T, H, R + N], rotated, as heads have them, and what versions of them the call's ranges name."""
 
     q: Tensor
-    turns: Turns | None = None
+    turns: QueryTurns | None = None
 
     def of(self, tokens: Tensor, call: AttentionCall) -> tuple[LatentQueries, AttentionCall]:
         """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.some_sequences`), naming their rows."""
@@ -52,7 +52,7 @@ class LatentQueries(NamedTuple):
             turned[kept] = torch.arange(count, count + kept.shape[0], device=tokens.device)
             rows = torch.cat((place, turned))
             if kept.shape[0]:
-                turns = Turns(place[self.turns.sources[kept]], self.turns.cos[kept], self.turns.sin[kept])
+                turns = QueryTurns(place[self.turns.sources[kept]], self.turns.cos[kept], self.turns.sin[kept])
         named = torch.where(call.range_rows < 0, call.range_rows, rows[call.range_rows.clamp(min=0)])
         return LatentQueries(self.q[tokens], turns), replace(call, range_rows=named)
 
