@@ -10,7 +10,7 @@
 
 #if !defined(WINDLASS_PORTABLE)
 #include <immintrin.h>
-#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,amx-tile,amx-int8,amx-bf16,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512vl,avx512dq,avx512vnni,avx512bf16,avx2,fma,f16c")
 #define WINDLASS_F16C
 #define WINDLASS_FMA
 #endif
