@@ -14,7 +14,7 @@ from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.api.request import ContextRule, EngineRequest
 from windlass.engine.model.mixers import latent_forms
-from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, Turns
+from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KVPages
 from windlass.kernels.backend import BackendOptions
@@ -180,7 +180,7 @@ def test_moved_keys_meet_their_versions(
     )
     call.block_tables[2, 1:3] = -1
     q = torch.randn(total, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
-    own, turns = bound(backend), Turns(sources, angle.cos(), angle.sin())
+    own, turns = bound(backend), QueryTurns(sources, angle.cos(), angle.sin())
     versions = own.turn_queries(q, *turns)
     got = LatentForms(SPEC, up, own).attend(LatentQueries(q, turns), pages, call)
     assert start.tolist() == call.query_start.tolist()
