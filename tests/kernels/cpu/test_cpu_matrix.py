@@ -11,6 +11,7 @@ from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, kernels
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
 from windlass.kernels.cpu import blocks, library, panels
+from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.panels import PanelWeight
 
@@ -186,3 +187,21 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     for options in ({"rounds_prompts": False}, {"rounds_prompts": True, "deterministic": True}):
         exact = bind("cpu", torch.float32, activations="int8", **options)
         assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])
+
+
+def test_products_are_repeated_as_they_were_recorded() -> None:
+    kernels("avx512_amx")
+    if cpu.library.load().isa != "avx512_amx":
+        pytest.skip("another set of instructions was asked for")
+    blocks_of, panels_of = random_blocks(40, 320, FORMS["q8_0"]), filled_panels(torch.randn(50, 40).bfloat16())
+    backend = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
+    assert isinstance(backend, CompiledBackend)
+    x = torch.randn(blocks.FEWEST_ROUNDED_ROWS, 320).bfloat16()
+    with torch.inference_mode(), backend.record(cpu.Arena(1 << 20)) as recording:
+        found = backend.linear(backend.linear(x, blocks_of), panels_of)
+    assert recording.obstacle is None
+    assert [name for name, _ in recording.calls] == ["linear_blocks_rounded", "linear_panels_rounded"]
+    for _ in range(3):
+        x.copy_(torch.randn_like(x))
+        want = backend.linear(backend.linear(x, blocks_of), panels_of)
+        assert recording.repeat() and torch.equal(found, want)
