@@ -15,6 +15,7 @@ class InTurns(routing.PrefixRequestRouter):
     def initialize_state(self, **kwargs: Any) -> None:
         super().initialize_state(**kwargs)
         self._turns = count()
+        self._turn_of: dict[str, int] = {}  # by request: Ray may ask more than once for one
 
     async def choose_replicas(
         self, candidate_replicas: list[RunningReplica], pending_request: PendingRequest | None = None
@@ -22,7 +23,10 @@ class InTurns(routing.PrefixRequestRouter):
         ordered = sorted(candidate_replicas, key=lambda replica: replica.replica_id.unique_id)
         if not ordered:
             return []
-        turn = next(self._turns) % len(ordered)
+        name = "" if pending_request is None else pending_request.metadata.request_id
+        if name not in self._turn_of:
+            self._turn_of[name] = next(self._turns)
+        turn = self._turn_of[name] % len(ordered)
         return [[replica] for replica in (*ordered[turn:], *ordered[:turn])]
 
 
