@@ -201,6 +201,10 @@ class Backend(RepeatsSteps):
         activation: "silu", "gelu_tanh", "gelu" (by the error function) or "relu2" (the square of what is positive).
         """
 
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        """`gated_activation` of linear(x, weight, bias), whose result may be left unrounded in between. Returns [T, N / 2]."""
+        return self.gated_activation(self.linear(x, weight, bias), activation)
+
     @abstractmethod
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.

@@ -22,6 +22,7 @@ from windlass.kernels.cpu import (
     blocks,
     elementwise,
     expert_products,
+    gates,
     latent,
     library,
     linear,
@@ -125,10 +126,9 @@ class CompiledBackend(Backend):
 
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its type; it does not have to be."""
+        if isinstance(weight, BlockWeight | PanelWeight) and self._takes_matrix_unit(x, weight):
+            return self._linear_rounded(x, weight, bias, out=out)
         if isinstance(weight, BlockWeight):
-            if self._rounds_blocks and x.shape[0] >= blocks.FEWEST_ROUNDED_ROWS:
-                out = None if x.dtype == torch.float16 else out
-                return blocks.linear_blocks_rounded(x, weight, bias, out=out, library=self._library)
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
                 return blocks.linear_blocks(x, weight, bias, out=out, library=self._library)
@@ -136,8 +136,6 @@ class CompiledBackend(Backend):
             return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
             pairs = self.multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
-            if pairs and x.shape[0] >= self._fewest_rounded_panel_rows and (x.stride(1) == 1 or x.shape[1] == 1):
-                return panels.linear_panels_rounded(x, weight, bias, out=out, library=self._library)
             if x.shape[0] > self._most_panel_rows and not pairs:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)
             out = None if x.dtype == torch.float16 else out
@@ -145,6 +143,26 @@ class CompiledBackend(Backend):
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
             return linear.linear_small(x, weight, bias, out=out, library=self._library)
         return self._torch.linear(x, weight, bias)
+
+    def _takes_matrix_unit(self, x: Tensor, weight: BlockWeight | PanelWeight) -> bool:
+        if isinstance(weight, BlockWeight):
+            return self._rounds_blocks and x.shape[0] >= blocks.FEWEST_ROUNDED_ROWS
+        adjacent = x.stride(1) == 1 or x.shape[1] == 1
+        return x.shape[0] >= self._fewest_rounded_panel_rows and x.dtype == weight.dtype == torch.bfloat16 and adjacent
+
+    def _linear_rounded(
+        self,
+        x: Tensor,
+        weight: BlockWeight | PanelWeight,
+        bias: Tensor | None,
+        activation: str | None = None,
+        out: Tensor | None = None,
+    ) -> Tensor:
+        """By the matrix unit. Arguments as of `_linear_part`; activation: of gates, see `blocks.linear_blocks_rounded`."""
+        if isinstance(weight, PanelWeight):
+            return panels.linear_panels_rounded(x, weight, bias, activation=activation, out=out, library=self._library)
+        out = None if x.dtype == torch.float16 else out
+        return blocks.linear_blocks_rounded(x, weight, bias, activation=activation, out=out, library=self._library)
 
     def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
         """Each part writes its columns of the result, where it can."""
@@ -172,6 +190,15 @@ class CompiledBackend(Backend):
 
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return ops.gated_activation(gate_up, activation, library=self._library)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if (
+            isinstance(weight, BlockWeight | PanelWeight)
+            and self._takes_matrix_unit(x, weight)
+            and gates.in_panels(weight.rows)
+        ):
+            return self._linear_rounded(x, weight, bias, activation)
+        return super().gated_linear(x, weight, bias, activation)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
         return elementwise.layer_norm(x, weight, bias, eps, library=self._library)

@@ -7,6 +7,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
+from windlass.kernels.cpu import gates
 from windlass.kernels.cpu.checks import check, check_out, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.cpu.linear import linear_small
@@ -67,15 +68,19 @@ def linear_blocks_rounded(
     weight: BlockWeight,
     bias: Tensor | None = None,
     *,
+    activation: str | None = None,
     out: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """x @ weight.T + bias with x and the weight's numbers rounded to bfloat16, for many rows, by the processor's matrix unit.
 
-    Arguments and result as of `linear_blocks`, but rows of bfloat16 are taken, and out is written, without a copy. Sums are
-    float32; their order, and so a row's bits, depends on that row only. Raises ValueError; only for a library that has it.
+    Arguments and result as of `linear_blocks`, but rows of bfloat16 are taken, and out is written, without a copy. With an
+    activation the first half of the weight's rows are gates, and the result is activation(gate) * up, [M, N / 2]
+    (`gates.in_panels`). Sums are float32; their order, and so a row's bits, depends on that row only. Raises ValueError; only
+    for a library that has it.
     """
     rows, columns = x.shape[0], weight.rows
+    activation_code, width = gates.code_and_width(columns, activation)
     _check_rows(x, weight, bias)
     described, multiply = _described(weight), (library or load()).linear_blocks_rounded
     if multiply is None:
@@ -85,9 +90,9 @@ def linear_blocks_rounded(
         given = given.contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     if out is None:
-        made = torch.empty((rows, columns), dtype=given.dtype)
+        made = torch.empty((rows, width), dtype=given.dtype)
     else:
-        check_out(made := out, rows, columns, given.dtype)
+        check_out(made := out, rows, width, given.dtype)
     if rows and columns:
         code = multiply(
             given.data_ptr(),
@@ -95,6 +100,7 @@ def linear_blocks_rounded(
             TYPE_CODES[given.dtype],
             *described,
             None if wide_bias is None else wide_bias.data_ptr(),
+            activation_code,
             made.data_ptr(),
             made.stride(0),
             rows,

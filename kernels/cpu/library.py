@@ -53,10 +53,13 @@ SIGNATURES: dict[str, list[type]] = {
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
     "linear_blocks_rounded": [
-        *(*_TENSOR2, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
+        *(*_TENSOR2, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
-    "linear_panels_rounded": [*(_POINTER, _LONG, _POINTER, _POINTER, _POINTER, _LONG), *(_LONG, _LONG, _LONG)],
+    "linear_panels_rounded": [
+        *(_POINTER, _LONG, _POINTER, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
+        *(_LONG, _LONG, _LONG),  # rows, columns, inner
+    ],
     "widen_blocks": [*_BLOCKS, _POINTER, _LONG, _FLOAT, _POINTER, _LONG, _LONG, _LONG],  # ids or the first, factor, out
     "repack_blocks": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER, _POINTER, _POINTER],
     "pack_blocks": [

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windlass.kernels.cpu import gates
 from windlass.kernels.cpu.checks import check, check_out
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.layouts.blocks import PANEL
@@ -72,13 +73,15 @@ def linear_panels_rounded(
     weight: PanelWeight,
     bias: Tensor | None = None,
     *,
+    activation: str | None = None,
     out: Tensor | None = None,
     library: Library | None = None,
 ) -> Tensor:
     """x @ weight.T + bias for many rows, both bfloat16, by the processor's matrix unit.
 
-    x: [M, K] with adjacent elements. out: bfloat16 [M, N], to be written. Sums are float32, and a row's bits depend on that
-    row only. Returns [M, N]: out, or a new one. Raises ValueError; only for a library that has it.
+    x: [M, K] with adjacent elements. activation: of gates, as `linear_blocks_rounded` has it. out: bfloat16 [M, N], or
+    [M, N / 2] of gates and ups, to be written. Sums are float32, and a row's bits depend on that row only. Returns out, or a new
+    one. Raises ValueError; only for a library that has it.
     """
     _check_operands(x, weight, bias)
     multiply = (library or load()).linear_panels_rounded
@@ -88,16 +91,18 @@ def linear_panels_rounded(
     check(x.stride(1) == 1 or weight.columns == 1, "linear_panels_rounded: the elements of a row are apart")
     wide_bias = None if bias is None else bias.float().contiguous()
     rows, columns = x.shape[0], weight.rows
+    activation_code, width = gates.code_and_width(columns, activation)
     if out is None:
-        out = torch.empty((rows, columns), dtype=torch.bfloat16)
+        out = torch.empty((rows, width), dtype=torch.bfloat16)
     else:
-        check_out(out, rows, columns, torch.bfloat16)
+        check_out(out, rows, width, torch.bfloat16)
     if rows and columns:
         code = multiply(
             x.data_ptr(),
             x.stride(0),
             weight.data.data_ptr(),
             None if wide_bias is None else wide_bias.data_ptr(),
+            activation_code,
             out.data_ptr(),
             out.stride(0),
             rows,

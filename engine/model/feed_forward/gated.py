@@ -36,10 +36,12 @@ class GatedFeedForward:
     def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
         """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
-        gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
-        if changes is not None:
+        if changes is None:
+            y = backend.gated_linear(x, w.gate_up, w.gate_up_bias, self.spec.activation)
+        else:
+            gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
             changes.add("gate_up", gate_up, x)
-        y = backend.gated_activation(gate_up, self.spec.activation)
+            y = backend.gated_activation(gate_up, self.spec.activation)
         if w.inner_norm is not None:
             y = backend.rms_norm(y, w.inner_norm, self._eps)
         out = backend.linear(y, w.down, w.down_bias)

@@ -1,14 +1,16 @@
-// out[M, N] = x[M, K] * weight[N, K]^T + bias for many rows, by the processor's matrix unit.
+// out[M, N] = x[M, K] * weight[N, K]^T + bias for many rows, by the processor's matrix unit; or, where the halves of that are gate
+// and up, out[M, N / 2] = activation(gate) * up.
 //
-// x is rounded to bfloat16 and so is the weight, whatever it is stored as: a thread widens two panels at a time, a piece of K that
-// stays in L1, and takes all of x through them. Products are exact and sums float32. What rounding costs is less than the 8 bits of
-// block_linear.h do (docs/benchmarks.md).
+// x is rounded to bfloat16 and so is the weight, whatever it is stored as. A thread widens some panels at a time, a piece of K of
+// each, that stay in L2; two tiles of x, which stay in L1, meet all of them. Products are exact and sums float32. What rounding
+// costs is less than the 8 bits of block_linear.h do (docs/benchmarks.md).
 
 #pragma once
 
 #include <cstdlib>
 
 #include "block_codes.h"
+#include "elementwise.h"
 #include "matrix_unit.h"
 #include "tiles.h"
 
@@ -16,20 +18,55 @@ namespace {
 
 namespace matrix {
 
-constexpr long K_BLOCK = 256;          // elements of K: two panels of them stay in L1 beside two tiles of x
-constexpr long MOST_ROWS = 512;        // of x in a pass
-constexpr long NEAR_BYTES = 1 << 20;   // of x that stay in L2 as a whole
-constexpr long FEW_PANELS = 2, MANY_PANELS = 8;  // that a thread takes at a time: many where x comes from farther off
-constexpr int AT_ONCE = 2;             // tiles of x and panels that meet
+constexpr long MOST_ROWS = 512;         // of x in a pass
+constexpr long MOST_K = 640;            // elements of K: two tiles of x of them stay in L1 while weights stream past
+constexpr long NEAR_BYTES = 1 << 20;    // of widened weights and of sums that stay in L2
+constexpr long CHUNKS_OF_THREAD = 4;    // of a weight, so that threads end together
+constexpr int AT_ONCE = 2;              // tiles of x and panels that meet
+constexpr long OF_SUMS = ROWS * ROWS, OF_MEETING = AT_ONCE * AT_ONCE * OF_SUMS;
 
 struct Product {
     const void *x; long x_stride; int x_type;
     const float *bias;
     void *out; long out_stride;  // of x's type
     long M, N, K;
+    int activation;  // as with_activation numbers them, of a gate; NONE for plain results
 
+    static constexpr int NONE = -1;
+    INLINE_MEMBER bool gated() const { return activation != NONE; }
     INLINE_MEMBER long steps() const { return ceil_div(K, STEP); }
     INLINE_MEMBER long tiles() const { return ceil_div(M, ROWS); }
+    INLINE_MEMBER long panels() const { return ceil_div(N, blocks::PANEL); }
+};
+
+// Panels are taken two at a time: neighbours, or one of gates and the one of ups that belongs to it.
+struct Pairing {
+    long panels, ups;  // ups: how far behind gates; 0 for neighbours
+
+    explicit Pairing(const Product &p) : panels(p.panels()), ups(p.gated() ? panels / 2 : 0) {}
+    INLINE_MEMBER long count() const { return ceil_div(panels, 2); }
+    INLINE_MEMBER long panel(long both, long i) const { return ups ? both + i * ups : 2 * both + i; }
+    INLINE_MEMBER long in(long both) const { return panel(both, 1) < panels ? 2 : 1; }
+};
+
+// How much of a weight a thread takes at a time. Pieces of K depend on K alone, so that a row has the same bits in any batch.
+struct Plan {
+    long k_block;  // elements of K
+    long chunk;    // pairs of panels
+
+    Plan(const Product &p, long pairs, long threads) {
+        k_block = round_up(ceil_div(p.K, max_of(1, ceil_div(p.K, MOST_K))), STEP);
+        const long sums = one_piece(p) ? 0 : ceil_div(p.tiles(), AT_ONCE) * OF_MEETING * 4;
+        const long near = max_of(1, NEAR_BYTES / (AT_ONCE * panel_bytes() + sums));
+        chunk = min_of(near, max_of(1, ceil_div(pairs, threads * CHUNKS_OF_THREAD)));
+    }
+    INLINE_MEMBER bool one_piece(const Product &p) const { return k_block >= p.K; }
+    INLINE_MEMBER long panel_bytes() const { return k_block * blocks::PANEL * 2; }
+    INLINE_MEMBER long ready_bytes() const { return chunk * AT_ONCE * panel_bytes(); }
+    // Between pieces of K the sums of all that meets in a chunk are kept.
+    INLINE_MEMBER long sum_bytes(const Product &p) const {
+        return (one_piece(p) ? 1 : chunk * ceil_div(p.tiles(), AT_ONCE)) * OF_MEETING * 4;
+    }
 };
 
 // Tile t of x, bfloat16 [step][row][STEP], zeros where there is nothing.
@@ -60,50 +97,72 @@ template <class TX> static void write_tile(const Product &p, const float *sums, 
     }
 }
 
+// activation(gate) * up of a tile of x, of columns n .. of the result.
+template <class TX> static void write_gated_tile(const Product &p, const float *gate, const float *up, long t, long n) {
+    const long rows = min_of(ROWS, p.M - t * ROWS);
+    const vf gate_bias = p.bias ? load(p.bias + n) : vf{}, up_bias = p.bias ? load(p.bias + p.N / 2 + n) : vf{};
+    with_activation(p.activation, [&](auto activation) {
+        TX *out = (TX *)p.out + t * ROWS * p.out_stride + n;
+        for (long m = 0; m < rows; m++, gate += ROWS, up += ROWS, out += p.out_stride)
+            store(out, activation(load(gate) + gate_bias) * (load(up) + up_bias));
+        return 0;
+    });
+}
+
 // Calls f with one or two as a constant.
 template <class F> INLINE void with_count(long count, const F &f) {
     if (count > 1) f(Count<2>{});
     else f(Count<1>{});
 }
 
-// Panels first .. end of a chunk against all of x. widen(panel, k, end, to): elements k .. end of K of a panel as pairs, zeros up to a
-// whole step. packed: as pack_tile leaves tiles; ready: for two panels; sums: for the chunk.
+// Pairs first .. end against all of x. widen(panel, k, end, to): elements k .. end of K of a panel as pairs, zeros up to a whole
+// step. packed: as pack_tile leaves tiles; ready, sums: as the plan says.
 template <class TX, class WIDEN>
-static void multiply_chunk(const Product &p, const pair *packed, long first, long end, pair *ready, float *sums, const WIDEN &widen) {
-    constexpr long OF_PANEL = K_BLOCK / STEP * PAIRS_OF_TILE, OF_SUMS = ROWS * ROWS;
-    const long tiles = p.tiles(), x_step = p.steps() * PAIRS_OF_TILE;
-    for (long k = 0; k < p.K; k += K_BLOCK) {
-        const long stop = min_of(k + K_BLOCK, p.K), steps = ceil_div(stop - k, STEP);
-        for (long panel = first; panel < end; panel += AT_ONCE) {
-            const long panels = min_of(AT_ONCE, end - panel);
-            float *own = sums + (panel - first) * tiles * OF_SUMS;
-            for (long i = 0; i < panels; i++) widen(panel + i, k, stop, ready + i * OF_PANEL);
-            for (long t = 0; t < tiles; t += AT_ONCE) {
-                const long count = min_of(AT_ONCE, tiles - t);
+static void multiply_chunk(const Product &p, const Plan &plan, const Pairing &pairing, const pair *packed, long first, long end,
+                           pair *ready, float *sums, const WIDEN &widen) {
+    const long tiles = p.tiles(), x_step = p.steps() * PAIRS_OF_TILE, of_panel = plan.panel_bytes() / (long)sizeof(pair);
+    // Sums to which nothing is done end where they belong.
+    const bool in_place = p.x_type == 0 && !p.bias && !p.gated();
+    for (long k = 0; k < p.K; k += plan.k_block) {
+        const long stop = min_of(k + plan.k_block, p.K), steps = ceil_div(stop - k, STEP);
+        for (long both = first; both < end; both++)
+            for (long i = 0; i < pairing.in(both); i++)
+                widen(pairing.panel(both, i), k, stop, ready + (AT_ONCE * (both - first) + i) * of_panel);
+        for (long t = 0; t < tiles; t += AT_ONCE) {
+            const long count = min_of(AT_ONCE, tiles - t);
+            const Tiled<const pair> x = {packed + t * x_step + k / STEP * PAIRS_OF_TILE, x_step, PAIRS_OF_TILE, ROWS};
+            for (long both = first; both < end; both++) {
+                const long panels = pairing.in(both), n = pairing.panel(both, 0) * blocks::PANEL;
+                const Tiled<const pair> weight = {ready + AT_ONCE * (both - first) * of_panel, of_panel, PAIRS_OF_TILE, ROWS};
+                const bool there = in_place && stop == p.K && (t + count) * ROWS <= p.M && n + panels * blocks::PANEL <= p.N;
+                const long place = plan.one_piece(p) ? 0 : (both - first) * ceil_div(tiles, AT_ONCE) + t / AT_ONCE;
+                const Tiled<float> own = {sums + place * OF_MEETING, AT_ONCE * OF_SUMS, OF_SUMS, ROWS};
+                Tiled<float> to = own;
+                if (there) to = {(float *)p.out + t * ROWS * p.out_stride + n, ROWS * p.out_stride, blocks::PANEL, p.out_stride};
                 with_count(panels, [&](auto panels_constant) {
                     with_count(count, [&](auto tiles_constant) {
-                        constexpr int PANELS = decltype(panels_constant)::value, TILES = decltype(tiles_constant)::value;
-                        const Tiled<const pair> x = {packed + t * x_step + k / STEP * PAIRS_OF_TILE, x_step, PAIRS_OF_TILE, ROWS};
-                        multiply_tiles<TILES, PANELS>(x, {ready, OF_PANEL, PAIRS_OF_TILE, ROWS}, steps,
-                                                      {own + t * PANELS * OF_SUMS, PANELS * OF_SUMS, OF_SUMS, ROWS}, k == 0);
+                        multiply_tiles<decltype(tiles_constant)::value, decltype(panels_constant)::value>(x, weight, steps, own, to, k == 0);
                     });
                 });
-                if (stop < p.K) continue;
-                for (long i = 0; i < count; i++)
-                    for (long n = 0; n < panels; n++)
-                        write_tile<TX>(p, own + ((t + i) * panels + n) * OF_SUMS, t + i, (panel + n) * blocks::PANEL);
+                if (stop < p.K || there) continue;
+                for (long i = 0; i < count; i++) {
+                    const float *of_tile = own.first + i * own.tile;
+                    if (p.gated()) write_gated_tile<TX>(p, of_tile, of_tile + own.step, t + i, n);
+                    else for (long j = 0; j < panels; j++) write_tile<TX>(p, of_tile + j * own.step, t + i, n + j * blocks::PANEL);
+                }
             }
         }
     }
 }
 
-// widen: as multiply_chunk has it, with memory of the thread's own behind its arguments, `widen_bytes` of it.
+// widen: as multiply_chunk has it, with memory of the thread's own behind its arguments, `widen_bytes` of it for a step of K.
 template <class TX, class WIDEN> static int multiply_pass(const Product &p, long widen_bytes, const WIDEN &widen) {
-    const long tiles = p.tiles(), panels = ceil_div(p.N, blocks::PANEL), x_bytes = tiles * p.steps() * PAIRS_OF_TILE * 4;
-    const long chunk = x_bytes <= NEAR_BYTES ? FEW_PANELS : MANY_PANELS, chunks = ceil_div(panels, chunk);
-    const long threads = min_of(chunks, most_threads());
-    const long ready_bytes = AT_ONCE * K_BLOCK * blocks::PANEL * 2, sum_bytes = chunk * tiles * ROWS * ROWS * 4;
-    const long own_bytes = ready_bytes + sum_bytes + round_up(widen_bytes, 64);
+    const Pairing pairing(p);
+    const long pairs = pairing.count(), tiles = p.tiles(), x_bytes = tiles * p.steps() * PAIRS_OF_TILE * 4;
+    const Plan plan(p, pairs, most_threads());
+    const long chunks = ceil_div(pairs, plan.chunk), threads = min_of(chunks, most_threads());
+    const long ready_bytes = plan.ready_bytes(), sum_bytes = plan.sum_bytes(p);
+    const long own_bytes = ready_bytes + sum_bytes + round_up(plan.k_block / STEP * widen_bytes, 64);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, x_bytes + threads * own_bytes)) return 1;
     pair *packed = (pair *)memory;
@@ -113,7 +172,8 @@ template <class TX, class WIDEN> static int multiply_pass(const Product &p, long
         char *own = (char *)memory + x_bytes + thread * own_bytes;
         const Use use;
         shares.take(thread, [&](long c) {
-            multiply_chunk<TX>(p, packed, c * chunk, min_of((c + 1) * chunk, panels), (pair *)own, (float *)(own + ready_bytes),
+            multiply_chunk<TX>(p, plan, pairing, packed, c * plan.chunk, min_of((c + 1) * plan.chunk, pairs), (pair *)own,
+                               (float *)(own + ready_bytes),
                                [&](long panel, long k, long end, pair *to) { widen(panel, k, end, to, own + ready_bytes + sum_bytes); });
         });
     });
@@ -161,18 +221,20 @@ template <class F> static int multiply_blocks(const Product &p, const blocks::Bl
         widen_pairs<F>(weight, panel, first, last, (float *)scales, to);
         __builtin_memset(to + filled, 0, (round_up(end - k, STEP) / 2 * W - filled) * sizeof(pair));
     };
-    const long scale_bytes = K_BLOCK / F::GROUP * F::PARTS * W * 4;
+    const long scale_bytes = STEP / F::GROUP * F::PARTS * W * 4;
     return p.x_type == 0 ? multiply_all<float>(p, scale_bytes, widen) : multiply_all<bf16>(p, scale_bytes, widen);
 }
 
-// x and out are float32 (0) or bfloat16 (1), bias float32 or null, the weight as linear_blocks takes it. Returns 1 when out of memory,
-// 2 for a form that there is no product for.
+// x and out are float32 (0) or bfloat16 (1), bias [N] float32 or null, the weight as linear_blocks takes it. activation: that of
+// gates, which are the first half of the weight's rows, a whole number of panels, and ups the second; or Product::NONE. Returns 1
+// when out of memory, 2 for a form that there is no product for.
 EXPORT int WINDLASS_NAME(linear_blocks_rounded)(const void *x, long x_stride, int x_type, const uint8_t *codes, const void *scales,
                                                 const void *supers, int bits, int group, int super_groups, int minimum, int offset,
-                                                const float *bias, void *out, long out_stride, long M, long N, long K) {
+                                                const float *bias, int activation, void *out, long out_stride, long M, long N,
+                                                long K) {
     using blocks::Form;
     const blocks::BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};
-    const Product p = {x, x_stride, x_type, bias, out, out_stride, M, N, K};
+    const Product p = {x, x_stride, x_type, bias, out, out_stride, M, N, K, activation};
     if (bits == 4 && group == 32) return minimum ? multiply_blocks<Form<4, 32, true>>(p, weight) : multiply_blocks<Form<4, 32, false>>(p, weight);
     if (bits == 5 && group == 32) return minimum ? multiply_blocks<Form<5, 32, true>>(p, weight) : multiply_blocks<Form<5, 32, false>>(p, weight);
     if (bits == 6 && group == 16 && !minimum) return multiply_blocks<Form<6, 16, false>>(p, weight);
@@ -181,9 +243,9 @@ EXPORT int WINDLASS_NAME(linear_blocks_rounded)(const void *x, long x_stride, in
 }
 
 // The same for a weight of bfloat16 in panels, of which nothing is rounded; x and out are bfloat16.
-EXPORT int WINDLASS_NAME(linear_panels_rounded)(const void *x, long x_stride, const void *weight, const float *bias, void *out,
-                                                long out_stride, long M, long N, long K) {
-    const Product p = {x, x_stride, 1, bias, out, out_stride, M, N, K};
+EXPORT int WINDLASS_NAME(linear_panels_rounded)(const void *x, long x_stride, const void *weight, const float *bias, int activation,
+                                                void *out, long out_stride, long M, long N, long K) {
+    const Product p = {x, x_stride, 1, bias, out, out_stride, M, N, K, activation};
     const long lines = ceil_div(K, 2);
     return multiply_all<bf16>(p, 0, [&](long panel, long k, long end, pair *to, void *) {
         const long count = ceil_div(end, 2) - k / 2;

@@ -23,6 +23,10 @@ constexpr long PAIRS_OF_TILE = ROWS * STEP / 2;
 template <int T> INLINE void load_tile(const void *from, long row_bytes) {
     asm volatile("tileloadd (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(T) : "memory");
 }
+// What passes by should not push out of L1 what stays.
+template <int T> INLINE void stream_tile(const void *from, long row_bytes) {
+    asm volatile("tileloaddt1 (%0,%1,1), %%tmm%c2" : : "r"(from), "r"(row_bytes), "i"(T) : "memory");
+}
 template <int T> INLINE void store_tile(void *to, long row_bytes) {
     asm volatile("tilestored %%tmm%c2, (%0,%1,1)" : : "r"(to), "r"(row_bytes), "i"(T) : "memory");
 }
@@ -61,47 +65,51 @@ template <class N> struct Tiled {
     long tile, step, row;
 };
 
-// sums += the products of TILES tiles of x and PANELS of the weight, over `steps` of them each; set where `fresh`. Sums of a tile of x
-// and a panel begin tile * sums.tile + panel * sums.step elements from the first.
+// to = from + the products of TILES tiles of x and PANELS of the weight, over `steps` of them each; where `fresh`, of these alone. Sums
+// of a tile of x and a panel begin tile * to.tile + panel * to.step elements from the first. x is what stays near, the weight passes by.
 template <int TILES, int PANELS>
-static NOINLINE void multiply_tiles(Tiled<const pair> x, Tiled<const pair> weight, long steps, Tiled<float> sums, bool fresh) {
+static NOINLINE void multiply_tiles(Tiled<const pair> x, Tiled<const pair> weight, long steps, Tiled<float> from, Tiled<float> to, bool fresh) {
 #if !defined(WINDLASS_PORTABLE)
     // Sums are registers 0 to 3, tiles of x 4 and 5, of the weight 6 and 7.
-    const long x_row = x.row * 4, w_row = weight.row * 4, sums_row = sums.row * 4;
-    float *const at[2][2] = {{sums.first, sums.first + sums.step}, {sums.first + sums.tile, sums.first + sums.tile + sums.step}};
+    const long x_row = x.row * 4, w_row = weight.row * 4, from_row = from.row * 4, to_row = to.row * 4;
+    const auto at = [](const Tiled<float> &sums, long t, long n) { return sums.first + t * sums.tile + n * sums.step; };
     if (fresh) clear_tile<0>(), clear_tile<1>(), clear_tile<2>(), clear_tile<3>();
     else {
-        load_tile<0>(at[0][0], sums_row);
-        if (PANELS > 1) load_tile<1>(at[0][1], sums_row);
-        if (TILES > 1) load_tile<2>(at[1][0], sums_row);
-        if (TILES > 1 && PANELS > 1) load_tile<3>(at[1][1], sums_row);
+        load_tile<0>(at(from, 0, 0), from_row);
+        if (PANELS > 1) load_tile<1>(at(from, 0, 1), from_row);
+        if (TILES > 1) load_tile<2>(at(from, 1, 0), from_row);
+        if (TILES > 1 && PANELS > 1) load_tile<3>(at(from, 1, 1), from_row);
     }
     const pair *a = x.first, *b = weight.first;
     for (long i = 0; i < steps; i++, a += x.step, b += weight.step) {
-        load_tile<6>(b, w_row);
+        stream_tile<6>(b, w_row);
         load_tile<4>(a, x_row);
         add_product_of_tiles<0, 4, 6>();
-        if (PANELS > 1) load_tile<7>(b + weight.tile, w_row), add_product_of_tiles<1, 4, 7>();
+        if (PANELS > 1) stream_tile<7>(b + weight.tile, w_row), add_product_of_tiles<1, 4, 7>();
         if (TILES > 1) load_tile<5>(a + x.tile, x_row), add_product_of_tiles<2, 5, 6>();
         if (TILES > 1 && PANELS > 1) add_product_of_tiles<3, 5, 7>();
     }
-    store_tile<0>(at[0][0], sums_row);
-    if (PANELS > 1) store_tile<1>(at[0][1], sums_row);
-    if (TILES > 1) store_tile<2>(at[1][0], sums_row);
-    if (TILES > 1 && PANELS > 1) store_tile<3>(at[1][1], sums_row);
+    store_tile<0>(at(to, 0, 0), to_row);
+    if (PANELS > 1) store_tile<1>(at(to, 0, 1), to_row);
+    if (TILES > 1) store_tile<2>(at(to, 1, 0), to_row);
+    if (TILES > 1 && PANELS > 1) store_tile<3>(at(to, 1, 1), to_row);
 #else
     for (int t = 0; t < TILES; t++)
         for (int n = 0; n < PANELS; n++)
             for (int m = 0; m < ROWS; m++) {
-                float *at = sums.first + t * sums.tile + n * sums.step + m * sums.row;
-                vf acc = fresh ? vf{} : load(at);
+                vf acc = fresh ? vf{} : load(from.first + t * from.tile + n * from.step + m * from.row);
                 for (long i = 0; i < steps; i++)
                     for (int k = 0; k < ROWS; k++)
                         acc = add_product(acc, load(weight.first + n * weight.tile + i * weight.step + k * weight.row),
                                           splat(x.first[t * x.tile + i * x.step + m * x.row + k]));
-                store(at, acc);
+                store(to.first + t * to.tile + n * to.step + m * to.row, acc);
             }
 #endif
+}
+// sums += the same.
+template <int TILES, int PANELS>
+INLINE void multiply_tiles(Tiled<const pair> x, Tiled<const pair> weight, long steps, Tiled<float> sums, bool fresh) {
+    multiply_tiles<TILES, PANELS>(x, weight, steps, sums, sums, fresh);
 }
 
 }  // namespace matrix

@@ -31,9 +31,9 @@ struct Call {
 };
 
 // linear_blocks_rounded and linear_panels_rounded, which not every set of instructions has.
-typedef int BlocksRounded(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int, const float *,
+typedef int BlocksRounded(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int, const float *, int,
                           void *, long, long, long, long);
-typedef int PanelsRounded(const void *, long, const void *, const float *, void *, long, long, long, long);
+typedef int PanelsRounded(const void *, long, const void *, const float *, int, void *, long, long, long, long);
 
 template <class T> struct Argument {  // integers and addresses
     static INLINE_MEMBER T from(const char *at) {
