@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -128,8 +129,9 @@ class AttentionCall:
 
         That call takes these rows of q (see `queries`), or the whole q where there are ranges.
         """
-        sequences = (self.query_start.diff() == 1).nonzero().squeeze(1)
-        return self.some_sequences(sequences) if sequences.numel() else None
+        # Asked for in every layer, and mostly in vain: tensor operations would take longer than this.
+        sequences = [b for b, (start, end) in enumerate(pairwise(self.query_start.tolist())) if end - start == 1]
+        return self.some_sequences(self.query_start.new_tensor(sequences)) if sequences else None
 
     def some_sequences(self, sequences: Tensor) -> tuple[Tensor, AttentionCall]:
         """The tokens [N] of some of the sequences, and the call for them alone. sequences: int64 [M], rising.

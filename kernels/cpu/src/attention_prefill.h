@@ -41,14 +41,15 @@ struct Workspace {
     long rows, padded_values;
     float *query;    // [row tile][dim][TILE_ROWS], scaled
     float *acc;      // [row][padded_values]
-    float *top, *total, *shrink;  // [row]
+    float *top, *shrink;  // [row]
+    float *total;    // [row][W]: the sum is that of all lanes
     float *scores;   // [MOST_PASS_ROWS][BLOCK_KEYS]
     float *keys;     // [panel of keys][dim][PANEL]
     float *values;   // [panel of dims][BLOCK_KEYS][PANEL]
 
     static long floats(const Prefill &p, long rows) {
         const long values = round_up(p.value_dim, PANEL);
-        return rows * (p.dim + values + 3) + MOST_PASS_ROWS * BLOCK_KEYS + BLOCK_KEYS * (p.dim + values) + 8 * 16;
+        return rows * (p.dim + values + 2 + W) + MOST_PASS_ROWS * BLOCK_KEYS + BLOCK_KEYS * (p.dim + values) + 8 * 16;
     }
     void place(const Prefill &p, long most_rows, float *memory) {
         const auto take = [&](long count) {
@@ -62,7 +63,7 @@ struct Workspace {
         values = take(BLOCK_KEYS * padded_values);
         query = take(rows * p.dim);
         acc = take(rows * padded_values);
-        top = take(rows), total = take(rows), shrink = take(rows);
+        top = take(rows), shrink = take(rows), total = take(rows * W);
     }
 };
 
@@ -92,10 +93,13 @@ static NOINLINE void multiply_panel(const N *a, const N *b, long depth, float *c
 
 INLINE void store_weights(float *scores, long j, vf x, vf y, float *) { store(scores + j, x), store(scores + j + W, y); }
 INLINE void store_weights(float *scores, long j, vf x, vf y, pair *) { store_neighbours((pair *)scores + j / 2, x, y); }
+INLINE vf weight_of(vf x, float *) { return exp2_of(x); }
+INLINE vf weight_of(vf x, pair *) { return rough_exp2_of(x); }  // what is left of it are eight bits
 
 // Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top), pairs from pair first / 2 on;
-// the row's top and total go on, and what its weighted values must shrink by is returned.
-template <class N> INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float &total) {
+// the row's top and total, lane by lane, go on, and what its weighted values must shrink by is returned.
+template <class N>
+INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float *total) {
     const vf nothing = splat(-__builtin_inff());
     if (soft_cap != 0.0f)
         for (long j = first; j < last; j += W) store(scores + j, tanh_of(load(scores + j) / soft_cap) * (soft_cap * LOG2_E));
@@ -106,17 +110,20 @@ template <class N> INLINE float soften_row(float *scores, long first, long last,
         most[0] = larger(load(scores + j), most[0]);
         most[1] = larger(load(scores + j + W), most[1]);
     }
-    const float old = top, here = largest(larger(most[0], most[1]));
-    top = here > old ? here : old;
+    const float old = top;
+    if (any_above(larger(most[0], most[1]), old)) {  // seldom, once a row has seen some blocks
+        const float here = largest(larger(most[0], most[1]));
+        top = here > old ? here : old;
+    }
     const float base = top == -__builtin_inff() ? 0.0f : top;
     vf sums[2] = {};
     for (long j = first; j < last; j += 2 * W) {
-        const vf x = exp2_of(load(scores + j) - base), y = exp2_of(load(scores + j + W) - base);
+        const vf x = weight_of(load(scores + j) - base, (N *)nullptr), y = weight_of(load(scores + j + W) - base, (N *)nullptr);
         store_weights(scores, j, x, y, (N *)nullptr);
         sums[0] += x, sums[1] += y;
     }
     const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
-    total = total * shrink + sum(sums[0] + sums[1]);
+    store(total, load(total) * shrink + (sums[0] + sums[1]));
     return shrink;
 }
 
@@ -154,7 +161,7 @@ template <class N> static NOINLINE void load_unit(const Prefill &p, const Worksp
 // Nothing seen yet.
 static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit &unit) {
     const long padded = round_up(unit.count * p.group(), MOST_PASS_ROWS);
-    for (long r = 0; r < padded; r++) w.top[r] = -__builtin_inff(), w.total[r] = 0.0f;
+    for (long r = 0; r < padded; r++) w.top[r] = -__builtin_inff(), store(w.total + r * W, vf{});
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
 
@@ -190,7 +197,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             // A row past the reach of a range that others of its tile still see begins where the tile ends.
             const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
             const long end = min_of(there, range.end_seen(at) - start);
-            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total[r]);
+            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total + r * W);
         }
         for (long d = 0; d < w.padded_values; d += PANEL)
             for (long t = 0; t < tiles; t++) {
@@ -259,6 +266,7 @@ static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, l
 template <class WAY, class T> static void run_unit(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
     clear_unit(p, w, unit);
     each_range(p, unit.b, p.query_start[unit.b], [&](const Range &range) { pass_range<WAY, T>(p, w, unit, head, range); });
+    for (long r = 0; r < unit.count * p.group(); r++) w.total[r] = sum(load(w.total + r * W));
     finish_unit(p, unit, head, w.acc, w.padded_values, w.top, w.total);
 }
 

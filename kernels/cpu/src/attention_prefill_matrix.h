@@ -72,7 +72,7 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             if (!of.any()) continue;
             const long at = unit.position + min_of(r, rows - 1) / group;
             const long begin = min_of(of.end, max_of(skip, range.first_seen(at) - start)), end = min_of(there, range.end_seen(at) - start);
-            const float shrink = soften_row<pair>(w.scores + i * BLOCK_KEYS, of.begin, of.end, begin, end, p.soft_cap, w.top[r], w.total[r]);
+            const float shrink = soften_row<pair>(w.scores + i * BLOCK_KEYS, of.begin, of.end, begin, end, p.soft_cap, w.top[r], w.total + r * W);
             if (shrink == 1.0f) continue;
             float *acc = w.acc + r * w.padded_values;
             for (long d = 0; d < w.padded_values; d += W) store(acc + d, load(acc + d) * shrink);

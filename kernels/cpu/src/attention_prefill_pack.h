@@ -11,7 +11,11 @@
 namespace {
 
 constexpr long PANEL = 2 * W;     // columns of a register tile
+#if defined(WINDLASS_AMX)
+constexpr long BLOCK_KEYS = 256;  // a matrix unit takes longer to begin and to end than others
+#else
 constexpr long BLOCK_KEYS = 128;  // a multiple of PANEL
+#endif
 
 struct Prefill : Operands {
     using Operands::Operands;

@@ -228,6 +228,18 @@ INLINE vf larger(vf a, vf b) {
     return a > b ? a : b;
 #endif
 }
+// Whether a lane is above, or no number.
+INLINE bool any_above(vf x, float most) {
+#if defined(WINDLASS_F16C) && WINDLASS_LANES == 16
+    return _mm512_cmp_ps_mask((__m512)x, _mm512_set1_ps(most), _CMP_NLE_UQ);
+#elif defined(WINDLASS_F16C) && WINDLASS_LANES == 8
+    return _mm256_movemask_ps(_mm256_cmp_ps((__m256)x, _mm256_set1_ps(most), _CMP_NLE_UQ));
+#else
+    bool any = false;
+    for (int i = 0; i < W; i++) any |= !(x[i] <= most);
+    return any;
+#endif
+}
 template <int by = W / 2> INLINE float largest(vf x) {
     vi from = {};
     for (int i = 0; i < W; i++) from[i] = (i + by) % W;
@@ -305,6 +317,22 @@ INLINE vf exp2_of(vf x) {
     p = p * f + 6.931470037e-1f;
     p = p * f + 1.0f;
     return p * (vf)((vi)shifted << 23);
+}
+
+// 2^x for x <= 0, to 4e-6 relative and exact at 0: a polynomial (minimax) from the next lower integer on, where the processor has
+// instructions for both parts. exp2_of elsewhere.
+INLINE vf rough_exp2_of(vf x) {
+#if defined(WINDLASS_BF16) && !defined(WINDLASS_PORTABLE)
+    const vf f = (vf)_mm512_reduce_ps((__m512)x, _MM_FROUND_TO_NEG_INF | _MM_FROUND_NO_EXC);
+    vf p = splat(1.342668427e-2f);
+    p = p * f + 5.224247422e-2f;
+    p = p * f + 2.412802048e-1f;
+    p = p * f + 6.930448449e-1f;
+    p = p * f + 1.0f;
+    return (vf)_mm512_scalef_ps((__m512)p, (__m512)x);  // by the next lower integer, as it reads x
+#else
+    return exp2_of(x);
+#endif
 }
 
 // Cephes' tanhf: an odd polynomial near zero, else through exp.
