@@ -22,7 +22,6 @@ from windlass.kernels.cpu import (
     blocks,
     elementwise,
     expert_products,
-    gates,
     latent,
     library,
     linear,
@@ -36,6 +35,7 @@ from windlass.kernels.cpu import (
     step_rows,
 )
 from windlass.kernels.cpu.arena import Arena
+from windlass.kernels.cpu.matrix_unit import MatrixUnit
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -72,12 +72,9 @@ class CompiledBackend(Backend):
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
         )
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
-        has_matrix_unit = self._library.linear_blocks_rounded is not None and not options.deterministic
+        self._matrix_unit = MatrixUnit(self._library, options)
         # Measured with AVX-512. A matrix unit attends to wide rows of 16 bits quicker than torch would expand them.
-        unwanted = options.deterministic or (has_matrix_unit and self._rounds_prompts)
-        self.latent_expansion_cost = None if unwanted else 1.25
-        self._rounds_blocks = self._rounds_prompts and options.activations == "int8" and has_matrix_unit
-        self._fewest_rounded_panel_rows = panels.FEWEST_ROUNDED_ROWS if has_matrix_unit else sys.maxsize
+        self.latent_expansion_cost = None if options.deterministic or self._matrix_unit.takes_prompts else 1.25
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -126,8 +123,8 @@ class CompiledBackend(Backend):
 
     def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
         """out: where the result may be written, of its type; it does not have to be."""
-        if isinstance(weight, BlockWeight | PanelWeight) and self._takes_matrix_unit(x, weight):
-            return self._linear_rounded(x, weight, bias, out=out)
+        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight):
+            return self._matrix_unit.linear(x, weight, bias, library=self._library, out=out)
         if isinstance(weight, BlockWeight):
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
@@ -143,26 +140,6 @@ class CompiledBackend(Backend):
         if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
             return linear.linear_small(x, weight, bias, out=out, library=self._library)
         return self._torch.linear(x, weight, bias)
-
-    def _takes_matrix_unit(self, x: Tensor, weight: BlockWeight | PanelWeight) -> bool:
-        if isinstance(weight, BlockWeight):
-            return self._rounds_blocks and x.shape[0] >= blocks.FEWEST_ROUNDED_ROWS
-        adjacent = x.stride(1) == 1 or x.shape[1] == 1
-        return x.shape[0] >= self._fewest_rounded_panel_rows and x.dtype == weight.dtype == torch.bfloat16 and adjacent
-
-    def _linear_rounded(
-        self,
-        x: Tensor,
-        weight: BlockWeight | PanelWeight,
-        bias: Tensor | None,
-        activation: str | None = None,
-        out: Tensor | None = None,
-    ) -> Tensor:
-        """By the matrix unit. Arguments as of `_linear_part`; activation: of gates, see `blocks.linear_blocks_rounded`."""
-        if isinstance(weight, PanelWeight):
-            return panels.linear_panels_rounded(x, weight, bias, activation=activation, out=out, library=self._library)
-        out = None if x.dtype == torch.float16 else out
-        return blocks.linear_blocks_rounded(x, weight, bias, activation=activation, out=out, library=self._library)
 
     def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
         """Each part writes its columns of the result, where it can."""
@@ -192,12 +169,8 @@ class CompiledBackend(Backend):
         return ops.gated_activation(gate_up, activation, library=self._library)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        if (
-            isinstance(weight, BlockWeight | PanelWeight)
-            and self._takes_matrix_unit(x, weight)
-            and gates.in_panels(weight.rows)
-        ):
-            return self._linear_rounded(x, weight, bias, activation)
+        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
+            return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
         return super().gated_linear(x, weight, bias, activation)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:

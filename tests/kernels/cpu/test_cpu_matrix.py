@@ -13,6 +13,7 @@ from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
 from windlass.kernels.cpu import blocks, library, panels
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
+from windlass.kernels.cpu.ops import ACTIVATIONS
 from windlass.kernels.layouts.panels import PanelWeight
 
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
@@ -147,8 +148,43 @@ def test_panels_of_bfloat16(library_of: Library) -> None:
     assert torch.equal(panels.linear_panels_rounded(x[40:50], weight, library=library_of), whole[40:50])
 
 
+GATED_SHAPES = [(1, 32, 8), (17, 64, 100), (49, 96, 700), (530, 32, 1300)]
+
+
+@pytest.mark.parametrize("activation", sorted(ACTIVATIONS))
+def test_gates_and_ups(library_of: Library, activation: str) -> None:
+    """As the activation finds what a plain product writes; of bfloat16, but for the rounding in between."""
+    for rows, columns, inner in GATED_SHAPES:
+        x, bias = torch.randn(rows, inner), torch.randn(columns) if rows % 2 else None
+        for form in (FORMS["q8_0"], FORMS["q4_k"]):
+            weight = random_blocks(columns, inner, form)
+            given = {} if bias is None else {"bias": bias}
+            plain = product(x, weight, library_of, **given)
+            want = cpu.gated_activation(plain, activation, library=library_of)
+            got = blocks.linear_blocks_rounded(x, weight, bias, activation=activation, library=library_of)
+            assert got.shape == (rows, columns // 2) and torch.allclose(
+                got, want, rtol=1e-6, atol=1e-6 * float(want.abs().max())
+            )
+            room = torch.full((rows, columns), -1.0)
+            into = room[:, 7 : 7 + columns // 2]
+            blocks.linear_blocks_rounded(x, weight, bias, activation=activation, out=into, library=library_of)
+            assert torch.equal(into, got) and (room[:, :7] == -1).all() and (room[:, 7 + columns // 2 :] == -1).all()
+        narrow, numbers = x.bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
+        wide = narrow.float() @ numbers.float().T + (0.0 if bias is None else bias)
+        want = cpu.gated_activation(wide, activation)
+        got = panels.linear_panels_rounded(
+            narrow, filled_panels(numbers), bias, activation=activation, library=library_of
+        )
+        assert got.dtype == torch.bfloat16
+        assert torch.allclose(got.float(), want, rtol=2**-8, atol=1e-5)
+
+
 def test_what_is_refused(library_of: Library) -> None:
     weight = random_blocks(20, 64, FORMS["q8_0"])
+    with pytest.raises(ValueError, match="do not fill panels of 16"):
+        blocks.linear_blocks_rounded(torch.randn(3, 64), weight, activation="silu", library=library_of)
+    with pytest.raises(ValueError, match="unknown activation 'tanh'"):
+        blocks.linear_blocks_rounded(torch.randn(3, 64), weight, activation="tanh", library=library_of)
     odd = BlockWeight(replace(weight.form, offset=3), 20, 64, weight.codes, weight.scales, None)
     with pytest.raises(ValueError, match="no product for the form"):
         product(torch.randn(3, 64), odd, library_of)
@@ -175,6 +211,12 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     rounded = bind("cpu", torch.float32, activations="int8", rounds_prompts=True)
     assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
     assert torch.equal(rounded.linear(x, weight), product(x, weight, library.load()))
+    gates = random_blocks(64, 320, FORMS["q4_k"])
+    opened = blocks.linear_blocks_rounded(x, gates, activation="gelu", library=library.load())
+    assert torch.equal(rounded.gated_linear(x, gates, None, "gelu"), opened)
+    for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that end within a panel
+        want = rounded.gated_activation(rounded.linear(*few_or_odd), "gelu")
+        assert torch.equal(rounded.gated_linear(*few_or_odd, None, "gelu"), want)
     narrow = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
     assert torch.equal(narrow.linear(x.bfloat16(), weight), product(x.bfloat16(), weight, library.load()))
     numbers = torch.randn(40, 320).bfloat16()
@@ -193,15 +235,15 @@ def test_products_are_repeated_as_they_were_recorded() -> None:
     kernels("avx512_amx")
     if cpu.library.load().isa != "avx512_amx":
         pytest.skip("another set of instructions was asked for")
-    blocks_of, panels_of = random_blocks(40, 320, FORMS["q8_0"]), filled_panels(torch.randn(50, 40).bfloat16())
+    blocks_of, panels_of = random_blocks(96, 320, FORMS["q8_0"]), filled_panels(torch.randn(64, 48).bfloat16())
     backend = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
     assert isinstance(backend, CompiledBackend)
     x = torch.randn(blocks.FEWEST_ROUNDED_ROWS, 320).bfloat16()
     with torch.inference_mode(), backend.record(cpu.Arena(1 << 20)) as recording:
-        found = backend.linear(backend.linear(x, blocks_of), panels_of)
+        found = backend.gated_linear(backend.gated_linear(x, blocks_of, None, "silu"), panels_of, None, "relu2")
     assert recording.obstacle is None
     assert [name for name, _ in recording.calls] == ["linear_blocks_rounded", "linear_panels_rounded"]
     for _ in range(3):
         x.copy_(torch.randn_like(x))
-        want = backend.linear(backend.linear(x, blocks_of), panels_of)
+        want = backend.gated_linear(backend.gated_linear(x, blocks_of, None, "silu"), panels_of, None, "relu2")
         assert recording.repeat() and torch.equal(found, want)
