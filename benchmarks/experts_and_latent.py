@@ -113,8 +113,10 @@ def moe_shape(layers: int = 16, hidden: int = 2048, width: int = 1024, experts: 
 
 
 def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int = 512, vocab: int = 50_304) -> Shape:
-    """DeepSeek V2 Lite's layers, with 16 experts instead of 64."""
+    """DeepSeek V2's layers as wide as its Lite model's, with 16 experts. llama.cpp refuses queries without a narrower state in
+    between, but for the numbers of layers that it knows."""
     heads, plain, rotated, experts, shared = 16, hidden // 16, hidden // 32, 16, 2
+    queries = 3 * hidden // 8  # width of the state that queries are made of
     keys = {
         "block_count": layers,
         "context_length": 8192,
@@ -123,6 +125,7 @@ def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int
         "attention.head_count": heads,
         "attention.head_count_kv": 1,
         "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.q_lora_rank": queries,
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + rotated,
         "attention.value_length": rank,
@@ -138,8 +141,8 @@ def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int
         "expert_weights_scale": 1.0,
     }
     layer = {
-        **{"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_kv_a_norm": (rank,)},
-        "attn_q": (heads * (plain + rotated), hidden),
+        **{"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q_a_norm": (queries,), "attn_kv_a_norm": (rank,)},
+        **{"attn_q_a": (queries, hidden), "attn_q_b": (heads * (plain + rotated), queries)},
         "attn_kv_a_mqa": (rank + rotated, hidden),
         "attn_k_b": (heads, rank, plain),
         "attn_v_b": (heads, plain, rank),

@@ -20,8 +20,6 @@ from windlass.kernels.layouts.pages import KVPages
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
-    if call.alibi_slopes is not None:
-        return "scores lose by the distance of their key"
     if call.chunk is not None and (call.window is not None or not call.causal):
         return "chunks have a window, or keys behind their queries"
     return None
@@ -149,15 +147,18 @@ def paged_attention_prefill(
 
 def _check_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
     """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
-    ends, rows, reaches = call.range_ends, call.range_rows, call.range_reaches
+    ends, rows, reaches, gaps = call.range_ends, call.range_rows, call.range_reaches, call.range_gaps
     if ends is None or rows is None or reaches is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
-    for part in (ends, rows, reaches):
+    slopes = call.alibi_slopes
+    fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
+    check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
+    for part in (ends, rows, reaches) if gaps is None else (ends, rows, reaches, gaps):
         fits = part.dim() == 2 and part.shape == (call.batch_size, ends.shape[1]) and part.is_cpu
         check(
             fits and part.dtype == torch.int64 and part.is_contiguous(),
-            f"{name}: range_ends, range_rows and range_reaches must be int64 [{call.batch_size}, R], contiguous",
+            f"{name}: what ranges are given by must be int64 [{call.batch_size}, R], contiguous",
         )
 
 
@@ -185,6 +186,8 @@ def _arguments(
         0 if ends is None else ends.data_ptr(),
         0 if call.range_rows is None else call.range_rows.data_ptr(),
         0 if call.range_reaches is None else call.range_reaches.data_ptr(),
+        0 if call.alibi_slopes is None else call.alibi_slopes.data_ptr(),
+        0 if call.range_gaps is None else call.range_gaps.data_ptr(),
         out.data_ptr(),
         *(q.shape[0], q.stride(0), q.stride(1)),
         *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),

@@ -28,6 +28,8 @@ class AttentionArguments(ctypes.Structure):
         ("range_ends", _POINTER),
         ("range_rows", _POINTER),
         ("range_reaches", _POINTER),
+        ("slopes", _POINTER),
+        ("range_gaps", _POINTER),
         ("out", _POINTER),
         ("q_rows", _LONG),
         ("q_row", _LONG),

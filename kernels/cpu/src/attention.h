@@ -74,8 +74,8 @@ template <class F> INLINE void together(long first, long last, const F &f) {
     else if (last - i == 1) f(Number<1>{}, i);
 }
 
-// Keys [begin, end) of a row, and the row of q that meets them.
-struct Cut { long begin, end, query; };
+// Keys [begin, end) of a row, the row of q that meets them, and what its distance from them is more than the slots between.
+struct Cut { long begin, end, query, gap; };
 
 struct Attention : Operands {
     using Operands::Operands;
@@ -97,6 +97,8 @@ struct Attention : Operands {
     }
     // The row of q that meets the cut.
     INLINE_MEMBER long query_of(long b, long cut) const { return range_cuts ? range_cut(b, cut).query : b; }
+    // How far the query is from key `at` of the cut; with slopes.
+    INLINE_MEMBER long distance(long b, long cut, long at) const { return length(b) - 1 - at + range_cut(b, cut).gap; }
     // Where key `at` of row b and head 0 stands among all [slot][kv head] of the pages.
     INLINE_MEMBER long entry(long b, long at) const {
         return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
@@ -145,6 +147,11 @@ static void load_queries(const Attention &p, const Scratch &s, long b, long quer
             for (long d = p.dim; d < s.query_row; d++) target[d] = 0.0f;
         }
     }
+}
+
+// What scores of W keys lose to a slope in base 2, as it is added to them; the first key is `distance` places before the query.
+INLINE vf bias_of(float slope, long distance) {
+    return (__builtin_convertvector(lane_numbers(), vf) - float(distance)) * (slope * LOG2_E);
 }
 
 // Nothing seen yet.

@@ -17,6 +17,8 @@ struct AttentionArguments {
     const float *sinks;                             // [heads], or null
     const int64_t *range_ends;                      // [batch, ranges], or null: each token has its own row of q for all keys
     const int64_t *range_rows, *range_reaches;      // [batch, ranges]; see attention_ranges.h
+    const float *slopes;                            // [heads], or null: scores lose so much for every place between query and key
+    const int64_t *range_gaps;                      // [batch, ranges], with slopes: places more than there are slots between them
     void *out;                                      // [tokens, heads, value_dim]
     long q_rows, q_row, q_head;                     // rows of q, strides of q
     long num_blocks, block_size, kv_heads, dim, value_dim;
@@ -30,7 +32,8 @@ struct AttentionArguments {
 
 // Whether the call asks for what no kernel does.
 static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
-    return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal));
+    return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal)) ||
+           (a.slopes && (!a.range_ends || !a.range_gaps));
 }
 
 // What the entry points return, 0 for success.

@@ -59,6 +59,8 @@ template <class T> struct Chunk {
     const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
     long count;
     Ahead<T> *ahead;
+    const float *slopes;  // of the kv head's queries, or null
+    long distance;        // of the query from the first key; with slopes
 
     // The first n of the slots that `entries` name.
     void find(const Attention &p, const long *entries, long head, long n) {
@@ -211,13 +213,15 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
 }
 
 // Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
-// new top.
-static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
+// new top. slopes: null, or those of the queries from number 0 on, the first key being `distance` before the query.
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *slopes, long distance) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
     if (p.soft_cap != 0.0f)
         for (long j = 0; j < padded; j += W)
             store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
+    if (slopes)
+        for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) + bias_of(slopes[i], distance - j));
     for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
     vf most = splat(-__builtin_inff());
     for (long j = 0; j < padded; j += W) most = larger(load(scores + j), most);
@@ -279,7 +283,7 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
     together(first, last, [&](auto count, long i) { score_chunk<T, decltype(count)::value>(p, s, i, chunk); });
-    for (long i = first; i < last; i++) soften(p, s, i, chunk.count);
+    for (long i = first; i < last; i++) soften(p, s, i, chunk.count, chunk.slopes, chunk.distance);
     together(first, last, [&](auto count, long i) { add_values<T, decltype(count)::value>(p, s, i, chunk); });
 }
 
@@ -315,9 +319,11 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
         Ahead<T> ahead = next < end ? Ahead<T>(p, b, head, heads, next, min_of(next + keys, end))
                                     : first_chunk<T>(p, following, head, heads);
         chunk.ahead = &ahead;
+        if (p.slopes) chunk.distance = p.distance(b, cut, begin + j);
         for (long h = 0; h < heads; h++) {
             const Scratch s = all.from(h * rows * group);
             const long there = min_of(keys, longest - j);
+            chunk.slopes = p.slopes ? p.slopes + (head + h) * group : nullptr;
             if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
             else chunk.go_on(p);
             if (shortest >= min_of(j + keys, longest)) {
