@@ -61,8 +61,9 @@ time](serving.md#tuning-the-step-time) says. The absorbed form is taken by singl
 a GPU, over rows of 16 bits where the processor has a matrix unit (AMX), and under `--deterministic`, where bits must not depend
 on how a prompt was cut.
 
-`--kv-cache-dtype int8` is refused: 8-bit pages have one scale for a token's row, whose two parts differ in size. `bfloat16` and
-`float16` work.
+`--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648 bytes,
+where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its bits. On a GPU
+it is refused.
 
 ## Encoders
 

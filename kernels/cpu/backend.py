@@ -258,7 +258,10 @@ class CompiledBackend(Backend):
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         try:
-            return expert_products.CompiledExperts(weights, biases, self._library)
+            rounds = self._fewest_rounded_panel_rows < sys.maxsize
+            return expert_products.CompiledExperts(
+                weights, biases, self._library, rounds_blocks=self._rounds_blocks, rounds_panels=rounds
+            )
         except ValueError:  # each expert's product is a call of its own then
             return ExpertWeights(weights, biases)
 

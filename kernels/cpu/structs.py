@@ -136,7 +136,15 @@ class ExpertPartFields(ctypes.Structure):
 class ExpertProductsFields(ctypes.Structure):
     """Addresses of the products of one instruction set: the same as `ExpertProducts` in src/experts.h."""
 
-    _fields_ = (("linear", _POINTER), ("linear_panels", _POINTER), ("linear_blocks", _POINTER))
+    _fields_ = (
+        ("linear", _POINTER),
+        ("linear_panels", _POINTER),
+        ("linear_blocks", _POINTER),
+        ("linear_blocks_rounded", _POINTER),
+        ("linear_panels_rounded", _POINTER),
+        ("fewest_rounded_blocks", _INT64),
+        ("fewest_rounded_panels", _INT64),
+    )
 
 
 class RankGroupFields(ctypes.Structure):

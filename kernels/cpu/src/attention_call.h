@@ -30,10 +30,15 @@ struct AttentionArguments {
     long rounds;                                    // prompts may be computed with what is multiplied rounded to bfloat16
 };
 
+// Of page_type: 0 float32, 1 bfloat16, 2 float16, 3 int8 codes in panels (int8_pages.h); and rows of codes (code_rows.h), which are
+// keys and values at once.
+constexpr int PAGES_OF_ROWS = 4;
+
 // Whether the call asks for what no kernel does.
 static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
     return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal)) ||
-           (a.slopes && (!a.range_ends || !a.range_gaps));
+           (a.slopes && (!a.range_ends || !a.range_gaps)) ||
+           (a.page_type == PAGES_OF_ROWS && (a.values != a.keys || a.value_dim != a.dim));
 }
 
 // What the entry points return, 0 for success.

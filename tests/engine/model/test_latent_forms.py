@@ -20,6 +20,7 @@ from windlass.kernels import AttentionCall, Backend, KVPages
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch import reference
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
 SPEC = LatentSpec(num_heads=5, latent_dim=24, rotary_dim=8, plain_dim=12, value_dim=10, scale=20**-0.5)
@@ -67,9 +68,11 @@ def bound(backend: type[Backend]) -> Backend:
 def operands(spec: LatentSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, KVPages]:
     """The heads' matrices, and pages full of latent rows."""
     up = torch.randn(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim) / spec.latent_dim**0.5
-    return up, KVPages(
-        torch.randn(BLOCKS, SIZE, 1, spec.cached_dim).to(dtype), torch.empty(BLOCKS, SIZE, 1, 0, dtype=dtype)
-    )
+    rows = torch.randn(BLOCKS, SIZE, 1, spec.cached_dim)
+    if dtype == torch.int8:
+        codes, scales = reference.quantize_rows(rows)
+        return up, KVPages(codes, codes[..., :0].contiguous(), scales, scales[..., :0].contiguous())
+    return up, KVPages(rows.to(dtype), torch.empty(BLOCKS, SIZE, 1, 0, dtype=dtype))
 
 
 def call_of(spec: LatentSpec, lengths: list[int], news: list[int], **options: Any) -> AttentionCall:
@@ -89,6 +92,9 @@ def expected(
     starts, wide = call.query_start.tolist(), up.double()
     for b, length in enumerate(call.seq_lens.tolist()):
         rows = pages.key[call.block_tables[b].clamp(min=0).long()].flatten(0, 2).double()[:length]  # [S, R + C]
+        if pages.key_scale is not None:
+            scales = pages.key_scale[call.block_tables[b].clamp(min=0).long()].flatten(0, 2).double()[:length]
+            rows *= scales[:, torch.arange(rows.shape[1]) // 32]
         made = torch.einsum("sc,hnc->shn", rows[:, spec.rotary_dim :], wide)
         shared = rows[:, None, : spec.rotary_dim].expand(-1, spec.num_heads, -1)
         keys, values = torch.cat((shared, made[..., : spec.plain_dim]), dim=-1), made[..., spec.plain_dim :]
@@ -119,7 +125,7 @@ def expected(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["narrow", "deepseek"])
 @pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
 def test_whole_prompts_pieces_and_single_tokens(
@@ -156,13 +162,14 @@ def test_queries_that_do_not_see_early_keys(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("cost", [0.0, 1.0, None], ids=["expanded", "mixed", "absorbed"])
 def test_moved_keys_meet_their_versions(
-    backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
+    backend: type[Backend], dtype: torch.dtype, cost: float | None, at_cost: Choice, expansions: list[int]
 ) -> None:
     """Sequences with a turned first part, with a hole, with nothing of that, and one that decodes, in one call."""
     at_cost(cost)
-    up, pages = operands(SPEC)
+    up, pages = operands(SPEC, dtype)
     news, lengths = [1, 40, 33, 50], [200, 70, 90, 50]
     total = sum(news)
     sources = torch.cat(
