@@ -54,16 +54,16 @@ which agree to 1e-5:
 * *expanded*: for a piece of a prompt, keys and values of a few heads at a time are made of the cached rows, and forgotten
   after it.
 
-A piece of a prompt takes the form that multiplies less. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece
-on, whatever the context, and from 64 on in the first piece of a prompt
-([measured](benchmarks-history.md#prompts-through-latent-attention)). How many tokens a piece has, [the step
+A piece of a prompt takes the form that is quicker. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece on,
+whatever the context, and from 64 on in the first piece of a prompt
+([measured](benchmarks-history.md#prompts-through-latent-attention)). Where the processor has a matrix unit (AMX), it is used
+over rows of 16 or 8 bits, with keys and values of 16. How many tokens a piece has, [the step
 time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
-a GPU, over rows of 16 bits where the processor has a matrix unit (AMX), and under `--deterministic`, where bits must not depend
-on how a prompt was cut.
+a GPU, and under `--deterministic`, where bits must not depend on how a prompt was cut.
 
-`--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648 bytes,
-where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its bits. On a GPU
-it is refused.
+`--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648
+bytes, where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its
+bits. On a GPU it is refused.
 
 ## Encoders
 

@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.cpu import (
     attention,
@@ -73,9 +73,7 @@ class CompiledBackend(Backend):
         )
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
         has_matrix_unit = self._library.linear_blocks_rounded is not None and not options.deterministic
-        # Measured with AVX-512. A matrix unit attends to wide rows of 16 bits quicker than torch would expand them.
-        unwanted = options.deterministic or (has_matrix_unit and self._rounds_prompts)
-        self.latent_expansion_cost = None if unwanted else 1.25
+        self._expands_narrow = self._rounds_prompts and has_matrix_unit
         self._rounds_blocks = self._rounds_prompts and options.activations == "int8" and has_matrix_unit
         self._fewest_rounded_panel_rows = panels.FEWEST_ROUNDED_ROWS if has_matrix_unit else sys.maxsize
         if options.dtype not in linear.ACTIVATION_TYPES:
@@ -212,6 +210,9 @@ class CompiledBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        return None if self.deterministic else latent.expansion(pages, narrow=self._expands_narrow)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim, library=self._library)

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import MATRIX_FORMS, kernels
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
@@ -17,6 +18,7 @@ from windlass.engine.model.mixers import latent_forms
 from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KVPages
+from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
@@ -39,9 +41,9 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
     """Has expanding cost what is given: 0 makes every prompt take that form, None none."""
 
     def choose(cost: float | None) -> None:
+        way = None if cost is None else LatentExpansion(cost, cost)
         for backend in (CompiledBackend, TorchBackend):
-            given = property(lambda self: cost, lambda self, _: None)  # whatever a backend sets
-            monkeypatch.setattr(backend, "latent_expansion_cost", given, raising=False)
+            monkeypatch.setattr(backend, "latent_expansion", lambda self, pages: way)
         monkeypatch.setattr(latent_forms, "_FEWEST_EXPANDED", 2)
 
     return choose
@@ -241,12 +243,55 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
     assert not expansions
 
 
-@pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
-def test_nothing_is_expanded_where_a_matrix_unit_reads_wide_rows() -> None:
-    device, has_one = torch.device("cpu"), library.load().linear_blocks_rounded is not None
-    assert CompiledBackend(BackendOptions(device)).latent_expansion_cost is not None
-    assert (CompiledBackend(BackendOptions(device, rounds_prompts=True)).latent_expansion_cost is None) is has_one
-    assert CompiledBackend(BackendOptions(device, deterministic=True)).latent_expansion_cost is None
+@pytest.mark.parametrize("name", MATRIX_FORMS)
+def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts may be rounded, and what is cached is not float32."""
+    form = kernels(name)
+    monkeypatch.setattr(library, "_attempt", lambda: (form, None))
+    device = torch.device("cpu")
+    plain, narrow, strict = (
+        CompiledBackend(BackendOptions(device, **options))
+        for options in ({}, {"rounds_prompts": True}, {"rounds_prompts": True, "deterministic": True})
+    )
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+        up, pages = operands(WIDE, dtype)
+        ways = [backend.latent_expansion(pages) for backend in (plain, narrow, strict)]
+        made = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        assert [None if way is None else way.dtype for way in ways] == [torch.float32, made, None]
+        call = call_of(WIDE, [300, 130], [200, 130])
+        q = torch.randn(330, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
+        got = LatentForms(WIDE, up, narrow).attend(LatentQueries(q), pages, call).double()
+        right = expected(WIDE, up, pages, call, q)
+        lost = float((got - right).norm() / right.norm())
+        assert lost < 1e-5 if dtype == torch.float32 else 1e-4 < lost < 6e-3, dtype
+
+
+@pytest.mark.parametrize(
+    ("length", "news", "expands"),
+    [
+        (512, 512, True),
+        (64, 64, True),
+        (700, 64, True),
+        (4096, 64, False),
+        (2048, 128, True),
+        (4096, 200, True),
+        (900, 1, False),
+    ],
+)
+def test_the_form_that_is_quicker_there_is_taken(
+    length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
+    monkeypatch.setattr(CompiledBackend, "__init__", lambda self: None)
+    own = CompiledBackend()  # type: ignore[call-arg]
+    own.deterministic, own._expands_narrow = False, True
+    _, pages = operands(WIDE, torch.float16)
+    call = AttentionCall(
+        torch.zeros(1, -(-length // SIZE), dtype=torch.int32),
+        *(torch.tensor([0, news]), torch.tensor([length]), torch.ones(news), WIDE.scale),
+    )
+    found = LatentForms(WIDE, torch.empty(3, 256, 512), own)._expanded_sequences(pages, call)
+    assert bool(found) is expands
 
 
 @pytest.fixture(scope="module")
