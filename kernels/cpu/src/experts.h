@@ -32,10 +32,11 @@ struct ExpertProducts {
     int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
     int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
                          const float *, float *, long, long, long, long);
-    // By the matrix unit, or null; and from how many rows of an expert on. Panels are of bfloat16, and so are their rows.
+    // By the matrix unit, or null, with -1 for the activation that is not theirs; and from how many rows of an expert on. Panels
+    // are of bfloat16, and so are their rows.
     int (*linear_blocks_rounded)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
-                                 const float *, void *, long, long, long, long);
-    int (*linear_panels_rounded)(const void *, long, const void *, const float *, void *, long, long, long, long);
+                                 const float *, int, void *, long, long, long, long);
+    int (*linear_panels_rounded)(const void *, long, const void *, const float *, int, void *, long, long, long, long);
     int64_t fewest_rounded_blocks, fewest_rounded_panels;
 };
 
@@ -144,13 +145,13 @@ static int multiply(const ExpertProducts &products, const ExpertPart &p, const v
                                p.columns, K);
     if (p.kind == 1 && products.linear_panels_rounded && rows >= products.fewest_rounded_panels && type == 1 && p.type == 1 &&
         (!p.bias || p.bias_type == 0))
-        return products.linear_panels_rounded(x, x_row, p.data, (const float *)p.bias, to, out_row, rows, p.columns, K);
+        return products.linear_panels_rounded(x, x_row, p.data, (const float *)p.bias, -1, to, out_row, rows, p.columns, K);
     if (p.kind == 1)
         return products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
                                       p.columns, K);
     if (products.linear_blocks_rounded && rows >= products.fewest_rounded_blocks)
         return products.linear_blocks_rounded(x, x_row, type, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits, (int)p.group,
-                                              (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, to, out_row,
+                                              (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1, to, out_row,
                                               rows, p.columns, K);
     return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
                                   (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias,
