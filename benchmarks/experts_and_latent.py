@@ -2,6 +2,8 @@
 
     python benchmarks/experts_and_latent.py [--only moe mla] [--rounds 5] [--llama-bench work/peers/llama.cpp/bin/llama-bench]
 
+--llama-bench, and --llama-name and --llama-options with it, may be given again for forks and other settings.
+
 Two shapes with about a billion weights active for a token, all in Q8_0: `moe`, Qwen 3 MoE with 8 of 32 experts, and `mla`,
 DeepSeek V2 with 6 of 16 experts and two that everybody meets. The file is written once, under --work, and both programs read
 that one. Contestants take turns. The bound of one stream is the bytes that one token has to read (all weights but the table
@@ -113,8 +115,10 @@ def moe_shape(layers: int = 16, hidden: int = 2048, width: int = 1024, experts: 
 
 
 def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int = 512, vocab: int = 50_304) -> Shape:
-    """DeepSeek V2 Lite's layers, with 16 experts instead of 64."""
+    """DeepSeek V2's layers as wide as its Lite model's, with 16 experts. llama.cpp refuses queries without a narrower state in
+    between, but for the numbers of layers that it knows."""
     heads, plain, rotated, experts, shared = 16, hidden // 16, hidden // 32, 16, 2
+    queries = 3 * hidden // 8  # width of the state that queries are made of
     keys = {
         "block_count": layers,
         "context_length": 8192,
@@ -123,6 +127,7 @@ def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int
         "attention.head_count": heads,
         "attention.head_count_kv": 1,
         "attention.layer_norm_rms_epsilon": 1e-6,
+        "attention.q_lora_rank": queries,
         "attention.kv_lora_rank": rank,
         "attention.key_length": rank + rotated,
         "attention.value_length": rank,
@@ -138,8 +143,8 @@ def mla_shape(layers: int = 16, hidden: int = 2048, width: int = 1408, rank: int
         "expert_weights_scale": 1.0,
     }
     layer = {
-        **{"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_kv_a_norm": (rank,)},
-        "attn_q": (heads * (plain + rotated), hidden),
+        **{"attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q_a_norm": (queries,), "attn_kv_a_norm": (rank,)},
+        **{"attn_q_a": (queries, hidden), "attn_q_b": (heads * (plain + rotated), queries)},
         "attn_kv_a_mqa": (rank + rotated, hidden),
         "attn_k_b": (heads, rank, plain),
         "attn_v_b": (heads, plain, rank),
@@ -246,17 +251,20 @@ def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, 
                     note("Windlass Q8_0", "prefill", filled)
                 if streams == 1 and prompt == 32:
                     bandwidth.append((before + rates.now("read_gb_s")) / 2)
-            if options.llama_bench is not None:
-                for name, value in their_samples(
-                    options.llama_bench,
-                    file,
-                    options.prompt,
-                    options.steps,
-                    options.threads,
-                    options.llama_options.split(),
-                ).items():
-                    note(f"{options.llama_name} Q8_0", name, value)
+            for tool, called, more in peers_of(options):
+                found = their_samples(tool, file, options.prompt, options.steps, options.threads, more.split())
+                for name, value in found.items():
+                    note(f"{called} Q8_0", name, value)
     return {"active_bytes": shape.active_bytes(), "read_gb_s": bandwidth, "samples": samples}
+
+
+def peers_of(options: argparse.Namespace) -> list[tuple[Path, str, str]]:
+    """Of each peer its tool, what to call it, and options of its own."""
+    tools = options.llama_bench or []
+    names, more = options.llama_name or ["llama.cpp"], options.llama_options or []
+    if len(names) < len(tools):
+        raise SystemExit("give --llama-name for each --llama-bench")
+    return list(zip(tools, names, [*more, *[""] * len(tools)], strict=False))
 
 
 def share_of_bound(result: dict[str, Any], program: str) -> float | None:
@@ -291,9 +299,11 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--prompt", type=int, default=_PROMPT, help="tokens of the long prompt")
     parser.add_argument("--steps", type=int, default=_STEPS, help="decoded tokens of a sample")
-    parser.add_argument("--llama-bench", type=Path, help="llama.cpp's tool; without it Windlass has the only rows")
-    parser.add_argument("--llama-options", default="", help="more of the tool's own, such as '-rtr 1 -fmoe 1'")
-    parser.add_argument("--llama-name", default="llama.cpp", help="what to call it: a fork has another name")
+    parser.add_argument(
+        "--llama-bench", type=Path, action="append", help="llama.cpp's tool; without it Windlass has the only rows"
+    )
+    parser.add_argument("--llama-options", action="append", help="more of the tool's own, such as '-rtr 1 -fmoe 1'")
+    parser.add_argument("--llama-name", action="append", help="what to call it: a fork has another name")
     parser.add_argument("--work", type=Path, default=Path("work"))
     parser.add_argument("--out", type=Path, default=Path("work/experts_and_latent.json"))
     options = parser.parse_args()
@@ -309,7 +319,7 @@ def main() -> None:
             f"{shape.active_bytes() / 1e9:.2f} GB of weights are read for a token\n\n{table(name, results[name])}\n",
             flush=True,
         )
-    if options.llama_bench is None:
+    if not options.llama_bench:
         print("llama.cpp: not measured, give --llama-bench")
     report = {
         "date": time.strftime("%Y-%m-%d %H:%M"),

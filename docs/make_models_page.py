@@ -54,15 +54,16 @@ which agree to 1e-5:
 * *expanded*: for a piece of a prompt, keys and values of a few heads at a time are made of the cached rows, and forgotten
   after it.
 
-A piece of a prompt takes the form that multiplies less. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece
-on, whatever the context, and from 64 on in the first piece of a prompt
-([measured](benchmarks-history.md#prompts-through-latent-attention)). How many tokens a piece has, [the step
+A piece of a prompt takes the form that is quicker. In DeepSeek's sizes the expanded one leads from 200 tokens in a piece on,
+whatever the context, and from 64 on in the first piece of a prompt
+([measured](benchmarks-history.md#prompts-through-latent-attention)). Where the processor has a matrix unit (AMX), it is used
+over rows of 16 or 8 bits, with keys and values of 16. How many tokens a piece has, [the step
 time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
-a GPU, over rows of 16 bits where the processor has a matrix unit (AMX), and under `--deterministic`, where bits must not depend
-on how a prompt was cut.
+a GPU, and under `--deterministic`, where bits must not depend on how a prompt was cut.
 
-`--kv-cache-dtype int8` is refused: 8-bit pages have one scale for a token's row, whose two parts differ in size. `bfloat16` and
-`float16` work.
+`--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648
+bytes, where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its
+bits. On a GPU it is refused.
 
 ## Encoders
 
@@ -83,9 +84,10 @@ UNROTATED = """
 
 These models are served to compare with. Nothing scales here: a `rope_scaling` is refused with the reason.
 
-* **ALiBi** depends only on distances. So its contexts shift, and its passages are [used anywhere](endless-context.md). Tests
-  compare that with transformers on the text that is left, with one layer, whose keys know nothing of what was dropped. Sinks in
-  front of a window are refused: scores fall with distance, so nothing would be seen of them. Its attention runs in plain torch.
+* **ALiBi** (BLOOM, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
+  [used anywhere](endless-context.md). Tests compare that with transformers on the text that is left, with one layer, whose keys
+  know nothing of what was dropped. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
+  of them.
 * **Learned positions** are part of every key and value. So there is no shift, there are no passages from elsewhere, and no
   context goes beyond the table.
 

@@ -26,6 +26,18 @@ class KeyRange(NamedTuple):
     gap: int = 0
 
 
+class LatentExpansion(NamedTuple):
+    """How keys and values may be made of cached latent vectors, and what products take in terms of those of attention over them.
+
+    row_cost: of a product that makes them. query_cost: of one that a query takes by itself where nothing is made, before and
+    after attention. dtype: of what is made.
+    """
+
+    row_cost: float
+    query_cost: float
+    dtype: torch.dtype = torch.float32
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """Attention of the last tokens of B sequences, T in all, over everything cached of their own sequence.

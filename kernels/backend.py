@@ -22,7 +22,7 @@ from typing import Literal, TypeAlias
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -72,7 +72,6 @@ class Backend(RepeatsSteps):
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
         self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
-        self.latent_expansion_cost: float | None = None  # a product's, in products of attention; None: no expansion
 
     @abstractmethod
     def explain(self) -> str:
@@ -356,6 +355,10 @@ class Backend(RepeatsSteps):
         """
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        """How keys and values of heads may be made of these pages' latent vectors; None where that is never done."""
+        return None
 
     @abstractmethod
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:

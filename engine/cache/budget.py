@@ -18,6 +18,7 @@ from windlass.engine.errors import LoadError
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _INT8_QUAD = 4  # codes of a key are padded to a multiple
 _INT8_SCALES = 8  # bytes per token and head, one float32 for the key and one for the value
+_INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is key and value at once: numbers of a scale, and its bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +35,8 @@ def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
     """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.plane_shapes`)."""
     dim, value_dim = group.head_dim, group.cached_value_dim
     int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + value_dim + _INT8_SCALES
+    if not value_dim:
+        int8 = dim + ceil(dim / _INT8_GROUP) * _INT8_SCALE
     per_head = int8 if dtype == "int8" else (dim + value_dim) * ITEM_BYTES[dtype]
     return len(group.layers) * group.num_kv_heads * per_head
 
@@ -92,7 +95,7 @@ def plan_cache(
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
         windows = any(group.window is not None for group in groups)
-        can_be_int8 = all(group.cached_value_dim for group in groups)
+        can_be_int8 = config.compute.device == "cpu" or all(group.cached_value_dim for group in groups)
         ways = [
             "raise `cache.memory`" if needed <= limit else "",
             "lower `max_model_len` or `scheduling.max_num_seqs`" if windows else "lower `max_model_len`",

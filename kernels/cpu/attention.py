@@ -13,15 +13,13 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.cpu.checks import PageSizes, check, page_sizes, pages_refusal, scales_refusal, vector_ok
-from windlass.kernels.cpu.library import PAGE_CODES, TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, Library, load
 from windlass.kernels.cpu.structs import AttentionArguments, attention_arguments
 from windlass.kernels.layouts.pages import KVPages
 
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
-    if call.alibi_slopes is not None:
-        return "scores lose by the distance of their key"
     if call.chunk is not None and (call.window is not None or not call.causal):
         return "chunks have a window, or keys behind their queries"
     return None
@@ -33,14 +31,16 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
     reason = (
         call_refusal(call)
         or pages_refusal(key_pages, value_pages)
-        or scales_refusal(key_pages, key_scales, pages.value_scale)
+        or scales_refusal(key_pages, value_pages, key_scales, pages.value_scale)
     )
     if reason is not None:
         return reason
     if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
         return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [T, Hq, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
-    fits = sizes.holds_keys(sizes.kv_heads, q.shape[2], key_scales is not None)
+    if pages.has_rows_of_codes and value_pages.data_ptr() != key_pages.data_ptr():
+        return "rows of codes are keys and values at once"
+    fits = sizes.holds_keys(sizes.kv_heads, q.shape[2])
     if not fits or sizes.kv_heads == 0 or q.shape[1] % sizes.kv_heads:
         return f"q {tuple(q.shape)} does not fit key pages {tuple(key_pages.shape)}"
     return None
@@ -102,7 +102,8 @@ def paged_attention_prefill(
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
     passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
     the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of
-    16 bits, queries and weights may be rounded to that; sequences with fewer than 16 queries are computed as ever. Returns out.
+    16 bits, what rows of codes mean, queries and weights may be rounded to that; sequences with fewer than 16 queries are
+    computed as ever. Returns out.
     Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"
@@ -141,7 +142,7 @@ def paged_attention_prefill(
         out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
         f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
     )
-    rounds = rounds and pages.key.element_size() == 2
+    rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
     arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
     _raise_for((library or load()).paged_attention_prefill(arguments, fewest), name)
     return out
@@ -149,15 +150,18 @@ def paged_attention_prefill(
 
 def _check_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
     """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
-    ends, rows, reaches = call.range_ends, call.range_rows, call.range_reaches
+    ends, rows, reaches, gaps = call.range_ends, call.range_rows, call.range_reaches, call.range_gaps
     if ends is None or rows is None or reaches is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
-    for part in (ends, rows, reaches):
+    slopes = call.alibi_slopes
+    fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
+    check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
+    for part in (ends, rows, reaches) if gaps is None else (ends, rows, reaches, gaps):
         fits = part.dim() == 2 and part.shape == (call.batch_size, ends.shape[1]) and part.is_cpu
         check(
             fits and part.dtype == torch.int64 and part.is_contiguous(),
-            f"{name}: range_ends, range_rows and range_reaches must be int64 [{call.batch_size}, R], contiguous",
+            f"{name}: what ranges are given by must be int64 [{call.batch_size}, R], contiguous",
         )
 
 
@@ -185,6 +189,8 @@ def _arguments(
         0 if ends is None else ends.data_ptr(),
         0 if call.range_rows is None else call.range_rows.data_ptr(),
         0 if call.range_reaches is None else call.range_reaches.data_ptr(),
+        0 if call.alibi_slopes is None else call.alibi_slopes.data_ptr(),
+        0 if call.range_gaps is None else call.range_gaps.data_ptr(),
         out.data_ptr(),
         *(q.shape[0], q.stride(0), q.stride(1)),
         *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
@@ -192,7 +198,8 @@ def _arguments(
         *(call.seq_lens.shape[0], q.shape[-2], 0 if ends is None else ends.shape[1]),
         *(call.window or 0, call.chunk or 0),
         *(call.scale, call.soft_cap or 0.0),
-        *(TYPE_CODES[q.dtype], PAGE_CODES[pages.key.dtype], wide, call.causal, rounds),
+        *(TYPE_CODES[q.dtype], PAGES_OF_ROWS if pages.has_rows_of_codes else PAGE_CODES[pages.key.dtype]),
+        *(wide, call.causal, rounds),
     )
 
 

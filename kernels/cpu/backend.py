@@ -14,7 +14,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.cpu import (
     attention,
@@ -73,8 +73,6 @@ class CompiledBackend(Backend):
         )
         self._rounds_prompts = options.rounds_prompts and not options.deterministic
         self._matrix_unit = MatrixUnit(self._library, options)
-        # Measured with AVX-512. A matrix unit attends to wide rows of 16 bits quicker than torch would expand them.
-        self.latent_expansion_cost = None if options.deterministic or self._matrix_unit.takes_prompts else 1.25
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
@@ -186,6 +184,9 @@ class CompiledBackend(Backend):
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)
+
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim, library=self._library)
 
@@ -231,7 +232,13 @@ class CompiledBackend(Backend):
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         try:
-            return expert_products.CompiledExperts(weights, biases, self._library)
+            return expert_products.CompiledExperts(
+                weights,
+                biases,
+                self._library,
+                rounds_blocks=self._matrix_unit.takes_blocks,
+                rounds_panels=self._matrix_unit.takes_panels,
+            )
         except ValueError:  # each expert's product is a call of its own then
             return ExpertWeights(weights, biases)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.kernels.cpu import blocks, panels
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.cpu.linear import ACTIVATION_TYPES
@@ -28,11 +29,18 @@ _PIECE_ROWS = 512  # of an expert's weight, which one thread multiplies by; whol
 class CompiledExperts(ExpertWeights):
     """The same as C reads it. has_blocks: rows that meet it have to be float32.
 
-    Raises ValueError for weights that C does not read, or whose parts differ from expert to expert.
+    rounds_blocks, rounds_panels: whether experts with many rows may go by the processor's matrix unit, if it has one. Raises
+    ValueError for weights that C does not read, or whose parts differ from expert to expert.
     """
 
     def __init__(
-        self, weights: Sequence[ExpertWeight], biases: Sequence[Tensor] | None, library: Library | None = None
+        self,
+        weights: Sequence[ExpertWeight],
+        biases: Sequence[Tensor] | None,
+        library: Library | None = None,
+        *,
+        rounds_blocks: bool = False,
+        rounds_panels: bool = False,
     ) -> None:
         super().__init__(weights, biases)
         parts = [[piece for part, first in _parts(weight) for piece in _pieces(part, first)] for weight in self.weights]
@@ -50,7 +58,12 @@ class CompiledExperts(ExpertWeights):
             for place, piece in enumerate(own):
                 self._table[expert * self.parts + place] = _fields(piece, self.bias(expert))
         found = (library or load()).addresses
-        self._products = ExpertProductsFields(found["linear"], found["linear_panels"], found["linear_blocks"])
+        self._products = ExpertProductsFields(
+            *(found["linear"], found["linear_panels"], found["linear_blocks"]),
+            found.get("linear_blocks_rounded") if rounds_blocks else None,
+            found.get("linear_panels_rounded") if rounds_panels else None,
+            *(blocks.FEWEST_ROUNDED_ROWS, panels.FEWEST_ROUNDED_ROWS),
+        )
         self.address, self.products = ctypes.addressof(self._table), ctypes.addressof(self._products)
 
 

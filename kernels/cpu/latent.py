@@ -9,8 +9,18 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.layouts.pages import KVPages
+
+
+def expansion(pages: KVPages, *, narrow: bool) -> LatentExpansion:
+    """See `Backend.latent_expansion`. narrow: whether pages that attention may round (see `paged_attention_prefill`) go by a
+    matrix unit: torch's products have it too, those that a query takes by itself do not. Measured: docs/benchmarks-history.md."""
+    if narrow and pages.key.dtype != torch.float32:
+        return LatentExpansion(1.25, 10.0, torch.bfloat16)
+    return LatentExpansion(1.25, 1.25)
 
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library | None = None) -> Tensor:

@@ -36,6 +36,7 @@ _EXTENDED = {
 
 TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
+PAGES_OF_ROWS = 4  # of int8 codes, token by token
 
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
@@ -89,6 +90,17 @@ SIGNATURES: dict[str, list[type]] = {
         *(_LONG, _POINTER, _POINTER, _LONG),  # slots, sources, targets
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG, _LONG),  # kv heads, dim, value dim, half
+    ],
+    "rotate_and_append_rows": [
+        *(*_TENSOR3, *_TENSOR3, _INT),  # q, k
+        *(_POINTER, _LONG, _POINTER, _LONG, _POINTER),  # cos, sin, q_scale
+        *(_POINTER, _POINTER, _LONG, _POINTER),  # codes, scales, slots
+        *(_LONG, _LONG, _LONG, _LONG, _LONG),  # tokens, heads, kv heads, dim, half
+    ],
+    "rerotate_cached_rows": [
+        *(_POINTER, _POINTER, _LONG, _POINTER, _POINTER, _LONG),  # codes, scales, slots, sources, targets
+        *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
+        *(_LONG, _LONG, _LONG),  # kv heads, dim, half
     ],
     "turn_queries": [
         *(*_TENSOR3, _INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG),  # q, rows, cos, sin
@@ -207,6 +219,8 @@ class Library:
     rerotate_cached_keys: Function
     rotate_and_append_int8: Function
     rerotate_cached_keys_int8: Function
+    rotate_and_append_rows: Function
+    rerotate_cached_rows: Function
     turn_queries: Function
     rotary_angles: Function
     rms_norm: Function

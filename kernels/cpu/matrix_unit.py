@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import sys
-
 import torch
 from torch import Tensor
 
@@ -22,17 +20,18 @@ class MatrixUnit:
         """There need not be such a unit: it then takes nothing."""
         there = library.linear_blocks_rounded is not None and not options.deterministic
         self.takes_prompts = there and options.rounds_prompts
-        self._takes_blocks = self.takes_prompts and options.activations == "int8"
-        self._fewest_panel_rows = panels.FEWEST_ROUNDED_ROWS if there else sys.maxsize
+        self.takes_blocks = self.takes_prompts and options.activations == "int8"
+        self.takes_panels = there
 
     def takes(self, x: Tensor, weight: object, activation: str | None = None) -> bool:
         """Whether `linear` makes this product. activation: of gates, before ups in the weight's rows."""
         rows = x.shape[0]
         if isinstance(weight, BlockWeight):
-            fits = self._takes_blocks and rows >= blocks.FEWEST_ROUNDED_ROWS
+            fits = self.takes_blocks and rows >= blocks.FEWEST_ROUNDED_ROWS
         elif isinstance(weight, PanelWeight):
             adjacent = x.stride(1) == 1 or x.shape[1] == 1
-            fits = rows >= self._fewest_panel_rows and x.dtype == weight.dtype == torch.bfloat16 and adjacent
+            narrow = x.dtype == weight.dtype == torch.bfloat16
+            fits = self.takes_panels and rows >= panels.FEWEST_ROUNDED_ROWS and narrow and adjacent
         else:
             return False
         return fits and (activation is None or gates.in_panels(weight.rows))

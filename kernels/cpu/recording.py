@@ -65,6 +65,7 @@ _REPEATABLE = (
     "linear_blocks_rounded",
     "linear_panels_rounded",
     "scale_columns",
+    "rotate_and_append_rows",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

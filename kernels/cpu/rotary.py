@@ -38,7 +38,7 @@ def rotate_refusal(
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
             return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
-    fits = sizes.holds_keys(k.shape[1], k.shape[2], key_scales is not None)
+    fits = sizes.holds_keys(k.shape[1], k.shape[2])
     if not fits or v.shape[1:] != (sizes.kv_heads, sizes.value_dim):
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
     return None
@@ -81,7 +81,7 @@ def rotate_and_append(
     a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
     d <= D and Dq. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
     dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
-    float32 (see `reference.quantize`).
+    float32 (see `reference.quantize`); or rows of int8 codes as `KVPages` has them, with Dv 0.
     slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
     Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
@@ -109,7 +109,11 @@ def rotate_and_append(
         pages.num_blocks * pages.block_size, slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
     )
     # fmt: on
-    if key_scales is not None and value_scales is not None:
+    if key_scales is not None and value_scales is not None and not pages.in_panels:
+        code = library.rotate_and_append_rows(
+            *(*rows[:6], *rows[9:15], key_pages.data_ptr(), key_scales.data_ptr()), *sizes[:6], half
+        )
+    elif key_scales is not None and value_scales is not None:
         scales = key_scales.data_ptr(), value_scales.data_ptr(), pages.block_size
         code = library.rotate_and_append_int8(*rows, *scales, *sizes)
     else:
@@ -125,7 +129,10 @@ def rerotate_refusal(
     key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
 ) -> str | None:
     """Why `rerotate_cached_keys` cannot take these pages, or None when it can."""
-    return pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, key_scales, value_scales)
+    reason = pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, value_pages, key_scales, value_scales)
+    if reason is None and key_pages.dtype == torch.int8 and key_pages.dim() == 4 and value_pages.shape[3]:
+        return "rows of codes hold no values"
+    return reason
 
 
 def rerotate_cached_keys(
@@ -147,13 +154,14 @@ def rerotate_cached_keys(
     targets: [N] int64 slots; an entry may name one slot twice, to rotate in place, but no slot may be the source of one
     entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
     are copied bit by bit. int8 pages, in the order of `int8_layout`, come with key_scales and value_scales [num_blocks, Hkv,
-    P] float32; a rotated key is rounded once, as a whole; without pairs it is copied. Raises ValueError, and IndexError for a
+    P] float32; a rotated key is rounded once, as a whole; without pairs it is copied. Of rows of int8 codes the groups with
+    rotated dims are rounded anew, the others are copied. Raises ValueError, and IndexError for a
     slot outside the pages (nothing is written then).
     """
     reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
     check(reason is None, f"rerotate_cached_keys: {reason}")
     count, half = sources.shape[0], cos.shape[-1]
-    num_blocks, block_size, kv_heads, dim, value_dim = page_sizes(key_pages, value_pages, key_scales)
+    num_blocks, block_size, kv_heads, dim, value_dim, in_panels = page_sizes(key_pages, value_pages, key_scales)
     check(2 * half <= dim, f"rerotate_cached_keys: {2 * half} rotary dims in heads of {dim}")
     check(
         table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
@@ -171,7 +179,11 @@ def rerotate_cached_keys(
     )
     # fmt: on
     addresses = key_pages.data_ptr(), value_pages.data_ptr()
-    if key_scales is not None and value_scales is not None:
+    if key_scales is not None and value_scales is not None and not in_panels:
+        code = library.rerotate_cached_rows(
+            key_pages.data_ptr(), key_scales.data_ptr(), *entries[:8], *(kv_heads, dim, half)
+        )
+    elif key_scales is not None and value_scales is not None:
         scales = key_scales.data_ptr(), value_scales.data_ptr(), block_size
         code = library.rerotate_cached_keys_int8(*addresses, *scales, *entries)
     else:

@@ -28,6 +28,8 @@ class AttentionArguments(ctypes.Structure):
         ("range_ends", _POINTER),
         ("range_rows", _POINTER),
         ("range_reaches", _POINTER),
+        ("slopes", _POINTER),
+        ("range_gaps", _POINTER),
         ("out", _POINTER),
         ("q_rows", _LONG),
         ("q_row", _LONG),
@@ -134,7 +136,15 @@ class ExpertPartFields(ctypes.Structure):
 class ExpertProductsFields(ctypes.Structure):
     """Addresses of the products of one instruction set: the same as `ExpertProducts` in src/experts.h."""
 
-    _fields_ = (("linear", _POINTER), ("linear_panels", _POINTER), ("linear_blocks", _POINTER))
+    _fields_ = (
+        ("linear", _POINTER),
+        ("linear_panels", _POINTER),
+        ("linear_blocks", _POINTER),
+        ("linear_blocks_rounded", _POINTER),
+        ("linear_panels_rounded", _POINTER),
+        ("fewest_rounded_blocks", _INT64),
+        ("fewest_rounded_panels", _INT64),
+    )
 
 
 class RankGroupFields(ctypes.Structure):

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.layouts import int8 as int8_layout
+from windlass.kernels.layouts import int8_rows
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,7 +17,8 @@ class KVPages:
 
     Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages
     hold codes in -127 .. 127 in the order of `int8_layout`; key_scale and value_scale, [num_blocks, Hkv, P] float32, say
-    what one step of a code is worth. Token t of block b is slot b * P + t either way.
+    what one step of a code is worth. int8 pages without values (Dv is 0: latent attention) hold rows as `int8_rows` has them,
+    with key_scale [num_blocks, P, Hkv, groups]. Token t of block b is slot b * P + t either way.
     """
 
     key: Tensor
@@ -36,12 +38,22 @@ class KVPages:
         )
 
     @property
+    def in_panels(self) -> bool:
+        """Whether these are codes in the order of `int8_layout`."""
+        return self.key.dim() == 6
+
+    @property
+    def has_rows_of_codes(self) -> bool:
+        """Whether these are codes as `int8_rows` has them."""
+        return self.key_scale is not None and not self.in_panels
+
+    @property
     def block_size(self) -> int:
-        return self.key.shape[1] if self.key_scale is None else self.key_scale.shape[2]
+        return self.key_scale.shape[2] if self.key_scale is not None and self.in_panels else self.key.shape[1]
 
     @property
     def num_kv_heads(self) -> int:
-        return self.key.shape[2] if self.key_scale is None else self.key.shape[1]
+        return self.key.shape[1] if self.in_panels else self.key.shape[2]
 
     @property
     def num_slots(self) -> int:
@@ -49,8 +61,8 @@ class KVPages:
 
     @property
     def with_keys_as_values(self) -> KVPages:
-        """Pages of floats that hold no values (Dv is 0), as attention reads them whose values are the keys themselves."""
-        return KVPages(self.key, self.key)
+        """Pages that hold no values (Dv is 0), as attention reads them whose values are the keys themselves."""
+        return KVPages(self.key, self.key, self.key_scale, self.key_scale)
 
     @property
     def value_dim(self) -> int:
@@ -66,6 +78,8 @@ class KVPages:
         pages = self.key.index_select(0, blocks)
         if self.key_scale is None:
             return pages.to(torch.float32)
+        if not self.in_panels:
+            return int8_rows.widened(pages, self.key_scale.index_select(0, blocks))
         return _widened(int8_layout.key_rows(pages)[..., :dim], self.key_scale, blocks)
 
     def values_of(self, blocks: Tensor) -> Tensor:
@@ -73,6 +87,8 @@ class KVPages:
         pages = self.value.index_select(0, blocks)
         if self.value_scale is None:
             return pages.to(torch.float32)
+        if not self.in_panels:
+            return int8_rows.widened(pages, self.value_scale.index_select(0, blocks))
         return _widened(int8_layout.value_rows(pages), self.value_scale, blocks)
 
 
@@ -81,11 +97,14 @@ def plane_shapes(
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: of pages that hold no values.
 
-    Raises ValueError for int8 pages whose block size is no multiple of 16.
+    Raises ValueError for int8 pages with values whose block size is no multiple of 16.
     """
     size = num_blocks, block_size, kv_heads
+    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((*size, dim), dtype), ((*size, value_dim), dtype)]
     if dtype != torch.int8:
-        return [((*size, dim), dtype), ((*size, value_dim), dtype)]
+        return rows
+    if not value_dim:
+        return [*rows, *(((*size, int8_rows.num_groups(d)), torch.float32) for d in (dim, 0))]
     scales = (num_blocks, kv_heads, block_size), torch.float32
     return [
         (int8_layout.key_shape(*size, dim), dtype),

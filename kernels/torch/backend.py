@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
@@ -46,10 +46,6 @@ class TorchBackend(Backend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
-        if (
-            not options.deterministic and options.device.type == "cpu"
-        ):  # else the host does not know how long sequences are
-            self.latent_expansion_cost = 1.0
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
@@ -114,6 +110,10 @@ class TorchBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps)
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        # Elsewhere the host does not know how long sequences are.
+        return None if self.deterministic or self.device.type != "cpu" else LatentExpansion(1.0, 1.0)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts import int8 as int8_layout
+from windlass.kernels.layouts import int8_rows
 from windlass.kernels.layouts.pages import KVPages
 
 
@@ -43,15 +44,27 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(usable | scale.isnan(), scale, 0.0)
 
 
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """As `quantize` does it for every 32 numbers of x [..., D]: int8 [..., D] and float32 scales [..., ceil(D / 32)]."""
+    groups = int8_rows.num_groups(x.shape[-1])
+    padded = F.pad(x, (0, groups * int8_rows.GROUP - x.shape[-1]))
+    codes, scales = quantize(padded.view(*x.shape[:-1], groups, int8_rows.GROUP))
+    return codes.flatten(-2)[..., : x.shape[-1]], scales
+
+
 def _by_slot(pages: Tensor) -> Tensor:
-    """Pages of floats as [slots, Hkv, D]."""
+    """Pages of rows as [slots, Hkv, D]."""
     return pages.view(pages.shape[0] * pages.shape[1], *pages.shape[2:])
 
 
 def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
-    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype."""
+    """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype; of latent rows the first groups of it."""
     if pages.key_scale is None:
         _by_slot(pages.key).index_copy_(0, slots, x.to(pages.key.dtype))
+    elif pages.has_rows_of_codes:
+        codes, scales = quantize_rows(x)
+        _by_slot(pages.key)[slots, :, : x.shape[-1]] = codes
+        _by_slot(pages.key_scale)[slots, :, : scales.shape[-1]] = scales
     else:
         codes, scales = quantize(x)
         int8_layout.put_keys(pages.key, slots, codes)
@@ -62,7 +75,7 @@ def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
     """Write x [N, Hkv, Dv] to slots of the value pages, rounded to their dtype."""
     if pages.value_scale is None:
         _by_slot(pages.value).index_copy_(0, slots, x.to(pages.value.dtype))
-    else:
+    elif not pages.has_rows_of_codes:
         codes, scales = quantize(x)
         int8_layout.put_values(pages.value, slots, codes)
         int8_layout.put_scales(pages.value_scale, slots, scales)
@@ -96,8 +109,11 @@ def rerotate_cached_keys(
     sources, targets: [N] int64 slots; an entry may name one slot twice, to rotate a key in place, but no slot may be the
     source of one entry and the target of another. cos, sin: [N, d/2] float32 of the angle at the target minus that at
     the source. Rotation runs in float32, so a key is rounded to the cache's dtype once.
-    Values, and keys that no pair rotates, are copied bit by bit.
+    Values, keys that no pair rotates, and groups of latent rows in which none does, are copied bit by bit.
     """
+    if pages.has_rows_of_codes:
+        _rerotate_rows(pages, sources, targets, cos, sin)
+        return
     if pages.key_scale is None or pages.value_scale is None:
         keys, flat = _by_slot(pages.key), _by_slot(pages.value)
         _store_keys(pages, targets, rotate_half_split(keys[sources], cos, sin))
@@ -114,6 +130,19 @@ def rerotate_cached_keys(
     if values:
         int8_layout.put_values(pages.value, targets, int8_layout.take_values(pages.value, sources))
         int8_layout.put_scales(pages.value_scale, targets, int8_layout.take_scales(pages.value_scale, sources))
+
+
+def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor) -> None:
+    """`rerotate_cached_keys` of rows of codes."""
+    assert pages.key_scale is not None
+    codes, scales = _by_slot(pages.key), _by_slot(pages.key_scale)
+    own, theirs = codes[sources], scales[sources]  # [N, Hkv, D], [N, Hkv, groups]
+    codes[targets], scales[targets] = own, theirs
+    turned = int8_rows.num_groups(2 * cos.shape[-1])
+    if turned:
+        dims = min(turned * int8_rows.GROUP, own.shape[-1])
+        rotated = rotate_half_split(int8_rows.widened(own[..., :dims], theirs[..., :turned]), cos, sin)
+        _store_keys(pages, targets, rotated)
 
 
 def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:

@@ -55,6 +55,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
     "gemma2": ("Gemma2", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "vaultgemma": ("VaultGemma", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
+    "ministral": (
+        "Ministral",
+        {**_LOCAL, "layer_types": ["full_attention", *["sliding_attention"] * 2, "full_attention"]},
+    ),
+    "ministral_local": ("Ministral", _LOCAL),
     "olmo2": ("Olmo2", {"attention_bias": True}),
     "olmo3": (
         "Olmo3",

@@ -64,12 +64,19 @@ def architecture(prefix: str) -> str:
     return prefix if prefix.endswith("Model") else f"{prefix}ForCausalLM"
 
 
+# Those that do not rotate, which `tiny_unrotated` has among its own.
+UNROTATED: dict[str, tuple[str, dict[str, Any]]] = {
+    "baichuan_13b": (
+        "Baichuan",
+        {**_COMMON, "model_type": "baichuan", "hidden_size": 320, "num_attention_heads": 40, "z_loss_weight": 0},
+    ),
+}
 ARCHITECTURES = {architecture(prefix) for prefix, _ in FAMILIES.values()}
 
 
 def save(family: str, directory: Path, seed: int = 0, **overrides: Any) -> Path:
     """A random checkpoint; vectors are random too, so no bias or norm hides."""
-    prefix, config = FAMILIES[family]
+    prefix, config = (FAMILIES | UNROTATED)[family]
     config = {**config, "architectures": [architecture(prefix)], **overrides}
     generator = torch.Generator().manual_seed(seed)
     tensors = {}
@@ -113,10 +120,12 @@ def _rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((one * cos - two * sin, two * cos + one * sin), -1)
 
 
-def _attended(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """q: [T, H, D], k and v: [T, G, D]. Returns [T, H * D]; a key head serves H / G neighbouring queries."""
+def _attended(q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None = None) -> Tensor:
+    """q: [T, H, D], k and v: [T, G, D]. Returns [T, H * D]; a key head serves H / G neighbouring queries. slopes: [H]."""
     k, v = (one.repeat_interleave(q.shape[1] // one.shape[1], 1) for one in (k, v))
     scores = torch.einsum("thd,shd->hts", q, k) * q.shape[-1] ** -0.5
+    if slopes is not None:
+        scores = scores + slopes[:, None, None] * torch.arange(len(k))
     later = torch.ones(scores.shape[1:], dtype=torch.bool).triu(1)
     weights = scores.masked_fill(later, -torch.inf).softmax(-1)
     return torch.einsum("hts,shd->thd", weights, v).flatten(1)
@@ -161,21 +170,30 @@ def _internlm2(
     return _product(tensors, "output", _rms(x, tensors["model.norm.weight"]))
 
 
+def _slopes(heads: int) -> Tensor:
+    """ALiBi's: of a power of two as many steps down to 2^-8; else those of the power below, then every second of twice it."""
+    power = 1 << (heads.bit_length() - 1)
+    if power == heads:
+        return torch.tensor([2.0 ** (-8 * (i + 1) / heads) for i in range(heads)])
+    return torch.cat((_slopes(power), _slopes(2 * power)[0::2][: heads - power]))
+
+
 def _baichuan_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
+    hidden = config["hidden_size"]
     shapes: dict[str, tuple[int, ...]] = {
-        "model.embed_tokens.weight": (VOCAB, HIDDEN),
-        "model.norm.weight": (HIDDEN,),
-        "lm_head.weight": (VOCAB, HIDDEN),
+        "model.embed_tokens.weight": (VOCAB, hidden),
+        "model.norm.weight": (hidden,),
+        "lm_head.weight": (VOCAB, hidden),
     }
     for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
         shapes |= {
-            f"{layer}input_layernorm.weight": (HIDDEN,),
-            f"{layer}self_attn.W_pack.weight": (3 * HIDDEN, HIDDEN),
-            f"{layer}self_attn.o_proj.weight": (HIDDEN, HIDDEN),
-            f"{layer}post_attention_layernorm.weight": (HIDDEN,),
-            f"{layer}mlp.gate_proj.weight": (WIDTH, HIDDEN),
-            f"{layer}mlp.up_proj.weight": (WIDTH, HIDDEN),
-            f"{layer}mlp.down_proj.weight": (HIDDEN, WIDTH),
+            f"{layer}input_layernorm.weight": (hidden,),
+            f"{layer}self_attn.W_pack.weight": (3 * hidden, hidden),
+            f"{layer}self_attn.o_proj.weight": (hidden, hidden),
+            f"{layer}post_attention_layernorm.weight": (hidden,),
+            f"{layer}mlp.gate_proj.weight": (WIDTH, hidden),
+            f"{layer}mlp.up_proj.weight": (WIDTH, hidden),
+            f"{layer}mlp.down_proj.weight": (hidden, WIDTH),
         }
     return shapes
 
@@ -183,14 +201,17 @@ def _baichuan_shapes(config: Mapping[str, Any]) -> dict[str, tuple[int, ...]]:
 def _baichuan(
     config: Mapping[str, Any], tensors: Mapping[str, Tensor], ids: Tensor, cos: Tensor, sin: Tensor
 ) -> Tensor:
-    """All queries, all keys, all values in one product; the second version's head has rows of length 1."""
+    """All queries, all keys, all values in one product; the second version's head has rows of length 1. Models with 40 heads do
+    not rotate: their scores have a slope for each head times the key's position added."""
+    heads = config["num_attention_heads"]
+    slopes = None if heads == HEADS else _slopes(heads)
     x = tensors["model.embed_tokens.weight"][ids]
     for layer in (f"model.layers.{i}." for i in range(config["num_hidden_layers"])):
         packed = _product(tensors, f"{layer}self_attn.W_pack", _rms(x, tensors[f"{layer}input_layernorm.weight"]))
-        q, k, v = packed.view(len(ids), 3, HEADS, DIM).unbind(1)
-        x = x + _product(
-            tensors, f"{layer}self_attn.o_proj", _attended(_rotated(q, cos, sin), _rotated(k, cos, sin), v)
-        )
+        q, k, v = packed.view(len(ids), 3, heads, -1).unbind(1)
+        if slopes is None:
+            q, k = _rotated(q, cos, sin), _rotated(k, cos, sin)
+        x = x + _product(tensors, f"{layer}self_attn.o_proj", _attended(q, k, v, slopes))
         normed = _rms(x, tensors[f"{layer}post_attention_layernorm.weight"])
         gate, up = (_product(tensors, f"{layer}mlp.{name}_proj", normed) for name in ("gate", "up"))
         x = x + _product(tensors, f"{layer}mlp.down_proj", F.silu(gate) * up)

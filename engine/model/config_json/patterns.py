@@ -52,6 +52,14 @@ def windowed_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[
     return sliding, full
 
 
+def layers_as_listed(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """What `layer_types` says, or that every layer sees `sliding_window` tokens; all rotate alike."""
+    full = [FULL_ATTENTION] * facts.count
+    if not facts.windowed:
+        return full, full
+    return facts.given or [SLIDING_ATTENTION] * facts.count, full
+
+
 def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) -> Pattern:
     """Every n-th layer sees everything, the others `sliding_window` tokens; `layer_types` says it layer by layer.
 

@@ -1,4 +1,5 @@
-"""Baichuan 1 and 2 (7B): a Llama with one tensor for queries, keys and values; the second has a head of unit rows.
+"""Baichuan 1 and 2: a Llama with one tensor for queries, keys and values. The second has a head of unit rows; the 13B models
+have ALiBi instead of rotation.
 
 Its class is not in transformers but beside the weights; defaults are those of its configuration there.
 """
@@ -7,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import unrotated_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import Family
@@ -19,10 +20,7 @@ _SECOND_VOCAB = 125_696
 
 def _variant(family: Family, config: Config) -> Family:
     if read_size(config, "num_attention_heads", family.rules.num_attention_heads) == _ALIBI_HEADS:
-        raise LoadError(
-            "config.json describes a Baichuan 13B, which has ALiBi instead of rotary positions and is not supported: "
-            "use a 7B"
-        )
+        family = replace(family, positions="alibi", rules=replace(family.rules, layer_pattern=unrotated_layers))
     second = config.get("vocab_size") == _SECOND_VOCAB or "z_loss_weight" in config
     return replace(family, unit_head=second)
 
@@ -30,7 +28,7 @@ def _variant(family: Family, config: Config) -> Family:
 BAICHUAN = Family(
     architecture="BaichuanForCausalLM",
     other_names=("BaiChuanForCausalLM",),
-    title="Baichuan 1 and 2 (7B)",
+    title="Baichuan 1 and 2",
     model_type="baichuan",
     rules=ConfigRules(max_position_embeddings=4096),
     attention_names=AttentionNames(qkv="self_attn.W_pack"),

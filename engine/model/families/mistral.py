@@ -1,8 +1,8 @@
-"""Mistral, which may see a window only, and Ministral 3, whose queries grow with their position."""
+"""Mistral, which may see a window only, Ministral, where layers may, and Ministral 3, whose queries grow with their position."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.patterns import layers_as_listed, windowed_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family
 
@@ -11,6 +11,17 @@ MISTRAL = Family(
     model_type="mistral",
     rules=ConfigRules(
         layer_pattern=windowed_layers,
+        max_position_embeddings=131_072,
+        num_key_value_heads=8,
+        sliding_window=4096,
+    ),
+)
+
+MINISTRAL = Family(
+    architecture="MinistralForCausalLM",
+    model_type="ministral",
+    rules=ConfigRules(
+        layer_pattern=layers_as_listed,
         max_position_embeddings=131_072,
         num_key_value_heads=8,
         sliding_window=4096,

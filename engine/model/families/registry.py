@@ -30,7 +30,7 @@ from windlass.engine.model.families.layer_norms import GPT_NEOX, JAIS2, NEMOTRON
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama4 import LLAMA4
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
-from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from windlass.engine.model.families.nanochat import NANOCHAT
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
@@ -54,6 +54,7 @@ FAMILIES = (
     LLAMA,
     LLAMA4,
     MISTRAL,
+    MINISTRAL,
     MINISTRAL3,
     QWEN2,
     QWEN3,

@@ -151,7 +151,7 @@ def prepare_model(
     in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
     cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
-    check_cache_dtype(model.spec, cached)
+    check_cache_dtype(model.spec, cached, kind)
     title = None if model.quantized is None else model.quantized.title
     part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
     check_memory(config, model, plan, cached, stored, kind, free, beside)
@@ -256,12 +256,12 @@ def _type_in_files(model: ModelDescription) -> str | None:
     return names.get(next(iter(found))) if len(found) == 1 else None
 
 
-def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
-    """LoadError where keys and values cannot be cached in this type."""
-    if cached == "int8" and not all(group.cached_value_dim for group in spec.kv_groups):
+def check_cache_dtype(spec: ModelSpec, cached: str, device: str) -> None:
+    """LoadError where keys and values cannot be cached in this type. device: its kind."""
+    if cached == "int8" and device != "cpu" and not all(group.cached_value_dim for group in spec.kv_groups):
         raise LoadError(
-            "`cache.dtype=int8` is not for models with latent attention: its pages have one scale for a token's row, which here "
-            "holds a compressed vector and a rotated part of another size: use `cache.dtype=bfloat16` or leave it out"
+            "`cache.dtype=int8` with latent attention is for the CPU: there is no kernel for its rows on a GPU: use "
+            "`cache.dtype=bfloat16` or leave it out"
         )
 
 

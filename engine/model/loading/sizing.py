@@ -191,7 +191,7 @@ def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: 
         asked = replace(config, cache=replace(config.cache, dtype=name))
         try:
             other = _prepared(asked, device)
-        except LoadError:  # latent attention has no int8
+        except LoadError:  # on a GPU latent attention has no int8
             continue
         token = _a_token(other) + _a_token(_drafted(asked, device))
         found.append(Alternative(name, name, token, _tokens(asked, other, device, free), name == model.cache_dtype))

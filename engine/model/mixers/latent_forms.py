@@ -4,8 +4,8 @@
 2405.04434, section 2.1.2). So every head's query meets the one cached row, which is wide, and nothing is made of the cache.
 *Expanded*: keys and values of every head are made of the cached rows, a few heads at a time, and attention over them is the
 ordinary one, of narrow heads. That costs as much for every cached row as the other form costs for every query, so it pays for
-many queries. Both are the same sums in another order. Knows shapes, the call and the backend; no weights of layers but the
-heads' matrices, no cache but the pages.
+many queries. Both are the same sums in another order, rounded only where attention of prompts may round as well. Knows shapes,
+the call and the backend; no weights of layers but the heads' matrices, no cache but the pages.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class LatentForms:
 
     def attend(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
         """What every head sees, made into its values: [T, H * V]."""
-        expanded = self._expanded_sequences(call)
+        expanded = self._expanded_sequences(pages, call)
         if not expanded:
             return self._absorbed(queries, pages, call)
         spec, q = self._spec, queries.q
@@ -78,12 +78,12 @@ class LatentForms:
             out[tokens] = form(part, pages, own)
         return out
 
-    def _expanded_sequences(self, call: AttentionCall) -> list[int]:
+    def _expanded_sequences(self, pages: KVPages, call: AttentionCall) -> list[int]:
         """The sequences whose new tokens take the expanded form, because it multiplies less."""
-        cost, spec = self._backend.latent_expansion_cost, self._spec
-        if cost is None or call.only_single_tokens:
+        way, spec = self._backend.latent_expansion(pages), self._spec
+        if way is None or call.only_single_tokens:
             return []
-        per_row = cost * (spec.plain_dim + spec.value_dim) * spec.latent_dim  # of a query there, of a cached row here
+        made = (spec.plain_dim + spec.value_dim) * spec.latent_dim  # products of a cached row here, of a query there
         saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)  # of a query and a key
         found = []
         for b, count in enumerate(call.query_start.diff().tolist()):
@@ -91,7 +91,8 @@ class LatentForms:
                 continue
             keys = sum(end - begin for begin, end in _seen(call.some_sequences(torch.tensor([b]))[1]))
             pairs = count * keys - count * (count - 1) // 2
-            if keys <= _MOST_EXPANDED and (keys - count) * per_row < pairs * saved:
+            spent = made * (keys * way.row_cost - count * way.query_cost)
+            if keys <= _MOST_EXPANDED and spent < pairs * saved:
                 found.append(b)
         return found
 
@@ -106,6 +107,8 @@ class LatentForms:
     def _expanded(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
         """Of a call of one sequence."""
         spec, backend, q = self._spec, self._backend, queries.q
+        way = backend.latent_expansion(pages)
+        dtype = torch.float32 if way is None else way.dtype
         if queries.turns is not None:
             q = backend.turn_queries(q, *queries.turns)
         size, table = pages.block_size, call.block_tables[0]
@@ -114,9 +117,9 @@ class LatentForms:
         places = torch.full_like(table, -1)
         places[blocks] = torch.arange(len(seen), dtype=table.dtype, device=table.device)
         call = replace(call, block_tables=places[None])
-        rows = pages.keys_of(table[blocks].long(), spec.cached_dim)  # [M, P, 1, R + C]
+        rows = pages.keys_of(table[blocks].long(), spec.cached_dim).to(dtype)  # [M, P, 1, R + C]
         numbers = spec.rotary_dim + spec.plain_dim + spec.value_dim  # of a head and a cached row
-        step = max(1, _EXPANDED_BYTES // (4 * len(seen) * size * numbers))
+        step = max(1, _EXPANDED_BYTES // (dtype.itemsize * len(seen) * size * numbers))
         parts = []
         for head in range(0, spec.num_heads, step):
             own = self._up[head : head + step]
@@ -128,8 +131,8 @@ class LatentForms:
 def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) -> KVPages:
     """The keys and values that heads make of latent vectors, as pages of floats.
 
-    rows: [M, P, 1, R + C] float32, of M blocks. up: [H, N + V, C], of the heads that are asked for. Returns float32 pages of M
-    blocks: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
+    rows: [M, P, 1, R + C] float32 or bfloat16, of M blocks. up: [H, N + V, C], of the heads that are asked for. Returns pages
+    of M blocks in the rows' type: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
     """
     blocks, size, heads, plain = *rows.shape[:2], up.shape[0], up.shape[1] - value_dim
     flat, wide = rows.view(blocks * size, -1), up.to(rows.dtype)
@@ -137,9 +140,11 @@ def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) ->
     values = rows.new_empty(blocks * size, heads, value_dim)
     keys[:, :, :rotary_dim] = flat[:, None, :rotary_dim]
     latents = flat[:, rotary_dim:]  # [S, C]
-    for head, own in enumerate(
-        wide
-    ):  # a product writes where its result belongs, which one product of all heads could not
+    if rows.dtype != torch.float32:  # its products are over before places for their results are found
+        made = torch.mm(latents, wide.flatten(0, 1).t()).view(blocks * size, heads, -1)
+        keys[:, :, rotary_dim:], values[:] = made[:, :, :plain], made[:, :, plain:]
+        return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
+    for head, own in enumerate(wide):  # a product writes where its result belongs, which one of all heads could not
         torch.mm(latents, own[:plain].t(), out=keys[:, head, rotary_dim:])
         torch.mm(latents, own[plain:].t(), out=values[:, head])
     return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))

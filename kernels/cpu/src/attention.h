@@ -18,6 +18,7 @@
 #include <cstdint>
 
 #include "attention_call.h"
+#include "code_rows.h"
 #include "int8_pages.h"
 #include "simd.h"
 
@@ -26,7 +27,7 @@ namespace {
 constexpr long SPLIT = 256;    // keys per cut
 constexpr long CHUNK = 128;    // keys whose scores are kept; divides SPLIT
 // Keys passed over at a time. Wider elements go in shorter chunks: what is read and what is asked for ahead share the L2 cache.
-template <class T> constexpr long CHUNK_KEYS = sizeof(T) == 1 ? CHUNK : CHUNK / 2;
+template <class T> constexpr long CHUNK_KEYS = IN_PANELS<T> ? CHUNK : CHUNK / 2;
 // Float32 is asked for in bursts, a tile's worth in runs of so many bytes, keys and values in turns; narrower elements evenly
 // between the arithmetic, a block at a time. Either the other way around is slower from memory (measured: a tenth or more).
 template <class T> constexpr bool IN_BURSTS = sizeof(T) == 4;
@@ -55,6 +56,10 @@ struct Operands : AttentionArguments {
     INLINE_MEMBER long first_seen(long index) const {
         return window ? max_of(0, index - window + 1) : chunk ? index - index % chunk : 0;
     }
+    // Of rows of codes, that of a slot and kv head: entry slot * kv_heads + head.
+    INLINE_MEMBER CodeRow code_row(long entry) const {
+        return {(const int8_t *)keys + entry * dim, key_scales + entry * row_groups(dim), 0};
+    }
     INLINE_MEMBER CodePages codes() const {
         return {(int8_t *)keys, (int8_t *)values, (float *)key_scales, (float *)value_scales, block_size, kv_heads,
                 ceil_div(dim, QUAD), value_dim};
@@ -74,8 +79,8 @@ template <class F> INLINE void together(long first, long last, const F &f) {
     else if (last - i == 1) f(Number<1>{}, i);
 }
 
-// Keys [begin, end) of a row, and the row of q that meets them.
-struct Cut { long begin, end, query; };
+// Keys [begin, end) of a row, the row of q that meets them, and what its distance from them is more than the slots between.
+struct Cut { long begin, end, query, gap; };
 
 struct Attention : Operands {
     using Operands::Operands;
@@ -97,6 +102,8 @@ struct Attention : Operands {
     }
     // The row of q that meets the cut.
     INLINE_MEMBER long query_of(long b, long cut) const { return range_cuts ? range_cut(b, cut).query : b; }
+    // How far the query is from key `at` of the cut; with slopes.
+    INLINE_MEMBER long distance(long b, long cut, long at) const { return length(b) - 1 - at + range_cut(b, cut).gap; }
     // Where key `at` of row b and head 0 stands among all [slot][kv head] of the pages.
     INLINE_MEMBER long entry(long b, long at) const {
         return ((long)tables[b * table_row + at / block_size] * block_size + at % block_size) * kv_heads;
@@ -108,15 +115,18 @@ struct Attention : Operands {
 // kv head's queries against a chunk.
 struct Scratch {
     float *query, *scores, *acc, *top, *total;
+    float *wide;  // of rows of codes: the numbers of a chunk
     long query_row, acc_row;
+    static long wide_floats(const Attention &p) { return p.page_type == PAGES_OF_ROWS ? CHUNK_KEYS<row_code> * p.dim : 0; }
     static long floats(const Attention &p, long rows, long heads) {
         const long queries = rows * p.group();
-        return queries * heads * (round_up(p.dim, W) + round_up(p.value_dim, W) + 2) + queries * CHUNK + 4 * W;
+        return queries * heads * (round_up(p.dim, W) + round_up(p.value_dim, W) + 2) + queries * CHUNK + 4 * W + wide_floats(p);
     }
     void place(const Attention &p, long rows, long heads, float *memory) {
         const long queries = rows * p.group();
         query_row = round_up(p.dim, W), acc_row = round_up(p.value_dim, W);
-        scores = memory;
+        wide = memory;
+        scores = wide + wide_floats(p);
         query = scores + queries * CHUNK;
         acc = query + queries * heads * query_row;
         top = acc + queries * heads * acc_row;
@@ -145,6 +155,11 @@ static void load_queries(const Attention &p, const Scratch &s, long b, long quer
             for (long d = p.dim; d < s.query_row; d++) target[d] = 0.0f;
         }
     }
+}
+
+// What scores of W keys lose to a slope in base 2, as it is added to them; the first key is `distance` places before the query.
+INLINE vf bias_of(float slope, long distance) {
+    return (__builtin_convertvector(lane_numbers(), vf) - float(distance)) * (slope * LOG2_E);
 }
 
 // Nothing seen yet.

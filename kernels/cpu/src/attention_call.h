@@ -17,6 +17,8 @@ struct AttentionArguments {
     const float *sinks;                             // [heads], or null
     const int64_t *range_ends;                      // [batch, ranges], or null: each token has its own row of q for all keys
     const int64_t *range_rows, *range_reaches;      // [batch, ranges]; see attention_ranges.h
+    const float *slopes;                            // [heads], or null: scores lose so much for every place between query and key
+    const int64_t *range_gaps;                      // [batch, ranges], with slopes: places more than there are slots between them
     void *out;                                      // [tokens, heads, value_dim]
     long q_rows, q_row, q_head;                     // rows of q, strides of q
     long num_blocks, block_size, kv_heads, dim, value_dim;
@@ -28,9 +30,15 @@ struct AttentionArguments {
     long rounds;                                    // prompts may be computed with what is multiplied rounded to bfloat16
 };
 
+// Of page_type: 0 float32, 1 bfloat16, 2 float16, 3 int8 codes in panels (int8_pages.h); and rows of codes (code_rows.h), which are
+// keys and values at once.
+constexpr int PAGES_OF_ROWS = 4;
+
 // Whether the call asks for what no kernel does.
 static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
-    return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal));
+    return (a.chunk != 0 && (a.window != 0 || !a.causal)) || (a.range_ends && (a.window != 0 || a.chunk != 0 || !a.causal)) ||
+           (a.slopes && (!a.range_ends || !a.range_gaps)) ||
+           (a.page_type == PAGES_OF_ROWS && (a.values != a.keys || a.value_dim != a.dim));
 }
 
 // What the entry points return, 0 for success.

@@ -1,4 +1,5 @@
-// Decoding over keys and values of floats: scores, running softmax and weighted values of a cut. See attention.h.
+// Decoding over keys and values of floats: scores, running softmax and weighted values of a cut. See attention.h. Rows of codes
+// (code_rows.h) become floats a chunk at a time, once for all queries of their kv head.
 
 #pragma once
 
@@ -50,6 +51,10 @@ template <class T> struct Ahead {
     }
 };
 
+// What is multiplied of pages of T.
+template <class T> struct Multiplied { typedef T type; };
+template <> struct Multiplied<row_code> { typedef float type; };
+
 template <class T> static Ahead<T> first_chunk(const Attention &p, const Following &of, long head, long heads) {
     return Ahead<T>(p, of.b, head, heads, of.at, min_of(of.at + CHUNK_KEYS<T>, of.end));
 }
@@ -59,6 +64,8 @@ template <class T> struct Chunk {
     const T *keys[CHUNK_KEYS<T>], *values[CHUNK_KEYS<T>];
     long count;
     Ahead<T> *ahead;
+    const float *slopes;  // of the kv head's queries, or null
+    long distance;        // of the query from the first key; with slopes
 
     // The first n of the slots that `entries` name.
     void find(const Attention &p, const long *entries, long head, long n) {
@@ -66,6 +73,19 @@ template <class T> struct Chunk {
         for (long j = 0; j < n; j++) {
             keys[j] = (const T *)p.keys + (entries[j] + head) * p.dim;
             values[j] = (const T *)p.values + (entries[j] + head) * p.value_dim;
+        }
+    }
+    // The same of rows of codes, which become floats in `wide`. What the next n entries name is asked for.
+    void widen(const Attention &p, const long *entries, long head, long n, long next, float *wide) {
+        count = n;
+        for (long j = 0; j < n; j++, wide += p.dim) {
+            if (j < next) {
+                const CodeRow row = p.code_row(entries[n + j] + head);
+                for (long d = 0; d < p.dim; d += 64) __builtin_prefetch(row.codes + d, 0, 2);
+                __builtin_prefetch(row.scales, 0, 2);
+            }
+            widen_row(p.code_row(entries[j] + head), p.dim, wide);
+            keys[j] = values[j] = (const T *)wide;
         }
     }
     // The same slots' next head.
@@ -211,13 +231,15 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
 }
 
 // Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
-// new top.
-static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count) {
+// new top. slopes: null, or those of the queries from number 0 on, the first key being `distance` before the query.
+static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *slopes, long distance) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
     if (p.soft_cap != 0.0f)
         for (long j = 0; j < padded; j += W)
             store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
+    if (slopes)
+        for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) + bias_of(slopes[i], distance - j));
     for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
     vf most = splat(-__builtin_inff());
     for (long j = 0; j < padded; j += W) most = larger(load(scores + j), most);
@@ -279,7 +301,7 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
     together(first, last, [&](auto count, long i) { score_chunk<T, decltype(count)::value>(p, s, i, chunk); });
-    for (long i = first; i < last; i++) soften(p, s, i, chunk.count);
+    for (long i = first; i < last; i++) soften(p, s, i, chunk.count, chunk.slopes, chunk.distance);
     together(first, last, [&](auto count, long i) { add_values<T, decltype(count)::value>(p, s, i, chunk); });
 }
 
@@ -300,33 +322,39 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
         const long at = begin + j, stop = min_of(longest, j + p.block_size - at % p.block_size);
         for (long entry = p.entry(b, at); j < stop; j++, entry += p.kv_heads) entries[j] = entry;
     }
+    typedef typename Multiplied<T>::type E;
     for (long h = 0; h < heads; h++) {
         const Scratch s = all.from(h * rows * group);
         if (!loaded) {
             load_queries(p, s, b, p.query_of(b, cut), rows, head + h);
-            for (long i = 0; i < rows * group; i++) arrange_query<T>(s.query + i * s.query_row, p.dim);
+            for (long i = 0; i < rows * group; i++) arrange_query<E>(s.query + i * s.query_row, p.dim);
         }
         clear_results(s, rows * group);
     }
-    Chunk<T> chunk;
-    constexpr long keys = CHUNK_KEYS<T>;
+    Chunk<E> chunk;
+    constexpr long keys = CHUNK_KEYS<E>;
+    constexpr bool coded = sizeof(T) != sizeof(E);
     for (long j = 0; j < longest; j += keys) {
         const long next = begin + j + keys, end = begin + longest;
-        Ahead<T> ahead = next < end ? Ahead<T>(p, b, head, heads, next, min_of(next + keys, end))
-                                    : first_chunk<T>(p, following, head, heads);
+        Ahead<E> ahead = coded        ? Ahead<E>(p, b, head, heads, 0, 0)
+                         : next < end ? Ahead<E>(p, b, head, heads, next, min_of(next + keys, end))
+                                      : first_chunk<E>(p, following, head, heads);
         chunk.ahead = &ahead;
+        if (p.slopes) chunk.distance = p.distance(b, cut, begin + j);
         for (long h = 0; h < heads; h++) {
             const Scratch s = all.from(h * rows * group);
             const long there = min_of(keys, longest - j);
-            if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
+            chunk.slopes = p.slopes ? p.slopes + (head + h) * group : nullptr;
+            if (coded) chunk.widen(p, entries + j, head + h, there, max_of(0, min_of(keys, longest - j - there)), s.wide);
+            else if (h == 0 || chunk.count != there) chunk.find(p, entries + j, head + h, there);
             else chunk.go_on(p);
             if (shortest >= min_of(j + keys, longest)) {
-                attend_chunk<T>(p, s, 0, rows * group, chunk);
+                attend_chunk<E>(p, s, 0, rows * group, chunk);
                 continue;
             }
             for (long r = 0; r < rows; r++) {
                 chunk.count = min_of(keys, p.end_of(b + r, cut) - begin - j);
-                if (chunk.count > 0) attend_chunk<T>(p, s, r * group, (r + 1) * group, chunk);
+                if (chunk.count > 0) attend_chunk<E>(p, s, r * group, (r + 1) * group, chunk);
             }
         }
     }

@@ -23,6 +23,8 @@ struct Chunk {
     const int8_t *keys[PANELS], *values[PANELS];
     const float *key_scales[PANELS], *value_scales[PANELS];
     long begin, end;
+    const float *slopes;  // of the kv head's queries, or null
+    long distance;        // of the query from the first key; with slopes
 
     INLINE_MEMBER const int8_t *key_codes(long token) const { return keys[token / PANEL_TOKENS] + token % PANEL_TOKENS * QUAD; }
     INLINE_MEMBER vf key_scale(long token) const { return load(key_scales[token / PANEL_TOKENS] + token % PANEL_TOKENS); }
@@ -145,13 +147,15 @@ template <int N> INLINE void sums_of(const vf (&x)[N], float *sums) {
 template <int NQ> static NOINLINE void soften(const Attention &p, const Scratch &s, long i, const Chunk &chunk, const Seen *seen,
                                              float *most, Ahead &ahead) {
     float *scores = s.scores + i * CHUNK;
-    bool all = p.soft_cap == 0.0f;
+    bool all = p.soft_cap == 0.0f && !chunk.slopes;
     for (int n = 0; n < NQ; n++) all &= seen[n].all(chunk);
     if (!all)
         for (int n = 0; n < NQ; n++)
             for (long j = chunk.begin; j < chunk.end; j += W) {
                 float *at = scores + n * CHUNK + j;
-                store(at, only_seen(capped(p, load(at)), j, seen[n].first, seen[n].last, -__builtin_inff()));
+                vf score = capped(p, load(at));
+                if (chunk.slopes) score += bias_of(chunk.slopes[i + n], chunk.distance - j);
+                store(at, only_seen(score, j, seen[n].first, seen[n].last, -__builtin_inff()));
             }
     vf highest[NQ];
     for (int n = 0; n < NQ; n++) highest[n] = splat(-__builtin_inff());
@@ -217,11 +221,13 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
     Chunk chunk;
     for (long start = first / CHUNK * CHUNK; start < last; start += CHUNK) {
         const long next = start + CHUNK;
+        if (p.slopes) chunk.distance = p.distance(b, cut, start);
         Ahead ahead = next < last ? Ahead(p, pages, b, head, heads, next, min_of(next + CHUNK, last))
                                   : first_chunk(p, following, head, heads);
         for (long h = 0; h < heads; h++) {
             if (h == 0) chunk.find(p, pages, b, head, start, max_of(start, first), min_of(start + CHUNK, last));
             else chunk.go_on(pages);
+            chunk.slopes = p.slopes ? p.slopes + (head + h) * group : nullptr;
             const Scratch s = all.from(h * queries);
             Products::score(p, s, queries, chunk, ahead);
             together(0, queries, [&](auto number, long i) {

@@ -97,12 +97,16 @@ INLINE vf weight_of(vf x, float *) { return exp2_of(x); }
 INLINE vf weight_of(vf x, pair *) { return rough_exp2_of(x); }  // what is left of it are eight bits
 
 // Scores [first, last) of a row, of which the row sees [begin, end), become weights 2^(score - top), pairs from pair first / 2 on;
-// the row's top and total, lane by lane, go on, and what its weighted values must shrink by is returned.
+// the row's top and total, lane by lane, go on, and what its weighted values must shrink by is returned. slope: what scores lose for
+// every place that their key is before the query, `distance` places for score 0.
 template <class N>
-INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float &top, float *total) {
+INLINE float soften_row(float *scores, long first, long last, long begin, long end, float soft_cap, float slope, long distance, float &top,
+                        float *total) {
     const vf nothing = splat(-__builtin_inff());
     if (soft_cap != 0.0f)
         for (long j = first; j < last; j += W) store(scores + j, tanh_of(load(scores + j) / soft_cap) * (soft_cap * LOG2_E));
+    if (slope != 0.0f)
+        for (long j = first; j < last; j += W) store(scores + j, load(scores + j) + bias_of(slope, distance - j));
     for (long j = first; j < begin; j++) scores[j] = -__builtin_inff();
     for (long j = max_of(first, end); j < last; j++) scores[j] = -__builtin_inff();
     vf most[2] = {nothing, nothing};
@@ -165,9 +169,12 @@ static NOINLINE void clear_unit(const Prefill &p, const Workspace &w, const Unit
     for (long i = 0; i < padded * w.padded_values; i += W) store(w.acc + i, vf{});
 }
 
+// Of row r of a unit of one kv head; 0 where there is none.
+INLINE float slope_of(const Prefill &p, long head, long r) { return p.slopes ? p.slopes[head * p.group() + r % p.group()] : 0.0f; }
+
 // All rows of a unit over the packed block that begins at key `start` and of which keys [skip, there) of a range are packed.
 template <class N>
-static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there,
+static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there,
                                 const Range &range) {
     constexpr long STEP = NUMBERS<N>;
     const long group = p.group(), rows = unit.count * group, depth = ceil_div(p.dim, STEP);
@@ -197,7 +204,8 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             // A row past the reach of a range that others of its tile still see begins where the tile ends.
             const long begin = min_of(last[t], max_of(skip, range.first_seen(at) - start));
             const long end = min_of(there, range.end_seen(at) - start);
-            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, w.top[r], w.total + r * W);
+            w.shrink[r] = soften_row<N>(w.scores + i * BLOCK_KEYS, first[t], last[t], begin, end, p.soft_cap, slope_of(p, head, r),
+                                        at - start + range.gap, w.top[r], w.total + r * W);
         }
         for (long d = 0; d < w.padded_values; d += PANEL)
             for (long t = 0; t < tiles; t++) {
@@ -240,8 +248,8 @@ template <class N> struct Vectors {
     static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
         load_unit<N>(p, w, unit, head, query);
     }
-    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there, const Range &range) {
-        pass_block<N>(p, w, unit, start, skip, there, range);
+    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there, const Range &range) {
+        pass_block<N>(p, w, unit, head, start, skip, there, range);
     }
 };
 
@@ -259,7 +267,7 @@ static void pass_range(const Prefill &p, const Workspace &w, const Unit &unit, l
         block.find(p, table, head, start, skip, there);
         pack_keys(block, skip, there, p.dim, (N *)w.keys);
         pack_values(block, skip, there, p.value_dim, (N *)w.values);
-        WAY::pass(p, w, unit, start, skip, there, range);
+        WAY::pass(p, w, unit, head, start, skip, there, range);
     }
 }
 

@@ -48,7 +48,7 @@ template <class F> INLINE void each_tile(bool first, bool second, const F &f) {
 }
 
 // As attention_prefill.h has it.
-static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there,
+static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there,
                                 const Range &range) {
     const long group = p.group(), rows = unit.count * group, steps = p.dim / STEP, depth = p.dim / 2;
     for (long r0 = 0; r0 < rows; r0 += PASS) {
@@ -72,7 +72,8 @@ static NOINLINE void pass_block(const Prefill &p, const Workspace &w, const Unit
             if (!of.any()) continue;
             const long at = unit.position + min_of(r, rows - 1) / group;
             const long begin = min_of(of.end, max_of(skip, range.first_seen(at) - start)), end = min_of(there, range.end_seen(at) - start);
-            const float shrink = soften_row<pair>(w.scores + i * BLOCK_KEYS, of.begin, of.end, begin, end, p.soft_cap, w.top[r], w.total + r * W);
+            const float shrink = soften_row<pair>(w.scores + i * BLOCK_KEYS, of.begin, of.end, begin, end, p.soft_cap, slope_of(p, head, r),
+                                                  at - start + range.gap, w.top[r], w.total + r * W);
             if (shrink == 1.0f) continue;
             float *acc = w.acc + r * w.padded_values;
             for (long d = 0; d < w.padded_values; d += W) store(acc + d, load(acc + d) * shrink);
@@ -100,8 +101,8 @@ struct Way {
     static void load(const Prefill &p, const Workspace &w, const Unit &unit, long head, long query) {
         load_unit(p, w, unit, head, query);
     }
-    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long start, long skip, long there, const Range &range) {
-        pass_block(p, w, unit, start, skip, there, range);
+    static void pass(const Prefill &p, const Workspace &w, const Unit &unit, long head, long start, long skip, long there, const Range &range) {
+        pass_block(p, w, unit, head, start, skip, there, range);
     }
 };
 

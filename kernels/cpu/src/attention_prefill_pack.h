@@ -51,6 +51,18 @@ template <> struct Block<int8_t> {
     }
 };
 
+// Of rows of codes, which become floats as they are packed.
+template <> struct Block<row_code> {
+    CodeRow keys[BLOCK_KEYS], values[BLOCK_KEYS];
+
+    void find(const Prefill &p, const int32_t *table, long head, long start, long skip, long there) {
+        for (long j = skip; j < there; j++) {
+            const long at = start + j, slot = (long)table[at / p.block_size] * p.block_size + at % p.block_size;
+            keys[j] = values[j] = p.code_row(slot * p.kv_heads + head);
+        }
+    }
+};
+
 // Zeros where the panels of keys [begin, end) hold whole vectors before or after those that pack_keys fills. depth: of N.
 template <class N> static NOINLINE void clear_edges(long begin, long end, long depth, N *packed) {
     static_assert(sizeof(N) == sizeof(float));
@@ -62,7 +74,7 @@ template <class N> static NOINLINE void clear_edges(long begin, long end, long d
 }
 
 // As many neighbouring elements of a row as W lanes of N hold, as bits; and the last ones of a row.
-template <class N, class T> INLINE vf load_lanes(const T *row) {
+template <class N, class ROW> INLINE vf load_lanes(const ROW &row) {
     if constexpr (NUMBERS<N> == 1) return load(row);
     else {
         pair both[W];
@@ -70,8 +82,8 @@ template <class N, class T> INLINE vf load_lanes(const T *row) {
         return (vf)load(both);
     }
 }
-template <class T> INLINE void place_last(const T *row, long d, long, float &target) { target = widen(row[d]); }
-template <class T> INLINE void place_last(const T *row, long d, long dim, pair &target) {
+template <class ROW> INLINE void place_last(const ROW &row, long d, long, float &target) { target = widen(row[d]); }
+template <class ROW> INLINE void place_last(const ROW &row, long d, long dim, pair &target) {
     target = paired(widen(row[2 * d]), 2 * d + 1 < dim ? widen(row[2 * d + 1]) : 0.0f);
 }
 

@@ -36,7 +36,7 @@ static long cut_units(const Prefill &p, long fewest, long most_tokens, Unit *uni
 // A unit in the arithmetic that the call allows.
 template <class T> static void run_any(const Prefill &p, const Workspace &w, const Unit &unit, long head) {
 #if defined(WINDLASS_BF16)
-    if constexpr (sizeof(T) > 1)
+    if constexpr (!IN_PANELS<T>)
         if (p.rounds && p.queries(unit.b) >= FEWEST_ROUNDED) {
 #if defined(WINDLASS_AMX)
             const matrix::Use use;
@@ -59,7 +59,7 @@ template <class T> static int prefill_all(const Prefill &p, long fewest) {
     }
     if (!queries) return 0;
 #if WINDLASS_INT8_PREFILL
-    const bool with_codes = sizeof(T) == 1 && !p.range_ends && p.causal && prefill_codes::fit(p);
+    const bool with_codes = IN_PANELS<T> && !p.range_ends && p.causal && prefill_codes::fit(p);
     const long fewest_rows = with_codes ? prefill_codes::FEWEST_UNIT_ROWS : FEWEST_ROWS;
     const long fitting_rows = with_codes ? prefill_codes::fitting_rows(p) : UNIT_FLOATS / (p.dim + p.value_dim);
 #else
@@ -111,7 +111,8 @@ EXPORT int WINDLASS_NAME(paged_attention_prefill)(const AttentionArguments *argu
     if (p.page_type == 0) return prefill_all<float>(p, max_of(1, fewest));
     if (p.page_type == 1) return prefill_all<bf16>(p, max_of(1, fewest));
     if (p.page_type == 2) return prefill_all<f16>(p, max_of(1, fewest));
-    return prefill_all<int8_t>(p, max_of(1, fewest));
+    if (p.page_type == 3) return prefill_all<int8_t>(p, max_of(1, fewest));
+    return prefill_all<row_code>(p, max_of(1, fewest));
 }
 
 }  // namespace

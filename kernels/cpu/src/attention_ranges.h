@@ -21,9 +21,9 @@ namespace {
 constexpr long NO_BOUND = 1l << 62;  // a reach that ends nowhere
 
 // Keys [begin, end) of a sequence and the row of its first query as it meets them. ahead: keys behind itself that a query sees.
-// chunk: a query sees those of its own chunk only; 0: there are none.
+// chunk: a query sees those of its own chunk only; 0: there are none. gap: what its distance from a key is more than the slots between.
 struct Range {
-    long begin, end, query, reach, ahead = 0, chunk = 0;
+    long begin, end, query, reach, ahead = 0, chunk = 0, gap = 0;
 
     // Keys [first_seen, end_seen) are those that a query at this index sees; none where the first is no less than the second.
     INLINE_MEMBER long first_seen(long index) const {
@@ -43,16 +43,18 @@ template <class F> INLINE void each_range(const Operands &p, long b, long own, F
         return use(Range{0, max_of(0, length), own, reach, p.causal ? 0 : p.window ? p.window - 1 : NO_BOUND, p.chunk});
     }
     const int64_t *ends = p.range_ends + b * p.ranges, *rows = p.range_rows + b * p.ranges, *reaches = p.range_reaches + b * p.ranges;
+    const int64_t *gaps = p.slopes ? p.range_gaps + b * p.ranges : nullptr;
     Range last = {0, 0, -1, 0};
     for (long r = 0; r < p.ranges; r++) {
         const long end = min_of((long)ends[r], length);
         if (end <= last.end) continue;  // padding
-        if (rows[r] == last.query && reaches[r] == last.reach) {
+        const long gap = gaps ? (long)gaps[r] : 0;
+        if (rows[r] == last.query && reaches[r] == last.reach && gap == last.gap) {
             last.end = end;
             continue;
         }
         if (last.query != -1 && last.begin < last.end) use(last);
-        last = {last.end, end, (long)rows[r], (long)reaches[r]};
+        last = {last.end, end, (long)rows[r], (long)reaches[r], 0, 0, gap};
     }
     if (last.query != -1 && last.begin < last.end) use(last);
 }
@@ -108,7 +110,7 @@ struct RangeCuts {
                     const long last = range.end_seen(p.length(b) - 1);
                     for (long end; begin < last; begin = end) {
                         end = min_of(last, (begin / SPLIT + 1) * SPLIT);
-                        use(Cut{begin, end, range.query}, first[b + 1]++);
+                        use(Cut{begin, end, range.query, range.gap}, first[b + 1]++);
                     }
                 });
             }

@@ -30,15 +30,16 @@ void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long row
 }
 
 template <class T> static auto first_chunk_of(const Attention &p, const Following &of, long head, long heads) {
-    if constexpr (sizeof(T) == 1) return codes::first_chunk(p, of, head, heads);
-    else return first_chunk<T>(p, of, head, heads);
+    typedef typename Multiplied<T>::type E;
+    if constexpr (IN_PANELS<T>) return codes::first_chunk(p, of, head, heads);
+    else return sizeof(T) != sizeof(E) ? Ahead<E>(p, 0, 0, 0, 0, 0) : first_chunk<E>(p, of, head, heads);
 }
 
 // Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
 template <class T> INLINE bool may_join(const Attention &p, long b, long cut, long begin, long end) {
     if (!p.has(b, cut)) return false;
     const long own = p.begin_of(b, cut);
-    return sizeof(T) == 1 ? own >= begin && own <= end : own == begin;
+    return IN_PANELS<T> ? own >= begin && own <= end : own == begin;
 }
 
 // Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads.
@@ -175,7 +176,8 @@ EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *argum
     };
     if (p.page_type == 0) return attend((float *)nullptr);
     if (p.page_type == 1) return attend((bf16 *)nullptr);
-    return p.page_type == 2 ? attend((f16 *)nullptr) : attend((int8_t *)nullptr);
+    if (p.page_type == 2) return attend((f16 *)nullptr);
+    return p.page_type == 3 ? attend((int8_t *)nullptr) : attend((row_code *)nullptr);
 }
 
 }  // namespace

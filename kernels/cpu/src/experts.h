@@ -1,7 +1,8 @@
 // Experts: which of them each row goes to, the products of rows with experts of their own, and the sum of what those make.
 //
 // Rows are put in the order of their experts, so that a weight is read once for all of its rows, and only where there are any.
-// The products are those of linear.h, panels.h and block_linear.h, whose rows do not depend on each other.
+// The products are those of linear.h, panels.h and block_linear.h, or of matrix_linear.h where an expert has many; their rows do not
+// depend on each other.
 
 #pragma once
 
@@ -31,6 +32,12 @@ struct ExpertProducts {
     int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
     int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
                          const float *, float *, long, long, long, long);
+    // By the matrix unit, or null, with -1 for the activation that is not theirs; and from how many rows of an expert on. Panels
+    // are of bfloat16, and so are their rows.
+    int (*linear_blocks_rounded)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
+                                 const float *, int, void *, long, long, long, long);
+    int (*linear_panels_rounded)(const void *, long, const void *, const float *, int, void *, long, long, long, long);
+    int64_t fewest_rounded_blocks, fewest_rounded_panels;
 };
 
 namespace experts {
@@ -136,9 +143,16 @@ static int multiply(const ExpertProducts &products, const ExpertPart &p, const v
     if (p.kind == 0)
         return products.linear(x, x_row, type, p.data, p.stride, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
                                p.columns, K);
+    if (p.kind == 1 && products.linear_panels_rounded && rows >= products.fewest_rounded_panels && type == 1 && p.type == 1 &&
+        (!p.bias || p.bias_type == 0))
+        return products.linear_panels_rounded(x, x_row, p.data, (const float *)p.bias, -1, to, out_row, rows, p.columns, K);
     if (p.kind == 1)
         return products.linear_panels(x, x_row, type, p.data, (int)p.type, p.bias, (int)p.bias_type, to, out_row, rows,
                                       p.columns, K);
+    if (products.linear_blocks_rounded && rows >= products.fewest_rounded_blocks)
+        return products.linear_blocks_rounded(x, x_row, type, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits, (int)p.group,
+                                              (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1, to, out_row,
+                                              rows, p.columns, K);
     return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
                                   (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias,
                                   (float *)to, out_row, rows, p.columns, K);

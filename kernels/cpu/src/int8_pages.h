@@ -15,6 +15,10 @@ constexpr long PANEL_TOKENS = 16;  // side by side in the keys
 constexpr long QUAD = 4;
 constexpr long PIECE = PANEL_TOKENS * QUAD;  // bytes of one quad of a panel's keys
 
+// Whether pages of these elements lie so.
+template <class T> constexpr bool IN_PANELS = false;
+template <> constexpr bool IN_PANELS<int8_t> = true;
+
 struct CodePages {
     int8_t *keys, *values;
     float *key_scales, *value_scales;

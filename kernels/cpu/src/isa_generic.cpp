@@ -89,7 +89,7 @@ EXPORT const FieldPlace *windlass_attention_fields() {
     static const FieldPlace places[] = {
         PLACE(q), PLACE(keys), PLACE(values), PLACE(key_scales), PLACE(value_scales), PLACE(tables), PLACE(query_start),
         PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_rows), PLACE(range_reaches),
-        PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
+        PLACE(slopes), PLACE(range_gaps), PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),
         PLACE(value_dim), PLACE(table_row), PLACE(table_columns), PLACE(batch), PLACE(heads), PLACE(ranges), PLACE(window),
         PLACE(chunk), PLACE(scale), PLACE(soft_cap), PLACE(q_type), PLACE(page_type), PLACE(lengths_are_64), PLACE(causal),
         PLACE(rounds),

@@ -21,5 +21,6 @@
 #include "repeat.h"
 #include "rotary.h"
 #include "rotary_int8.h"
+#include "rotary_rows.h"
 #include "sampling.h"
 #include "step_rows.h"

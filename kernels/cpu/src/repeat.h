@@ -18,6 +18,7 @@
 #include "ranks.h"
 #include "rotary.h"
 #include "rotary_int8.h"
+#include "rotary_rows.h"
 #include "simd.h"
 #include "step_rows.h"
 #include "team.h"
@@ -99,6 +100,7 @@ static int make_all(const void *calls, long count) {
             case 29: code = make(call, (BlocksRounded *)nullptr); break;
             case 30: code = make(call, (PanelsRounded *)nullptr); break;
             case 31: code = make(call, WINDLASS_NAME(scale_columns)); break;
+            case 32: code = make(call, WINDLASS_NAME(rotate_and_append_rows)); break;
         }
         if (code) return code;
     }

@@ -73,6 +73,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "windows, int8": ("gemma3", {"kv_cache_dtype": "int8"}, {}),
     "layers without rotation": ("smollm3", {}, {}),
     "latent": ("deepseek_v3", {}, {}),
+    "latent, int8": ("deepseek_v3", {"kv_cache_dtype": "int8"}, {}),
     "larger blocks": ("llama", {"block_size": 32}, {}),
     "salt": ("llama", {}, {"cache_salt": "one"}),
     "scaling": ("llama", {}, {"rope_scaling": RopeScaling.from_dict({"rope_type": "yarn", "factor": 4})}),

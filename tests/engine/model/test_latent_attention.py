@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import Reference, make_model
+from torch import Tensor
 
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
@@ -48,10 +50,126 @@ def test_a_token_takes_its_latent_vector_and_one_rotated_part(dtype: str, size: 
     run(core, [greedy("a", PROMPT)])
 
 
-def test_an_int8_cache_is_refused_before_a_start(models: dict[str, Path]) -> None:
+def test_a_token_in_8_bits_takes_a_scale_for_every_32_numbers(models: dict[str, Path]) -> None:
+    core = make_core(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=1 << 20)
+    assert core.info.kv_cache_dtype == "int8" and core.info.kv_bytes_per_token == LAYERS * (WIDTH + 4)
+    pages = [core.runner.cache.pages(layer) for layer in range(LAYERS)]
+    tensors = [t for p in pages for t in (p.key, p.value, p.key_scale, p.value_scale) if t is not None]
+    assert sum(t.nbytes for t in tensors) == core.info.kv_cache_bytes <= 1 << 20
+
+
+def test_an_int8_cache_is_for_the_cpu(models: dict[str, Path]) -> None:
     config = engine_config(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=8 << 20)
-    with pytest.raises(LoadError, match=r"`cache\.dtype=int8` is not for models with latent attention"):
-        prepare_model(config, "cpu", reads_narrow=True, free=None)
+    prepare_model(config, "cpu", reads_narrow=True, free=None)
+    with pytest.raises(LoadError, match=r"`cache\.dtype=int8` with latent attention is for the CPU"):
+        prepare_model(config, "cuda:0", reads_narrow=True, free=None)
+
+
+WIDE: dict[str, Any] = {"qk_rope_head_dim": 32, "kv_lora_rank": 80}  # rotated dims fill a group, as in real models
+
+
+def through_codes(x: Tensor) -> Tensor:
+    """What a group of 32 numbers and its codes say of each number of x [..., D]."""
+    found = []
+    for group in x.double().split(32, dim=-1):
+        step = group.abs().amax(dim=-1, keepdim=True) / 127
+        found.append((group / step).round() * step)
+    return torch.cat(found, dim=-1).to(x.dtype)
+
+
+def error_with_rounded_rows(
+    monkeypatch: pytest.MonkeyPatch, model: Path, core: EngineCore, request: EngineRequest, got: Finished
+) -> float:
+    """Against transformers whose latent vectors and shared rotated keys are rounded to codes, where they would be cached."""
+    reference = Reference(model, specs_of(core, request), ["full_attention"])
+    attention = [layer.self_attn for layer in reference.model.model.layers]
+    module = sys.modules[type(attention[0]).__module__]
+    original = module.apply_rotary_pos_emb_interleave  # type: ignore[attr-defined]
+
+    def rotate(*given: Any) -> tuple[Tensor, Tensor]:
+        q, k = original(*given)
+        return q, through_codes(k)
+
+    monkeypatch.setattr(module, "apply_rotary_pos_emb_interleave", rotate)
+    for one in attention:
+        one.kv_a_layernorm.register_forward_hook(lambda _, __, latent: through_codes(latent))
+    prompt = request.prompt_token_ids
+    right = reference.logits([*prompt, *got.token_ids])[len(prompt) - 1 : -1]
+    monkeypatch.undo()
+    return float((torch.stack(got.logits) - right).norm() / right.norm())
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"max_num_batched_tokens": 7}, {"deterministic": True}], ids=["", "chunks", "det"]
+)
+@pytest.mark.parametrize("compiled", [True, False])
+def test_8_bits_lose_what_their_codes_lose(
+    compiled: bool, options: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if not compiled:
+        monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    model, request = make_model("deepseek_v3", tmp_path, **WIDE), greedy("a", PROMPT, 12)
+    core = make_core(model, kv_cache_dtype="int8", **options)
+    got = run(core, [request])["a", 0]
+    wide = run(make_core(model, **options), [request])["a", 0]
+    assert error(core, model, request, wide) < 1e-5
+    lost = error(core, model, request, got)
+    left = error_with_rounded_rows(monkeypatch, model, core, request, got)
+    assert lost > 1e-3 and left < 0.05 * lost, (lost, left)
+
+
+@pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
+def test_8_bit_rows_in_company_preempted_cut_and_from_the_cache(model: str, models: dict[str, Path]) -> None:
+    """Bit by bit under `deterministic`, where nothing else may round a number to another code."""
+    options: dict[str, Any] = {"kv_cache_dtype": "int8", "deterministic": True, "max_model_len": 96}
+    requests = [greedy(f"r{i}", PROMPT[i:] + PROMPT[: 3 * i], 30) for i in range(6)]
+    alone = {one.request_id: run(make_core(models[model], **options), [one])[one.request_id, 0] for one in requests}
+    room = 14 * 16 * make_core(models[model], **options).info.kv_bytes_per_token
+    tight, cut, cached = (
+        make_core(models[model], **options, **more)
+        for more in ({"kv_cache_memory": room}, {"max_num_batched_tokens": 7}, {})
+    )
+    run(cached, requests)
+    found = {"tight": run(tight, requests), "cut": run(cut, requests), "cached": run(cached, requests)}
+    assert tight.stats().num_preemptions > 0
+    assert found["cached"]["r0", 0].outputs[-1].cached_tokens >= 32
+    for way, together in found.items():
+        for name, right in alone.items():
+            assert together[name, 0].token_ids == right.token_ids, (way, name)
+            assert torch.equal(torch.stack(together[name, 0].logits), torch.stack(right.logits)), (way, name)
+
+
+def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
+    if library.unavailable_reason() is not None:
+        pytest.skip("no compiled kernels")
+    core = make_core(models["minicpm3"], kv_cache_dtype="int8")
+    run(core, [greedy("a", PROMPT, 30), greedy("b", PROMPT[:9], 30)])
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
+
+
+def test_8_bit_rows_that_are_turned_are_rounded_once(tmp_path: Path) -> None:
+    """Under `rotate`: only the rotated groups change, and four turns away they are as near as after their first rounding."""
+    model = make_model(
+        "deepseek_v3", tmp_path, max_position_embeddings=32, rope_parameters={"rope_type": "default"}, **WIDE
+    )
+    core = make_core(model, max_model_len=256, kv_cache_dtype="int8", deterministic=True)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    core.add(greedy("a", range(3, 51), 120, rope_scaling=dynamic, rope_update="rotate"))
+    sequence = core.scheduler.live_sequences()[0]
+    while core.has_work() and sequence.cache.num_rerotations < 4:
+        core.step()
+    core.step()
+    pages = core.runner.cache.pages(0)
+    rows = pages.keys_of(torch.arange(pages.key.shape[0]), 112).double()
+    original = rows[torch.tensor(sequence.cache.originals[0].blocks[:3])].flatten(0, 2)
+    turned = rows[torch.tensor(sequence.cache.block_tables[0][:3])].flatten(0, 2)
+    old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
+    step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
+    angle = torch.arange(48).double()[:, None] * step
+    first, second = original[:, :16], original[:, 16:32]
+    right = torch.cat((first * angle.cos() - second * angle.sin(), second * angle.cos() + first * angle.sin()), 1)
+    assert ((turned[:, :32] - right).abs() <= right.abs().amax(1, keepdim=True) * 0.501 / 127).all()
+    assert torch.equal(turned[:, 32:], original[:, 32:]) and not torch.equal(turned[:, :32], original[:, :32])
 
 
 SCALINGS: dict[str, dict[str, Any] | None] = {

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import MATRIX_FORMS, kernels
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
@@ -17,9 +18,11 @@ from windlass.engine.model.mixers import latent_forms
 from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KVPages
+from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.torch import reference
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
 SPEC = LatentSpec(num_heads=5, latent_dim=24, rotary_dim=8, plain_dim=12, value_dim=10, scale=20**-0.5)
@@ -38,9 +41,9 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
     """Has expanding cost what is given: 0 makes every prompt take that form, None none."""
 
     def choose(cost: float | None) -> None:
+        way = None if cost is None else LatentExpansion(cost, cost)
         for backend in (CompiledBackend, TorchBackend):
-            given = property(lambda self: cost, lambda self, _: None)  # whatever a backend sets
-            monkeypatch.setattr(backend, "latent_expansion_cost", given, raising=False)
+            monkeypatch.setattr(backend, "latent_expansion", lambda self, pages: way)
         monkeypatch.setattr(latent_forms, "_FEWEST_EXPANDED", 2)
 
     return choose
@@ -67,9 +70,11 @@ def bound(backend: type[Backend]) -> Backend:
 def operands(spec: LatentSpec, dtype: torch.dtype = torch.float32) -> tuple[torch.Tensor, KVPages]:
     """The heads' matrices, and pages full of latent rows."""
     up = torch.randn(spec.num_heads, spec.plain_dim + spec.value_dim, spec.latent_dim) / spec.latent_dim**0.5
-    return up, KVPages(
-        torch.randn(BLOCKS, SIZE, 1, spec.cached_dim).to(dtype), torch.empty(BLOCKS, SIZE, 1, 0, dtype=dtype)
-    )
+    rows = torch.randn(BLOCKS, SIZE, 1, spec.cached_dim)
+    if dtype == torch.int8:
+        codes, scales = reference.quantize_rows(rows)
+        return up, KVPages(codes, codes[..., :0].contiguous(), scales, scales[..., :0].contiguous())
+    return up, KVPages(rows.to(dtype), torch.empty(BLOCKS, SIZE, 1, 0, dtype=dtype))
 
 
 def call_of(spec: LatentSpec, lengths: list[int], news: list[int], **options: Any) -> AttentionCall:
@@ -89,6 +94,9 @@ def expected(
     starts, wide = call.query_start.tolist(), up.double()
     for b, length in enumerate(call.seq_lens.tolist()):
         rows = pages.key[call.block_tables[b].clamp(min=0).long()].flatten(0, 2).double()[:length]  # [S, R + C]
+        if pages.key_scale is not None:
+            scales = pages.key_scale[call.block_tables[b].clamp(min=0).long()].flatten(0, 2).double()[:length]
+            rows *= scales[:, torch.arange(rows.shape[1]) // 32]
         made = torch.einsum("sc,hnc->shn", rows[:, spec.rotary_dim :], wide)
         shared = rows[:, None, : spec.rotary_dim].expand(-1, spec.num_heads, -1)
         keys, values = torch.cat((shared, made[..., : spec.plain_dim]), dim=-1), made[..., spec.plain_dim :]
@@ -119,7 +127,7 @@ def expected(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("spec", [SPEC, WIDE], ids=["narrow", "deepseek"])
 @pytest.mark.parametrize("cost", [0.0, None], ids=["expanded", "absorbed"])
 def test_whole_prompts_pieces_and_single_tokens(
@@ -156,13 +164,14 @@ def test_queries_that_do_not_see_early_keys(
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, COMPILED])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
 @pytest.mark.parametrize("cost", [0.0, 1.0, None], ids=["expanded", "mixed", "absorbed"])
 def test_moved_keys_meet_their_versions(
-    backend: type[Backend], cost: float | None, at_cost: Choice, expansions: list[int]
+    backend: type[Backend], dtype: torch.dtype, cost: float | None, at_cost: Choice, expansions: list[int]
 ) -> None:
     """Sequences with a turned first part, with a hole, with nothing of that, and one that decodes, in one call."""
     at_cost(cost)
-    up, pages = operands(SPEC)
+    up, pages = operands(SPEC, dtype)
     news, lengths = [1, 40, 33, 50], [200, 70, 90, 50]
     total = sum(news)
     sources = torch.cat(
@@ -234,12 +243,55 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
     assert not expansions
 
 
-@pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
-def test_nothing_is_expanded_where_a_matrix_unit_reads_wide_rows() -> None:
-    device, has_one = torch.device("cpu"), library.load().linear_blocks_rounded is not None
-    assert CompiledBackend(BackendOptions(device)).latent_expansion_cost is not None
-    assert (CompiledBackend(BackendOptions(device, rounds_prompts=True)).latent_expansion_cost is None) is has_one
-    assert CompiledBackend(BackendOptions(device, deterministic=True)).latent_expansion_cost is None
+@pytest.mark.parametrize("name", MATRIX_FORMS)
+def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where prompts may be rounded, and what is cached is not float32."""
+    form = kernels(name)
+    monkeypatch.setattr(library, "_attempt", lambda: (form, None))
+    device = torch.device("cpu")
+    plain, narrow, strict = (
+        CompiledBackend(BackendOptions(device, **options))
+        for options in ({}, {"rounds_prompts": True}, {"rounds_prompts": True, "deterministic": True})
+    )
+    for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
+        up, pages = operands(WIDE, dtype)
+        ways = [backend.latent_expansion(pages) for backend in (plain, narrow, strict)]
+        made = torch.float32 if dtype == torch.float32 else torch.bfloat16
+        assert [None if way is None else way.dtype for way in ways] == [torch.float32, made, None]
+        call = call_of(WIDE, [300, 130], [200, 130])
+        q = torch.randn(330, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
+        got = LatentForms(WIDE, up, narrow).attend(LatentQueries(q), pages, call).double()
+        right = expected(WIDE, up, pages, call, q)
+        lost = float((got - right).norm() / right.norm())
+        assert lost < 1e-5 if dtype == torch.float32 else 1e-4 < lost < 6e-3, dtype
+
+
+@pytest.mark.parametrize(
+    ("length", "news", "expands"),
+    [
+        (512, 512, True),
+        (64, 64, True),
+        (700, 64, True),
+        (4096, 64, False),
+        (2048, 128, True),
+        (4096, 200, True),
+        (900, 1, False),
+    ],
+)
+def test_the_form_that_is_quicker_there_is_taken(
+    length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
+    monkeypatch.setattr(CompiledBackend, "__init__", lambda self: None)
+    own = CompiledBackend()  # type: ignore[call-arg]
+    own.deterministic, own._expands_narrow = False, True
+    _, pages = operands(WIDE, torch.float16)
+    call = AttentionCall(
+        torch.zeros(1, -(-length // SIZE), dtype=torch.int32),
+        *(torch.tensor([0, news]), torch.tensor([length]), torch.ones(news), WIDE.scale),
+    )
+    found = LatentForms(WIDE, torch.empty(3, 256, 512), own)._expanded_sequences(pages, call)
+    assert bool(found) is expands
 
 
 @pytest.fixture(scope="module")

@@ -158,10 +158,13 @@ def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: in
 OPTIONS: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8 pages": {"kv_cache_dtype": "int8"},
+    "int8 latent rows": {"kv_cache_dtype": "int8"},
     "bfloat16 pages": {"kv_cache_dtype": "bfloat16"},
     "speculation": {"speculative_ngram": 4, "speculative_ngram_min": 1},
     "deterministic": {"deterministic": True},
 }
+
+FAMILY_OF = {"int8 latent rows": "deepseek_v3"}
 
 
 def crowd(length: int = LENGTH) -> list[EngineRequest]:
@@ -179,7 +182,7 @@ def crowd(length: int = LENGTH) -> list[EngineRequest]:
 
 @pytest.mark.parametrize("options", OPTIONS)
 def test_streams_that_shift_and_others_do_not_notice_each_other(options: str, models: dict[str, Path]) -> None:
-    core = core_of(models["llama"], **OPTIONS[options])
+    core = core_of(models[FAMILY_OF.get(options, "llama")], **OPTIONS[options])
     alone = {request.request_id: run(core, [request])[request.request_id, 0] for request in crowd()}
     together = run(core, crowd())
     for name, right in alone.items():
@@ -215,9 +218,11 @@ def test_samples_of_one_prompt_shift_on_their_own(models: dict[str, Path]) -> No
 
 
 @pytest.mark.parametrize("shifts", [40, pytest.param(1000, marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
-@pytest.mark.parametrize("dtype", ["float32", "int8"])
-def test_no_byte_of_a_page_changes_when_it_is_written(shifts: int, dtype: str, models: dict[str, Path]) -> None:
-    core = core_of(models["llama"], kv_cache_dtype=dtype)
+@pytest.mark.parametrize(("family", "dtype"), [("llama", "float32"), ("llama", "int8"), ("deepseek_v3", "int8")])
+def test_no_byte_of_a_page_changes_when_it_is_written(
+    shifts: int, family: str, dtype: str, models: dict[str, Path]
+) -> None:
+    core = core_of(models[family], kv_cache_dtype=dtype)
     core.add(greedy("a", PROMPT, 16 * shifts + WINDOW, context=SHIFT))
     pages, digests = core.runner.cache.pages(2), dict[int, bytes]()
     blocks_used = set()

@@ -40,6 +40,7 @@ FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3"]
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     found = {name: make_model(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
     found["one layer"] = make_model("llama", tmp_path_factory.mktemp("one"), num_hidden_layers=1)
+    found["one latent layer"] = make_model("deepseek_v3", tmp_path_factory.mktemp("latent"), num_hidden_layers=1)
     found["short"] = make_model("llama", tmp_path_factory.mktemp("short"), max_position_embeddings=64)
     return found
 
@@ -158,10 +159,11 @@ def test_in_one_layer_a_reused_prompt_is_the_computed_one(options: dict[str, Any
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(right.logits), rtol=0, atol=2e-5)
 
 
-def test_int8_pages_are_reused_as_they_are(models: dict[str, Path]) -> None:
-    core = core_of(models["one layer"], kv_cache_dtype="int8")
+@pytest.mark.parametrize("name", ["one layer", "one latent layer"])
+def test_int8_pages_are_reused_as_they_are(name: str, models: dict[str, Path]) -> None:
+    core = core_of(models[name], kv_cache_dtype="int8")
     right = run(core, [greedy("whole", TURNED, 8)])["whole", 0]
-    core = core_of(models["one layer"], kv_cache_dtype="int8")
+    core = core_of(models[name], kv_cache_dtype="int8")
     got = run(core, [greedy("reused", TURNED, 8, reuse=ANY)])["reused", 0]
     assert report_of(got) == (2, 107)
     scale = torch.stack(right.logits).abs().max()

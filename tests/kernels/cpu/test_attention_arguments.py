@@ -68,6 +68,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         **{"q": q.data_ptr(), "keys": pages.key.data_ptr(), "values": pages.value.data_ptr(), "out": out.data_ptr()},
         **{"key_scales": None, "value_scales": None, "tables": tables.data_ptr(), "query_start": None},
         **{"lengths": lengths.data_ptr(), "score_scale": ones.data_ptr(), "sinks": sinks.data_ptr()},
+        **{"slopes": None, "range_gaps": None},
         **{"range_ends": None, "range_rows": None, "range_reaches": None, "ranges": 0},
         **{"q_rows": 2, "q_row": 72, "q_head": 8},
         **{"num_blocks": 5, "block_size": 16, "kv_heads": 3, "dim": 8, "value_dim": 4, "table_row": 7},
@@ -89,11 +90,13 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
     ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
     call = replace(call, range_ends=ends, range_rows=plain, range_reaches=all_of_it)
+    call = replace(call, alibi_slopes=sinks, range_gaps=ends)
     out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
     found = watched.found
     assert found.rounds == 0
     addresses = (found.range_ends, found.range_rows, found.range_reaches)
     assert addresses == (ends.data_ptr(), plain.data_ptr(), all_of_it.data_ptr())
+    assert (found.slopes, found.range_gaps) == (sinks.data_ptr(), ends.data_ptr())
     assert (found.ranges, found.q_rows, found.batch, len(out)) == (2, 5, 2, 2)
 
 
@@ -104,6 +107,8 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         {"chunk": 4, "window": 3},
         {"chunk": 4, "causal": 0},
         {"range_ends": 8, "window": 3},
+        {"slopes": 8},
+        {"range_ends": 8, "slopes": 8},
     ],
     ids=str,
 )

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, kernels
 
-from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
-from windlass.kernels.cpu import blocks, library, panels
+from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, bind, cpu
+from windlass.kernels.cpu import blocks, expert_products, library, panels
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.ops import ACTIVATIONS
@@ -177,6 +178,65 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
         )
         assert got.dtype == torch.bfloat16
         assert torch.allclose(got.float(), want, rtol=2**-8, atol=1e-5)
+
+
+@EVERY_FORM
+@pytest.mark.parametrize("stacked", [False, True])
+def test_experts_with_many_rows_in_blocks(library_of: Library, form: BlockForm, stacked: bool) -> None:
+    """From 48 rows of an expert on, one by one or in runs, each in two parts if it is stacked; fewer go as ever."""
+    count, rows, inner, few = 5, 600, 330, blocks.FEWEST_ROUNDED_ROWS
+    weights = [random_blocks(rows, inner, form) for _ in range(count)]
+    experts: list[Any] = (
+        [StackedWeight((one, random_blocks(40, inner, form))) for one in weights] if stacked else weights
+    )  # type: ignore[assignment]
+    biases = [torch.randn(640 if stacked else rows) for _ in range(count)]
+    for counts in ((few, 1, few - 1, 0, 3), (230, 0, few, few - 1, 200)):
+        chosen = torch.cat([torch.full((n,), expert) for expert, n in enumerate(counts)])
+        chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
+        x = torch.randn(len(chosen), inner)
+        own = expert_products.CompiledExperts(experts, biases, library_of, rounds_blocks=True)
+        got = expert_products.linear_of_experts(x, own, chosen, library=library_of)
+        for expert, n in enumerate(counts):
+            mine = chosen[:, 0] == expert
+            multiply = blocks.linear_blocks_rounded if n >= few else blocks.linear_blocks
+            parts = experts[expert].spans() if stacked else [(weights[expert], 0, rows)]
+            for part, begin, end in parts:
+                want = multiply(x[mine], part, biases[expert][begin:end].contiguous(), library=library_of)
+                assert torch.equal(got[mine][:, begin:end], want), (counts, expert)
+
+
+def test_experts_with_many_rows_in_panels(library_of: Library) -> None:
+    count, few = 3, panels.FEWEST_ROUNDED_ROWS
+    weights = [filled_panels(torch.randn(70, 330).bfloat16()) for _ in range(count)]
+    for counts in ((few, few - 1, 1), (100, 7, 60)):
+        chosen = torch.cat([torch.full((n,), expert) for expert, n in enumerate(counts)])
+        chosen = chosen[torch.randperm(len(chosen))][:, None].contiguous()
+        x = torch.randn(len(chosen), 330).bfloat16()
+        own = expert_products.CompiledExperts(weights, None, library_of, rounds_panels=True)
+        got = expert_products.linear_of_experts(x, own, chosen, library=library_of)
+        for expert, n in enumerate(counts):
+            mine = chosen[:, 0] == expert
+            multiply = panels.linear_panels_rounded if n >= few else panels.linear_panels
+            assert torch.equal(got[mine], multiply(x[mine], weights[expert], library=library_of)), (counts, expert)
+
+
+def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The same backends that round dense products of as many rows."""
+    monkeypatch.setattr(library, "_attempt", lambda: (library_of, None))
+    weights = [random_blocks(40, 320, FORMS["q8_0"]) for _ in range(2)]
+    x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
+    chosen[60:] = 1
+    for options, rounds in (
+        ({"rounds_prompts": True}, True),
+        ({}, False),
+        ({"rounds_prompts": True, "deterministic": True}, False),
+    ):
+        own = bind("cpu", **options)
+        got = own.linear_of_experts(x, own.experts(weights), chosen)
+        assert torch.equal(got[:60], own.linear(x[:60], weights[0]))
+        assert torch.equal(got[60:], blocks.linear_blocks(x[60:], weights[1], library=library_of))
+        plain = blocks.linear_blocks(x[:60], weights[0], library=library_of)
+        assert torch.equal(got[:60], plain) is not rounds
 
 
 def test_what_is_refused(library_of: Library) -> None:

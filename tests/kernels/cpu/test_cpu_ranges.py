@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import PACKED_FORMS, kernels
+from helpers.cpu_kernels import FORMS, PACKED_FORMS, PAIR_FORMS, kernels
 from helpers.ranges import FAR, Part, RangeCase, random_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -96,6 +96,52 @@ def test_sinks_and_a_window_of_its_own(form: Library) -> None:
         check(RangeCase([(old, new)], [parts]), form, decode if new == 1 else prefill)
 
 
+SLOPES = torch.tensor([0.02, 0.005, 0.001, 0.0])
+
+
+@pytest.mark.parametrize("name", (*PACKED_FORMS, *PAIR_FORMS))
+@pytest.mark.parametrize("page_type", TYPES, ids=str)
+def test_slopes(name: str, page_type: torch.dtype) -> None:
+    """Scores lose by distance, which goes on where keys were moved and is counted by effective positions."""
+    form, exact = kernels(name), page_type != torch.int8 or name in FORMS
+    for options in ({}, {"soft_cap": 2.0}, {"sinks": torch.tensor([-3.0, 0.0, 2.0, 30.0])}, {"kv_heads": 4}):
+        for count in (1, 9):
+            sizes = {"slopes": SLOPES, "page_type": page_type, **options}
+            check(case_of(SINGLE, count, **sizes), form, decode, 1e-5 if exact else 2e-4)
+            check(case_of(MIXED, count, **sizes), form, prefill)
+
+
+@pytest.mark.parametrize("name", PAIR_FORMS)
+@pytest.mark.parametrize("page_type", [torch.bfloat16, torch.float16], ids=str)
+def test_slopes_of_rounded_prompts(name: str, page_type: torch.dtype) -> None:
+    form = kernels(name)
+    for count in (1, 9):
+        case = case_of(MIXED, count, slopes=SLOPES, page_type=page_type)
+        q, pages, call = case.operands()
+        found = cpu.paged_attention_prefill(q, pages, call, rounds=True, library=form).double()
+        torch.testing.assert_close(found, case.expected(), rtol=0.03, atol=0.03)
+        flat = replace(call, alibi_slopes=torch.zeros(4))
+        other = cpu.paged_attention_prefill(q, pages, flat, rounds=True, library=form).double()
+        assert (other - case.expected()).abs().max() > 0.1
+
+
+def test_slopes_far_from_the_beginning(form: Library) -> None:
+    """Distances are of a query and a key, wherever both are."""
+    for shapes, attention in (([(200, 1)], decode), ([(130, 20)], prefill)):
+        parts = [[Part(60, shift=-5), Part(sum(shapes[0]))]]
+        check(RangeCase(shapes, parts, base=10_000_000, slopes=SLOPES), form, attention)
+
+
+def test_slopes_are_checked(form: Library) -> None:
+    q, pages, call = case_of([(40, 1)], 3, slopes=SLOPES).operands()
+    for slopes in (SLOPES[:3], SLOPES.double(), SLOPES.repeat(2)[::2]):
+        with pytest.raises(ValueError, match="alibi_slopes"):
+            decode(q, pages, replace(call, alibi_slopes=slopes), form)
+    assert call.range_gaps is not None
+    with pytest.raises(ValueError, match="int64"):
+        decode(q, pages, replace(call, range_gaps=call.range_gaps.int()), form)
+
+
 @pytest.mark.parametrize("name", PACKED_FORMS)
 @pytest.mark.parametrize("page_type", TYPES, ids=str)
 def test_one_range_of_plain_rows_has_the_bits_of_a_call_without(name: str, page_type: torch.dtype) -> None:
@@ -137,12 +183,14 @@ def test_bits_depend_on_a_rows_own_ranges_only(form: Library, page_type: torch.d
     count=st.integers(1, 12),
     page_type=st.sampled_from(TYPES),
     sinks=st.booleans(),
+    slopes=st.booleans(),
 )
-def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks):  # type: ignore[no-untyped-def]
+def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks, slopes):  # type: ignore[no-untyped-def]
     """As the backend does it, deterministic or not, in the best form that this machine has."""
     kernels("generic")
     torch.manual_seed(seed)
     case = case_of(shapes, count, seed, page_type=page_type, sinks=torch.randn(4) * 3 if sinks else None)
+    case.slopes = SLOPES if slopes else None
     operands, expected = case.operands(), case.expected()
     for backend in (bind("cpu"), bind("cpu", deterministic=True)):
         assert isinstance(backend, CompiledBackend)
@@ -158,16 +206,6 @@ def test_deterministic_bits_do_not_depend_on_chunks() -> None:
     for bounds in ((0, 75), (0, 1, 2, 40, 75), tuple(range(76))):
         chunks = [backend.paged_attention(q, pages, call.some_tokens(a, b)) for a, b in pairwise(bounds)]
         assert torch.equal(torch.cat(chunks), whole)
-
-
-@pytest.mark.parametrize("deterministic", [False, True])
-def test_a_bias_by_distance_is_left_to_torch(deterministic: bool) -> None:
-    kernels("generic")
-    case = case_of([(60, 1), (30, 9)], 5, slopes=torch.tensor([0.02, 0.005, 0.001, 0.0]))
-    q, pages, call = case.operands()
-    assert "distance" in (cpu.attention_refusal(q, pages, call) or "")
-    found = bind("cpu", deterministic=deterministic).paged_attention(q, pages, call)
-    torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=1e-5)
 
 
 def test_rows_that_share_a_table(form: Library) -> None:

@@ -423,7 +423,7 @@ def test_codes_that_are_not_laid_out_are_refused() -> None:
     assert cpu.rerotate_refusal(pages.key, pages.value, **pages.scales) is None
     rows = torch.zeros(3, 16, 2, 16, dtype=torch.int8)
     for key, value, words in (
-        (rows, rows, "int8_layout"),
+        (rows, rows, "scales"),
         (pages.key, other.value, "same tokens"),
         (pages.key.transpose(4, 5).contiguous(), pages.value, "same tokens"),
         (pages.key.transpose(0, 1), pages.value.transpose(0, 1), "contiguous"),

@@ -54,10 +54,6 @@ def test_the_reason_is_told(architecture: str) -> None:
 
 VARIANTS = {
     "falcon": ({"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True}, "alibi=true.*ALiBi"),
-    "baichuan": (
-        {"architectures": ["BaichuanForCausalLM"], "model_type": "baichuan", "num_attention_heads": 40},
-        "Baichuan 13B, which has ALiBi",
-    ),
     "chatglm": (
         {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "position_encoding_2d": True},
         "the first ChatGLM, whose positions are of two dimensions",

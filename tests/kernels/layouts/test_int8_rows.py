@@ -1,0 +1,367 @@
+"""Rows of int8 codes, as latent attention caches them: what a group is rounded to, how it is turned, what attention reads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+import torch
+from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from windlass.kernels import AttentionCall, KVPages, bind, cpu, plane_shapes
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu.library import Library
+from windlass.kernels.layouts import int8_rows
+from windlass.kernels.torch import reference
+
+FORMS = [*PACKED_FORMS, *PAIR_FORMS]
+WIDTHS = [576, 288, 40, 29, 64, 3]  # DeepSeek's and MiniCPM3's rows, and such as end within a group
+
+
+def code_pages(dim: int, blocks: int = 4, size: int = 16) -> KVPages:
+    """Random codes and scales, most of another size than their neighbours."""
+    planes = [torch.zeros(shape, dtype=kind) for shape, kind in plane_shapes(blocks, size, 1, dim, 0, torch.int8)]
+    planes[0] = torch.randint(-127, 128, planes[0].shape).to(torch.int8)
+    planes[2] = (torch.rand(planes[2].shape) / 60 + 1e-3) * 4.0 ** torch.randint(-2, 2, planes[2].shape)
+    return KVPages(*planes)
+
+
+def copy_of(pages: KVPages) -> KVPages:
+    return KVPages(*(part.clone() for part in (pages.key, pages.value, scale_of(pages), pages.value_scale)))  # type: ignore[union-attr]
+
+
+def scale_of(pages: KVPages) -> torch.Tensor:
+    assert pages.key_scale is not None
+    return pages.key_scale
+
+
+def wide(pages: KVPages) -> torch.Tensor:
+    """Rows as float64 [slots, D], number by number."""
+    codes, scales = pages.key.flatten(0, 2), scale_of(pages).flatten(0, 2)
+    groups = torch.arange(codes.shape[1]) // 32
+    return codes.double() * scales.double()[:, groups]
+
+
+def steps(rows: torch.Tensor) -> torch.Tensor:
+    """Of every number of rows [N, D] what a step of its group's codes is worth."""
+    parts = [part.abs().amax(dim=1, keepdim=True).expand_as(part) for part in rows.split(32, dim=1)]
+    return torch.cat(parts, dim=1) / 127
+
+
+def append(form: Library | None, pages: KVPages, q, k, cos, sin, q_scale, slots) -> None:  # type: ignore[no-untyped-def]
+    if form is None:
+        reference.rotate_and_append(q, k, k[:, :, :0], cos, sin, q_scale, pages, slots)
+    else:
+        cpu.rotate_and_append(
+            q, k, k[:, :, :0], cos, sin, q_scale, pages.key, pages.value, slots, library=form, **pages.scales
+        )
+
+
+def rerotate(form: Library | None, pages: KVPages, *operands: torch.Tensor) -> None:
+    if form is None:
+        reference.rerotate_cached_keys(pages, *operands)
+    else:
+        cpu.rerotate_cached_keys(pages.key, pages.value, *operands, library=form, **pages.scales)
+
+
+def turned(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
+    half, c, s = angle.shape[1], angle.cos(), angle.sin()
+    first, second = rows[:, :half], rows[:, half : 2 * half]
+    return torch.cat((first * c - second * s, second * c + first * s, rows[:, 2 * half :]), dim=1)
+
+
+def test_what_pages_of_rows_are() -> None:
+    shapes = plane_shapes(5, 24, 1, 70, 0, torch.int8)  # any block size will do
+    assert [shape for shape, _ in shapes] == [(5, 24, 1, 70), (5, 24, 1, 0), (5, 24, 1, 3), (5, 24, 1, 0)]
+    assert [kind for _, kind in shapes] == [torch.int8, torch.int8, torch.float32, torch.float32]
+    pages = code_pages(70, 5, 24)
+    assert (pages.block_size, pages.num_kv_heads, pages.num_slots, pages.value_dim) == (24, 1, 120, 0)
+    assert pages.has_rows_of_codes and not pages.in_panels
+    seen = pages.with_keys_as_values
+    for got in (pages.keys_of(torch.tensor([3, 1]), 70), seen.values_of(torch.tensor([3, 1]))):
+        assert torch.equal(got, wide(pages).float().view(5, 24, 1, 70)[[3, 1]])
+    assert pages.values_of(torch.tensor([3])).shape == (1, 24, 1, 0)
+    assert int8_rows.num_groups(0) == 0 and int8_rows.num_groups(33) == 2
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    tokens=st.integers(0, 20),
+    dim=st.sampled_from(WIDTHS),
+    half=st.integers(0, 40),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    size=st.sampled_from([1e-3, 1.0, 300.0]),
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_append(name, seed, tokens, dim, half, dtype, size):  # type: ignore[no-untyped-def]
+    """Every group within half a step of its float64 rotation, its largest number at 127; other slots as they were."""
+    form = None if name == "plain torch" else kernels(name)
+    torch.manual_seed(seed)
+    half = min(half, dim // 2)
+    pages = code_pages(dim)
+    before, slots = copy_of(pages), torch.randperm(64)[:tokens]
+    q, k = torch.randn(tokens, 3, dim + 2).to(dtype)[..., :dim], (torch.randn(tokens, 1, dim) * size).to(dtype)
+    angle, q_scale = torch.rand(tokens, half, dtype=torch.float64) * 100, torch.rand(tokens) + 0.5
+    own, theirs = q.clone(), q.clone()
+    append(form, pages, own, k, angle.cos().float(), angle.sin().float(), q_scale, slots)
+    want = turned(k[:, 0].double(), angle)
+    got = wide(pages)[slots]
+    assert ((got - want).abs() <= steps(want) * (0.5 + 2e-4) + 1e-30).all()
+    for codes in pages.key.flatten(0, 2)[slots].split(32, dim=1):
+        assert (codes.abs().amax(dim=1) == 127).all()
+    reference.rotate_and_append(
+        theirs, k, k[:, :, :0], angle.cos().float(), angle.sin().float(), q_scale, copy_of(before), slots
+    )
+    exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 1e-2, "atol": 1e-2}
+    torch.testing.assert_close(own, theirs, **exact)
+    others = torch.ones(64, dtype=torch.bool)
+    others[slots] = False
+    assert torch.equal(pages.key.flatten(0, 2)[others], before.key.flatten(0, 2)[others])
+    assert torch.equal(scale_of(pages).flatten(0, 2)[others], scale_of(before).flatten(0, 2)[others])
+
+
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_adversarial_groups(name: str) -> None:
+    """Zeros, the smallest and the largest numbers; what is not finite poisons its own group and no other."""
+    form = None if name == "plain torch" else kernels(name)
+    rows = torch.randn(7, 1, 70)
+    rows[0], rows[1], rows[3, 0, :32] = 0.0, 1e-45, 1e-3
+    rows[2] *= 3e37
+    rows[3, 0, 40] = 1e6
+    rows[4, 0, 5], rows[5, 0, 33], rows[6, 0, 69] = torch.nan, torch.inf, -torch.inf
+    pages, none, slots = code_pages(70), torch.empty(7, 0), torch.arange(3, 10)
+    append(form, pages, rows.clone(), rows, none, none, torch.ones(7), slots)
+    got, want = wide(pages)[slots], rows[:, 0].double()
+    assert (got[:2] == 0).all()
+    assert ((got - want).abs() <= steps(want) * 0.501)[2:4].all()
+    assert (got[3, :32] > 9e-4).all()
+    for row, group in ((4, slice(0, 32)), (5, slice(32, 64)), (6, slice(64, 70))):
+        bad = torch.zeros(70, dtype=torch.bool)
+        bad[group] = True
+        assert got[row, bad].isnan().all() and torch.isfinite(got[row, ~bad]).all()
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    dim=st.sampled_from(WIDTHS),
+    half=st.integers(0, 40),
+    elsewhere=st.integers(0, 20),
+    in_place=st.integers(0, 8),
+)
+@pytest.mark.parametrize("name", [*FORMS, "plain torch"])
+def test_rerotations(name, seed, dim, half, elsewhere, in_place):  # type: ignore[no-untyped-def]
+    """Groups that hold rotated numbers are rounded once; all others, and all other slots, keep their bits."""
+    form = None if name == "plain torch" else kernels(name)
+    torch.manual_seed(seed)
+    half = min(half, dim // 2)
+    pages = code_pages(dim)
+    before, order = copy_of(pages), torch.randperm(64)
+    sources, targets = order[:elsewhere], order[20 : 20 + elsewhere]
+    sources, targets = (torch.cat((part, order[40 : 40 + in_place])) for part in (sources, targets))
+    angle = torch.randn(len(sources), half, dtype=torch.float64) * 100
+    rerotate(form, pages, sources, targets, angle.cos().float(), angle.sin().float())
+    want, rounded = turned(wide(before)[sources], angle), min(dim, -(-2 * half // 32) * 32)
+    assert ((wide(pages)[targets] - want).abs() <= steps(want) * (0.5 + 2e-4))[:, :rounded].all()
+    codes, had = pages.key.flatten(0, 2), before.key.flatten(0, 2)
+    scales, had_scales = scale_of(pages).flatten(0, 2), scale_of(before).flatten(0, 2)
+    assert torch.equal(codes[targets][:, rounded:], had[sources][:, rounded:])
+    assert torch.equal(scales[targets][:, -(-rounded // 32) :], had_scales[sources][:, -(-rounded // 32) :])
+    others = torch.ones(64, dtype=torch.bool)
+    others[targets] = False
+    assert torch.equal(codes[others], had[others]) and torch.equal(scales[others], had_scales[others])
+
+
+def case_of(
+    dim: int, heads: int, shapes: list[tuple[int, int]], window: int | None = None, size: int = 16
+) -> tuple[torch.Tensor, KVPages, KVPages, AttentionCall]:
+    """Queries, pages of codes, the same as float32, and a call. What no query sees has scales of NaN, and no block."""
+    counts = [-(-(old + new) // size) for old, new in shapes]
+    free = torch.randperm(sum(counts) + 1).tolist()
+    pages = code_pages(dim, sum(counts) + 1, size)
+    table = torch.full((len(shapes), max(counts) + 1), -1, dtype=torch.int32)
+    seen = torch.zeros(sum(counts) + 1, size, dtype=torch.bool)
+    for b, (old, new) in enumerate(shapes):
+        first = 0 if window is None else max(0, old + 1 - window)
+        for i in range(first // size, counts[b]):
+            table[b, i] = free.pop()
+        at = torch.arange(first, old + new)
+        seen[table[b].long()[at // size], at % size] = True
+    scale_of(pages)[~seen] = torch.nan
+    floats = wide(pages).float().view(-1, size, 1, dim)
+    tokens = sum(new for _, new in shapes)
+    call = AttentionCall(
+        table,
+        torch.tensor([0, *(new for _, new in shapes)]).cumsum(0),
+        torch.tensor([old + new for old, new in shapes]),
+        torch.rand(tokens) + 0.5,
+        dim**-0.5,
+        window=window,
+    )
+    return torch.randn(tokens, heads, dim), pages.with_keys_as_values, KVPages(floats, floats), call
+
+
+@settings(max_examples=10, deadline=None)
+@given(
+    seed=st.integers(0, 2**31),
+    lengths=st.lists(st.integers(0, 600), min_size=1, max_size=4),
+    shape=st.sampled_from([(16, 576), (5, 29), (40, 288), (1, 64), (3, 3)]),
+    size=st.sampled_from([16, 24, 64]),
+    window=st.sampled_from([None, 1, 40, 300]),
+)
+@pytest.mark.parametrize("name", FORMS)
+def test_decode(name, seed, lengths, shape, size, window):  # type: ignore[no-untyped-def]
+    """The bits of attention over the same numbers in float32 pages, and what float64 says."""
+    form = kernels(name)
+    torch.manual_seed(seed)
+    q, coded, floats, call = case_of(shape[1], shape[0], [(length, 1) for length in lengths], window, size)
+    got = cpu.paged_attention_decode(q, coded, call, library=form)
+    assert torch.equal(got, cpu.paged_attention_decode(q, floats, call, library=form))
+    torch.testing.assert_close(got, reference.paged_attention(q, coded, call), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+@pytest.mark.parametrize("window", [None, 70])
+@pytest.mark.parametrize(("heads", "dim"), [(16, 576), (5, 29), (7, 96)])
+def test_prompts(name: str, heads: int, dim: int, window: int | None) -> None:
+    form = kernels(name)
+    q, coded, floats, call = case_of(dim, heads, [(300, 9), (0, 40), (513, 30), (20, 1)], window)
+    got = cpu.paged_attention_prefill(q, coded, call, library=form)
+    assert torch.equal(got, cpu.paged_attention_prefill(q, floats, call, library=form))
+    torch.testing.assert_close(got, reference.paged_attention(q, coded, call), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", PAIR_FORMS)
+def test_prompts_rounded_to_bfloat16(name: str) -> None:
+    """Where the processor multiplies it: the error of what is multiplied, below that of the codes themselves."""
+    form = kernels(name)
+    for heads, dim in ((16, 576), (5, 29), (7, 96)):
+        q, coded, floats, call = case_of(dim, heads, [(300, 20), (0, 40), (513, 30)])
+        got = cpu.paged_attention_prefill(q, coded, call, rounds=True, library=form)
+        want = cpu.paged_attention_prefill(q, floats, call, library=form)
+        assert not torch.equal(got, want)
+        assert float((got - want).norm() / want.norm()) < 6e-3
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_versions_of_queries_meet_their_ranges(name: str) -> None:
+    """Moved rows: the first part of each sequence is met by another version, a hole is never read."""
+    form = kernels(name)
+    for shapes, attention in (
+        ([(300, 1), (70, 1)], cpu.paged_attention_decode),
+        ([(300, 30), (70, 20)], cpu.paged_attention_prefill),
+    ):
+        q, coded, floats, call = case_of(576, 16, shapes)
+        count = len(q)
+        ends = torch.tensor([[32, 64, 999]] * 2)
+        rows = torch.stack((call.query_start[:2] + count, torch.tensor([-1, -1]), call.query_start[:2]), dim=1)
+        call = replace(call, range_ends=ends, range_rows=rows.contiguous(), range_reaches=torch.full((2, 3), 10**6))
+        for b in range(2):
+            scale_of(coded)[call.block_tables[b, 2:4].long()] = torch.nan
+            call.block_tables[b, 2:4] = -1
+        versions = torch.cat((q, torch.randn_like(q)))
+        got = attention(versions, coded, call, library=form)
+        assert torch.equal(got, attention(versions, floats, call, library=form))
+        torch.testing.assert_close(got, reference.paged_attention(versions, coded, call), rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_poison_shows_where_it_is_seen(name: str) -> None:
+    form = kernels(name)
+    q, coded, _, call = case_of(64, 3, [(150, 1), (200, 1)])
+    clean = cpu.paged_attention_decode(q, coded, call, library=form)
+    place = int(call.block_tables[1, 10]), 3, 0, 1  # the second group of token 163
+    scale_of(coded)[place] = torch.nan
+    got = cpu.paged_attention_decode(q, coded, call, library=form)
+    assert got[1].isnan().all() and torch.equal(got[0], clean[0])
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = (kernels("generic"), None) if compiled else (None, "turned off by this test")
+    monkeypatch.setattr(library, "_attempt", lambda: found)
+    q, coded, floats, call = case_of(96, 6, [(50, 40), (139, 1), (0, 20), (30, 3)])
+    own = bind("cpu", deterministic=deterministic)
+    got = own.paged_attention(q, coded, call)
+    torch.testing.assert_close(got, reference.paged_attention(q, floats, call), rtol=2e-5, atol=2e-5)
+    if deterministic:
+        one = next(part for _, length, part in call.sequences() if length == 90)
+        parts = [own.paged_attention(q[a:b], coded, one.some_tokens(a, b)) for a, b in pairwise((0, 1, 7, 40))]
+        assert torch.equal(torch.cat(parts), got[:40])
+
+
+def test_threads_do_not_change_the_bits() -> None:
+    form, before, found = kernels(FORMS[0]), torch.get_num_threads(), []
+    q, coded, _, call = case_of(576, 16, [(1030, 1), (70, 1)])
+    for threads in (1, 3):
+        torch.set_num_threads(threads)
+        found.append(cpu.paged_attention_decode(q, coded, call, library=form))
+    torch.set_num_threads(before)
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
+    form = kernels(name)
+    for dim in (5, 19, 64, 67):
+        made = code_pages(dim, 2)
+        planes = [at_the_end_of_memory(part) if part.numel() else part for part in (made.key, made.value)]
+        planes += [at_the_end_of_memory(scale_of(made)), made.value_scale]  # type: ignore[list-item]
+        pages = KVPages(*planes)
+        index = at_the_end_of_memory(torch.arange(32))
+        x = at_the_end_of_memory(torch.randn(32, 1, dim))
+        cos, sin = (at_the_end_of_memory(torch.rand(32, dim // 2)) for _ in range(2))
+        append(form, pages, x, x.clone(), cos, sin, torch.ones(32), index)
+        rerotate(form, pages, index, index, cos, sin)
+        table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
+        single = AttentionCall.of_single_tokens(table, torch.tensor([32]), torch.ones(1), 1.0)
+        rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
+        seen = pages.with_keys_as_values
+        assert torch.isfinite(cpu.paged_attention_decode(x[:1], seen, single, library=form)).all()
+        for rounds in (False, True):
+            assert torch.isfinite(cpu.paged_attention_prefill(x, seen, rows, rounds=rounds, library=form)).all()
+
+
+def test_what_does_not_fit_is_refused(form: Library) -> None:
+    pages = code_pages(40)
+    before, x, half = copy_of(pages), torch.randn(2, 1, 40), torch.ones(2, 8)
+    with pytest.raises(IndexError, match="past"):
+        append(form, pages, x.clone(), x, half, half, torch.ones(2), torch.tensor([1, 64]))
+    for source, target in ((64, 0), (0, 64), (-1, 0), (0, -1)):
+        with pytest.raises(IndexError, match="outside"):
+            rerotate(form, pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+    append(form, pages, x.clone(), x, half, half, torch.ones(2), torch.tensor([-1, -5]))  # padding
+    assert torch.equal(pages.key, before.key) and torch.equal(scale_of(pages), scale_of(before))
+    _, coded, _, call = case_of(40, 3, [(20, 1)])
+    q = torch.randn(1, 3, 40)
+    for bad in (None, scale_of(coded)[..., :1], scale_of(coded).double(), scale_of(coded)[:1]):
+        assert "scales" in (cpu.attention_refusal(q, replace(coded, key_scale=bad), call) or "")
+    assert "at once" in (cpu.attention_refusal(q, replace(coded, value=coded.value.clone()), call) or "")
+    values = KVPages(coded.key, coded.key.clone(), coded.key_scale, coded.key_scale)
+    assert "no values" in (cpu.rerotate_refusal(values.key, values.value, **values.scales) or "")
+    assert form.paged_attention_decode is not None
+
+
+def test_appending_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = kernels(FORMS[0])
+    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    backend = bind("cpu")
+    assert isinstance(backend, CompiledBackend)
+    q, coded, _, call = case_of(64, 3, [(30, 1), (90, 1)])
+    pages = KVPages(coded.key, coded.key[..., :0].contiguous(), coded.key_scale, scale_of(coded)[..., :0].contiguous())
+    last = call.seq_lens - 1
+    slots = call.block_tables[torch.arange(2), last // 16].long() * 16 + last % 16
+    k, cos, sin, ones = torch.randn(2, 1, 64), torch.rand(2, 16), torch.rand(2, 16), torch.ones(2)
+    with backend.record(cpu.Arena(1 << 20)) as recording:
+        backend.rotate_and_append(q, k, k[:, :, :0], cos, sin, ones, pages, slots)
+        out = backend.paged_attention(q, coded, call)
+    assert recording.obstacle is None
+    first = out.clone()
+    k.mul_(3)
+    assert recording.repeat() and not torch.equal(out, first)
