@@ -51,7 +51,8 @@ def plan_cache(
     beside: int = 0,
     whole_prompts: bool = False,
 ) -> CachePlan:
-    """Blocks within `budget` bytes, never more than can be used, and the longest sequence they carry.
+    """Blocks within `budget` bytes, not more than running sequences hold unless the operator named the bytes and beginnings are
+    shared, and the longest sequence they carry.
 
     trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
     budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
@@ -81,6 +82,8 @@ def plan_cache(
 
     per_sequence = -(-wanted // config.cache.block_size)
     low, high = 0, config.scheduling.max_num_seqs * per_sequence
+    if _keeps_more(config, groups) and not whole_prompts:
+        high = max(high, budget // max(1, size(1)))
     if whole_prompts:  # each sequence of a step leaves a part of its last block unused
         steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
         high = min(high, steps + config.scheduling.max_num_seqs)
@@ -124,6 +127,16 @@ def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig)
             need = min(count, config.scheduling.max_num_seqs * per_sequence + steps)
         result.append(need)
     return tuple(result)
+
+
+def _keeps_more(config: EngineConfig, groups: Sequence[KVGroupSpec]) -> bool:
+    """Whether blocks beyond those that running sequences can hold are of use: for beginnings that later ones share.
+
+    Only as far as the operator says how much the cache may take: else a server would fill half a machine by and by. A match
+    ends where a window group's blocks do, and of those there are only as many as run.
+    """
+    limits = config.cache
+    return limits.memory is not None and limits.prefix_caching and all(group.window is None for group in groups)
 
 
 def _room(config: EngineConfig, groups: Sequence[KVGroupSpec], num_blocks: tuple[int, ...]) -> int:

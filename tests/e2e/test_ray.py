@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import importlib.util
 import json
 import os
@@ -121,23 +122,18 @@ def test_a_killed_replica_under_load(deployed: RayCluster) -> None:
 
     async def under_load() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=deployed.url, timeout=120) as client:
-            asked = [body([10 + n, 11, 12], max_tokens=500, ignore_eos=True) for n in range(24)]
-            work = [asyncio.create_task(stream(client, one)) for one in asked[:20]]
-            while await asyncio.to_thread(deployed.metric, "windlass_num_requests_running") < 6:
-                await asyncio.sleep(0.02)
-            os.kill(deployed.replicas()[0], signal.SIGKILL)
-            killed = time.monotonic()
-            new = [asyncio.create_task(stream(client, one)) for one in asked[20:]]
-            fresh = await asyncio.gather(*new)
-            assert time.monotonic() - killed < 10
-            return [*await asyncio.gather(*work), *fresh]
+            doomed = deployed.replicas()[0]
+            work, over = await a_load(client, deployed, 20)
+            os.kill(doomed, signal.SIGKILL)
+            over.set()
+            return [*await new_ones(client), *await ended(work)]
 
     results = asyncio.run(under_load())
     assert all(one["done"] for one in results)
     cut = [one for one in results if one["error"] is not None]
     assert all(one["error"]["code"] == "engine_unavailable" for one in cut) and 1 <= len(cut) <= 12, cut
     assert all(one["finish"] == "length" for one in results if one["error"] is None)
-    assert [one["error"] for one in results[20:]] == [None] * 4
+    assert [one["error"] for one in results[:4]] == [None] * 4
     deployed.wait_replicas(2, 60)
 
 
@@ -146,6 +142,31 @@ async def keep_asking(client: httpx.AsyncClient, number: int, until: asyncio.Eve
     while not until.is_set():
         found.append(await stream(client, body([10 + number, 11, 12], max_tokens=200, ignore_eos=True)))
     return found
+
+
+Asking = list[asyncio.Task[list[dict[str, Any]]]]
+
+
+async def a_load(client: httpx.AsyncClient, cluster: RayCluster, clients: int) -> tuple[Asking, asyncio.Event]:
+    """So many clients that ask until they are told, once requests run on both replicas, which take four each."""
+    over = asyncio.Event()
+    work = [asyncio.create_task(keep_asking(client, n, over)) for n in range(clients)]
+    while await asyncio.to_thread(cluster.metric, "windlass_num_requests_running") < 6:
+        await asyncio.sleep(0.02)
+    return work, over
+
+
+async def new_ones(client: httpx.AsyncClient) -> list[dict[str, Any]]:
+    """Four streams that begin now, whole within ten seconds."""
+    began = time.monotonic()
+    asked = [body([100 + n, 11, 12], max_tokens=200, ignore_eos=True) for n in range(4)]
+    found = await asyncio.gather(*(stream(client, one) for one in asked))
+    assert time.monotonic() - began < 10
+    return found
+
+
+async def ended(work: Asking) -> list[dict[str, Any]]:
+    return [result for results in await asyncio.gather(*work) for result in results]
 
 
 def test_an_update_loses_nothing(deployed: RayCluster) -> None:
@@ -157,7 +178,7 @@ def test_an_update_loses_nothing(deployed: RayCluster) -> None:
             asking = [asyncio.create_task(keep_asking(client, n, enough)) for n in range(3)]
             await asyncio.to_thread(deployed.deploy, "--replicas", "2", "--max-num-seqs", "3", *SMALL)
             enough.set()
-            return [result for results in await asyncio.gather(*asking) for result in results]
+            return await ended(asking)
 
     results = asyncio.run(update())
     assert not before & set(deployed.replicas())
@@ -189,10 +210,7 @@ def test_in_turns_half_as_much_is_found(cluster: RayCluster, deployed: RayCluste
         alone = hit_rate(single.url, single.metric, prompts, 1)
     cluster.deploy_in_turns("--replicas", "2", "--max-num-seqs", "4", *SMALL)
     in_turns = one_by_one(cluster, prompts)
-    assert in_turns == pytest.approx(share * alone, rel=0.25), (
-        in_turns,
-        alone,
-    )  # about half, where 0.9 is asked of prefixes
+    assert in_turns == pytest.approx(share * alone), (in_turns, alone)  # half, where 0.9 is asked of prefixes
 
 
 def one_by_one(cluster: RayCluster, prompts: list[list[int]]) -> float:
@@ -216,7 +234,7 @@ def test_scaling_up_and_down_loses_nothing(cluster: RayCluster, deployed: RayClu
             much.set()
             await asyncio.to_thread(cluster.wait_replicas, 1, 90)
             little.set()
-            return [result for results in await asyncio.gather(*crowd, one) for result in results]
+            return await ended([*crowd, one])
 
     results = asyncio.run(scale())
     assert len(results) > 20
@@ -283,12 +301,21 @@ def test_a_replica_of_two_ranks(cluster: RayCluster, deployed: RayCluster) -> No
 
 def processes_below(pid: int) -> list[int]:
     """A process and all that it has started, itself first."""
-    children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    children: list[int] = []
+    with contextlib.suppress(OSError):  # it has just ended
+        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
     return [pid, *(one for child in children for one in processes_below(child))]
 
 
+def machine_of_an_engine(cluster: RayCluster, raylets: list[int]) -> list[int]:
+    """The processes of one of these machines, which has an engine and not the HTTP side: that has no other place to go to."""
+    engines, ingress = set(cluster.replicas()), cluster.ingress()
+    machines = [processes_below(raylet) for raylet in raylets]
+    return next(pids for pids in machines if ingress not in pids and not engines.isdisjoint(pids))
+
+
 def test_a_machine_that_dies_and_rays_own_proxy() -> None:
-    """Three raylets: the head with the HTTP side, and two with an engine each, one of which dies under load."""
+    """Three raylets, where Ray places an engine on each of two and the HTTP side on one; one with an engine dies under load."""
     with ray_machines([1, 1, 1]) as (cluster, raylets):
         ranks = ("--replicas", "1", "--tensor-parallel", "2", "--threads", "1")
         said = refusal(cluster.windlass("deploy", "demo", *ranks, *SMALL))
@@ -301,19 +328,16 @@ def test_a_machine_that_dies_and_rays_own_proxy() -> None:
 
         async def under_load() -> list[dict[str, Any]]:
             async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
-                asked = [body([10 + n, 11, 12], max_tokens=300, ignore_eos=True) for n in range(16)]
-                work = [asyncio.create_task(stream(client, one)) for one in asked[:12]]
-                while await asyncio.to_thread(cluster.metric, "windlass_num_requests_running") < 6:
-                    await asyncio.sleep(0.02)
-                for pid in processes_below(raylets[1]):
-                    os.kill(pid, signal.SIGKILL)
-                killed = time.monotonic()
-                fresh = await asyncio.gather(*(stream(client, one) for one in asked[12:]))
-                assert time.monotonic() - killed < 10
-                return [*await asyncio.gather(*work), *fresh]
+                doomed = machine_of_an_engine(cluster, raylets[1:])
+                work, over = await a_load(client, cluster, 12)
+                for pid in doomed:
+                    with contextlib.suppress(ProcessLookupError):  # workers end with their raylet
+                        os.kill(pid, signal.SIGKILL)
+                over.set()
+                return [*await new_ones(client), *await ended(work)]
 
         results = asyncio.run(under_load())
         assert all(one["done"] for one in results)
         cut = [one for one in results if one["error"] is not None]
         assert all(one["error"]["code"] == "engine_unavailable" for one in cut) and 1 <= len(cut) <= 8, cut
-        assert [one["error"] for one in results[12:]] == [None] * 4
+        assert [one["error"] for one in results[:4]] == [None] * 4

@@ -198,7 +198,7 @@ def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
     length, sequences = 1 << 20, 4
     needed = length * sequences * bytes_per_token(demo.spec.kv_groups[0], "float32")
     weights = size_of(demo)
-    options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": 500 * GIB}
+    options = {"max_model_len": length, "max_num_seqs": sequences, "kv_cache_memory": needed}
     said = refusal(demo, needed + weights - 1, **options)
     assert said.startswith("the KV cache needs 16.0 GiB of memory, 16.0 GiB are free, 15.2 MiB of it for the weights: ")
     assert "`cache.dtype=int8`" in said and "int8" not in refusal(demo, GIB, kv_cache_dtype="int8", **options)
@@ -215,6 +215,21 @@ def test_only_ways_out_that_lead_somewhere_are_named(demo: ModelDescription) -> 
     assert "raise" not in said and said.endswith("lower `max_model_len` or use `cache.dtype=int8`")
     said = refusal(demo, GIB, max_model_len=1 << 20)
     assert said.endswith("tokens: lower `max_model_len`")
+
+
+def test_what_is_named_is_used_for_beginnings_that_are_shared(demo: ModelDescription, tmp_path: Path) -> None:
+    """More than the sequences that run can hold, where that is of use; a default fills nobody's memory."""
+
+    def blocks(model: ModelDescription, **options: Any) -> tuple[int, ...]:
+        config = engine_config(str(DEMO), max_model_len=512, max_num_seqs=4, **options)
+        return plan_cache(config, model.spec.kv_groups, model.spec.trained_len, "float32", 32 << 20).num_blocks
+
+    running, named = 4 * 512 // 16, (32 << 20) // (16 * bytes_per_token(demo.spec.kv_groups[0], "float32"))
+    assert named == 4 * running
+    assert blocks(demo, kv_cache_memory=32 << 20) == (named,)
+    assert blocks(demo) == blocks(demo, kv_cache_memory=32 << 20, prefix_caching=False) == (running,)
+    windows = describe_model(engine_config(make_model("gemma3", tmp_path / "gemma", sliding_window=64)))
+    assert max(blocks(windows, kv_cache_memory=32 << 20)) == running
 
 
 def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
