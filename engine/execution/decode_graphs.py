@@ -96,12 +96,12 @@ class DecodeGraphs:
         made: list[StepTensors] = []
 
         def step() -> None:
-            decoder, backend = self._decoder, self._decoder.backend
+            decoder = self._decoder
             x, batch = decoder.embed(self.rows.batch(size))
             hidden = decoder.run_layers(x, batch, self._cache)
             logits = decoder.logits(hidden)
-            maxima = backend.row_maxima(logits)
-            self.rows.go_on(size, *backend.draw_rows(logits, maxima[1], self.rows.draws(size)))
+            maxima = decoder.backend.row_maxima(logits)
+            self.rows.go_on(size, *self._graphs.draw_rows(logits, maxima[1], self.rows.draws(size)))
             made[:] = [StepTensors(hidden, logits, maxima)]
 
         self.rows.reset()

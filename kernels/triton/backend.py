@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer, RowDraws
+from windlass.kernels.draws import Drawer
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
@@ -150,9 +150,6 @@ class TritonBackend(TorchBackend):
 
     def drawer(self, vocab_size: int) -> Drawer:
         return drawing.TritonDrawer()
-
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-        return drawing.draw_rows(logits, maxima, draws)
 
     def make_graphs(self) -> Graphs | None:
         # With splits of one size, how many there are follows from the lengths.

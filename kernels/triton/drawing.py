@@ -69,7 +69,7 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
 
 
 def draw_rows(logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-    """See `Backend.draw_rows`."""
+    """See `Graphs.draw_rows`."""
     logits = strided(logits)
     rows = torch.arange(logits.shape[0], device=logits.device)
     tokens, statuses = _launch(logits, rows, logits, torch.full_like(rows, -1), maxima, draws)

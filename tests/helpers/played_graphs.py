@@ -111,6 +111,11 @@ class PlayedGraphs(Graphs):
                 self._asked.popleft()()
             self.done += 1
 
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
+        opaque(_draw, logits, maxima, *draws, tokens, statuses)
+        return tokens, statuses
+
     def join(self) -> None:
         self.do_until(self.asked)
 
@@ -152,11 +157,6 @@ class PlayedBackend(RowIndependentBackend):
         ids, values = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         opaque(_maxima, logits, ids, values)
         return ids, values
-
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-        tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
-        opaque(_draw, logits, maxima, *draws, tokens, statuses)
-        return tokens, statuses
 
 
 def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
