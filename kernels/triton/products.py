@@ -134,6 +134,7 @@ class _Operands:
     strides: tuple[int, int, int]
     example: BlockWeight | None
     weight_type: torch.dtype | None = None  # where addresses do not tell
+    aligned: bool = True  # whether 16 divides addresses
 
     @classmethod
     def of(cls, weight: Tensor | BlockWeight) -> _Operands:
@@ -147,12 +148,18 @@ class _Operands:
         if isinstance(first, BlockWeight):
             supers = None if first.supers is None else _addresses([weight.supers for weight in weights])
             scales = _addresses([weight.scales for weight in weights])
-            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8)
-        return cls(_addresses(weights), None, None, (first.stride(0), first.stride(1), 0), None, first.dtype)
+            aligned = _are_aligned([part for w in weights for part in (w.codes, w.scales)])
+            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8, aligned)
+        strides = first.stride(0), first.stride(1), 0
+        return cls(_addresses(weights), None, None, strides, None, first.dtype, _are_aligned(weights))
 
 
 def _addresses(tensors: Sequence[Any]) -> Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+def _are_aligned(tensors: Sequence[Any]) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _launch(
@@ -177,7 +184,8 @@ def _launch(
     """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
-    tile = 16 if fixed or rows <= 16 * max(experts, 1) else 64
+    most = 64 if x.element_size() < 4 else 32  # float32 is multiplied number by number, out of registers
+    tile = 16 if fixed or rows <= 16 * max(experts, 1) else most
     tiles = -(-rows // tile) if not experts else rows // tile + experts
     launch(
         product,
@@ -202,6 +210,7 @@ def _launch(
         GROUPED=experts > 0,
         PER_ROW=per_row,
         EXPERTS=experts,
+        ALIGNED=operands.aligned,
         BLOCKS=blocks is not None,
         **_form_sizes(blocks),
         BIAS=bias is not None,

@@ -151,7 +151,7 @@ def prepare_model(
     in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
     cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
-    check_cache_dtype(model.spec, cached)
+    check_cache_dtype(model.spec, cached, kind)
     title = None if model.quantized is None else model.quantized.title
     part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
     check_memory(config, model, plan, cached, stored, kind, free, beside)
@@ -256,8 +256,13 @@ def _type_in_files(model: ModelDescription) -> str | None:
     return names.get(next(iter(found))) if len(found) == 1 else None
 
 
-def check_cache_dtype(spec: ModelSpec, cached: str) -> None:
-    """LoadError where keys and values cannot be cached in this type."""
+def check_cache_dtype(spec: ModelSpec, cached: str, kind: str) -> None:
+    """LoadError where keys and values cannot be cached in this type. kind: of device."""
+    if cached == "float8_e4m3fn" and kind == "cpu":
+        raise LoadError(
+            "`cache.dtype=fp8` is for GPUs: the kernels for CPUs have no such pages. Use `cache.dtype=int8`, which takes as many "
+            "bytes and is nearer"
+        )
     if cached == "int8" and not all(group.cached_value_dim for group in spec.kv_groups):
         raise LoadError(
             "`cache.dtype=int8` is not for models with latent attention: its pages have one scale for a token's row, which here "

@@ -38,7 +38,8 @@ def tokens_of(finished: dict[tuple[str, int], Finished]) -> dict[str, list[int]]
 def test_names() -> None:
     assert parse_cache_dtype("INT8") == "int8"
     assert parse_cache_dtype("bf16") == "bfloat16"
-    with pytest.raises(LoadError, match="float16 or int8"):
+    assert parse_cache_dtype("FP8") == "float8_e4m3fn"
+    with pytest.raises(LoadError, match="float16, int8 or fp8"):
         parse_cache_dtype("int4")
     assert engine_config("x").cache.dtype == "auto"
 

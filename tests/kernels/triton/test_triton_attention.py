@@ -38,10 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8 pages, a cap": {"page_type": torch.int8, "soft_cap": 2.0},
     "float16 pages": {"page_type": torch.float16},
+    "float8 pages": {"page_type": torch.float8_e4m3fn, "window": 20},
     "a window and sinks": {"window": 7, "sinks": True},
     "chunks": {"chunk": 6, "page_type": torch.bfloat16},
     "both ways": {"causal": False},
     "odd heads": {"heads": 6, "kv_heads": 2, "dim": 24, "value_dim": 40},
+    "more heads than rows of a tile": {"heads": 40, "kv_heads": 1, "dim": 16},
     "one head of keys for many": {"heads": 20, "kv_heads": 1, "dim": 40, "window": 9},
 }
 
