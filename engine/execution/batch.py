@@ -25,7 +25,7 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, RowsAhead, StepRows
+from windlass.kernels import Backend, RowsAhead, StepRows, sent
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
@@ -248,11 +248,7 @@ class BatchBuilder:
         return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        found = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return found
-        # From pinned memory, which torch keeps until it was read, the host need not wait for the copy.
-        return found.pin_memory().to(self._device, non_blocking=True)
+        return sent(torch.from_numpy(array), self._device)
 
     def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""

@@ -32,6 +32,7 @@ from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
 from windlass.engine.scheduling.bursts import MOST_PASSES
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+from windlass.kernels import sent
 
 # What is caught up row by row, as a step that can be repeated; more goes as a chunk.
 _ROWS = 2
@@ -222,9 +223,9 @@ class Drafter:
         hidden, logits = self._run(items)
         last = torch.tensor([item.num_tokens for item in items]).cumsum(0) - 1
         if logits is None:
-            logits = self._decoder.logits(hidden[last.to(hidden.device)])
+            logits = self._decoder.logits(hidden[sent(last, hidden.device)])
         elif logits.shape[0] > len(items):
-            logits = logits[last]
+            logits = logits[sent(last, logits.device)]
         return logits[:, : self._ids].argmax(dim=1).tolist()
 
     def _run(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:

@@ -36,6 +36,7 @@ class TritonBackend(TorchBackend):
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
         super().__init__(options)
         self._host = host
+        self.latent_expansion_cost = None  # the host does not know how long sequences are
         self._processors = 1
         if self.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count

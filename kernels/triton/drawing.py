@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.draws import Draw, DrawStatus, LogitsChanges, RowDraws, filter_numbers
+from windlass.kernels.layouts.pinned import sent
 from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
@@ -158,8 +159,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
 
 
 def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-    made = torch.from_numpy(numbers)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent(torch.from_numpy(numbers), device)
 
 
 def _block(columns: int) -> int:
