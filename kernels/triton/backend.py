@@ -110,7 +110,7 @@ class TritonBackend(TorchBackend):
         return products.AddressedExperts(weights, biases)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        if isinstance(experts, products.AddressedExperts) and experts.operands is not None:
+        if isinstance(experts, products.AddressedExperts) and experts.parts:
             return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
         return super().linear_of_experts(x, experts, chosen)
 
