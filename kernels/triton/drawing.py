@@ -18,8 +18,10 @@ from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
-_BLOCK, _LIST = 2048, 256
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
+# A row is read by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
+_BLOCK, _LIST = 8192, 512
+_WARPS = 16
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
 
 
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -29,7 +31,18 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     columns = logits.shape[1]
     grid = (logits.shape[0],)
-    launch(programs.row_maxima, grid, logits, logits, logits.stride(0), columns, places, largest, BLOCK=_block(columns))
+    launch(
+        programs.row_maxima,
+        grid,
+        logits,
+        logits,
+        logits.stride(0),
+        columns,
+        places,
+        largest,
+        BLOCK=_block(columns),
+        num_warps=_WARPS,
+    )
     return places, largest
 
 

@@ -84,6 +84,8 @@ def _compile(capability: int) -> Callable[..., None]:
         _seen.add(key)
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
+        if options.get("enable_fp_fusion") is False:  # every number that decides a draw is rounded as elsewhere
+            assert re.search(r"fma\.|\.ftz|div\.(full|approx)", made.asm["ptx"]) is None, kernel.__name__
         registers, spilled = _taken(made)
         shared, warps = made.metadata.shared, made.metadata.num_warps
         types = ",".join(kind.lstrip("*") for kind in dict.fromkeys(signature.values()) if kind.startswith("*"))
