@@ -44,6 +44,12 @@ def test_names() -> None:
     assert engine_config("x").cache.dtype == "auto"
 
 
+def test_float8_is_for_gpus(tmp_path: Path) -> None:
+    directory = make_model("llama", tmp_path)
+    with pytest.raises(LoadError, match=r"`cache\.dtype=fp8` is for GPUs.*`cache\.dtype=int8`"):
+        core_of(directory, kv_cache_dtype="fp8")
+
+
 def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
     directory = make_model("gemma3", tmp_path)
     core, wide = core_of(directory, kv_cache_memory=1 << 20), core_of(directory, kv_cache_dtype="float32")

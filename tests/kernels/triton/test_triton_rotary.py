@@ -17,7 +17,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FLOAT8)
 # A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6, FLOAT8: 2**-3}
 # Head dim, rotated pairs, value dim.
-SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4))
+SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96))
 
 
 def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2) -> KVPages:
