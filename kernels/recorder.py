@@ -80,6 +80,13 @@ class Graphs(ABC):
         """Have the device do this next: captured work, or torch operations that do not wait."""
 
     @abstractmethod
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], as a part of captured work.
+
+        maxima: the rows' largest values, float32 [B]. A draw yields what a `Drawer` of the device draws.
+        """
+
+    @abstractmethod
     def join(self) -> None:
         """What torch is asked for from now on comes after all that was asked for here."""
 
@@ -110,10 +117,3 @@ class RepeatsSteps(ABC):
     def make_graphs(self) -> Graphs | None:
         """What captures steps on a device that runs beside its host, with a memory of its own; None: nothing does."""
         return None
-
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-        """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], without waiting for the device.
-
-        maxima: the rows' largest values, float32 [B]. A draw yields what a `Drawer` draws. Only where there are graphs.
-        """
-        raise NotImplementedError("draws are told by the host on this device")

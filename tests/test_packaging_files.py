@@ -154,9 +154,9 @@ def test_what_is_built_here_runs_with_as_little_as_it_needs(name):
     assert service["security_opt"] == ["no-new-privileges:true"]  # and so Docker's own seccomp profile
     assert service["pids_limit"] > 0 and any(mount.startswith("/tmp:") for mount in service["tmpfs"])
     # What the image writes goes to a volume.
-    written = re.findall(r"(?:HF_HOME|WINDLASS_CACHE)=(\S+)", DOCKERFILE)
+    written = re.findall(r"(?:HF_HOME|WINDLASS_CACHE|TRITON_CACHE_DIR)=(\S+)", DOCKERFILE)
     mounted = [volume.split(":")[1] for volume in services()["windlass"]["volumes"]]
-    assert written and all(any(path.startswith(place) for place in mounted) for path in written)
+    assert len(written) == 3 and all(any(path.startswith(place) for place in mounted) for path in written)
     if name != "loadtest":
         assert service["ulimits"]["core"] == 0 and "mem_limit" in service and "cpus" in service
 

@@ -25,6 +25,7 @@ MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, u
 
 _UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
 _DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
+_CACHE_DTYPE_NAMES = {"int8": "int8"} | dict.fromkeys(("fp8", "fp8_e4m3", "float8", "float8_e4m3fn"), "float8_e4m3fn")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -269,14 +270,16 @@ def parse_dtype(name: str) -> str:
 
 
 def parse_cache_dtype(name: str) -> str:
-    """As `parse_dtype`, for cached keys and values, which may be int8 too."""
-    if name.lower() == "int8":
-        return "int8"
+    """As `parse_dtype`, for cached keys and values, which may be int8 or on a GPU float8 too."""
+    if name.lower() in _CACHE_DTYPE_NAMES:
+        return _CACHE_DTYPE_NAMES[name.lower()]
     try:
         return parse_dtype(name)
     except LoadError:
-        meant = did_you_mean(name, ("auto", "float32", "bfloat16", "float16", "int8"))
-        raise LoadError(f"unknown cache dtype {name!r}{meant}: use auto, float32, bfloat16, float16 or int8") from None
+        meant = did_you_mean(name, ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
+        raise LoadError(
+            f"unknown cache dtype {name!r}{meant}: use auto, float32, bfloat16, float16, int8 or fp8"
+        ) from None
 
 
 def parse_size(text: str) -> int:

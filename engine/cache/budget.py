@@ -15,7 +15,7 @@ from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 
-ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
+ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
 _INT8_QUAD = 4  # codes of a key are padded to a multiple
 _INT8_SCALES = 8  # bytes per token and head, one float32 for the key and one for the value
 _INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is key and value at once: numbers of a scale, and its bytes

@@ -11,11 +11,17 @@ from windlass.engine.model.loading.chosen_device import is_out_of_memory
 from windlass.engine.model.loading.loader import LoadedModel
 from windlass.kernels import DeviceMemory
 
+_MOST_PROPOSED_ROWS = 512  # what every row makes besides takes memory: its logits are half a megabyte
+
 
 def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
-    """Its rows, and the blocks of a sequence of that length: what captured steps have room for."""
-    scheduling = config.scheduling
-    return min(scheduling.max_num_seqs, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
+    """Its rows, those of proposed tokens among them, and the blocks of a sequence of that length: what captured steps have room
+    for."""
+    scheduling, speculation = config.scheduling, config.scheduling.speculation
+    proposed = max(speculation.num_tokens, speculation.draft_tokens if speculation.model else 0)
+    rows = scheduling.max_num_seqs
+    rows = max(rows, min(rows * (1 + proposed), _MOST_PROPOSED_ROWS))
+    return min(rows, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
 
 
 def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, memory: DeviceMemory) -> int:
@@ -40,14 +46,16 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
         )
         if config.compute.cuda_graphs:
             most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
-            step += bytes_of_graphs(
-                decoder,
-                memory,
-                cache_dtype=model.cache_dtype,
-                block_size=config.cache.block_size,
-                most_rows=most_rows,
-                most_blocks=most_blocks,
-            )
+            for one in (model, draft):
+                if one is not None:
+                    step += bytes_of_graphs(
+                        one.decoder,
+                        memory,
+                        cache_dtype=one.cache_dtype,
+                        block_size=config.cache.block_size,
+                        most_rows=most_rows,
+                        most_blocks=most_blocks,
+                    )
     except Exception as error:
         if not is_out_of_memory(error):
             raise

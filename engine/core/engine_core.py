@@ -129,6 +129,8 @@ class EngineCore:
         )
         if config.compute.cuda_graphs:
             self.runner.make_graphs(*largest_decode_step(config, plan.max_model_len))
+            if self.runner.drafter is not None:
+                self.runner.drafter.make_graphs(*largest_decode_step(config, plan.max_model_len))
         if others is not None:
             others.make_pages(plan, rows)
         layouts = [
@@ -186,8 +188,10 @@ class EngineCore:
             room=room,
             most_seconds=most_seconds,
         )
-        if (graphs := self.runner.graphs) is not None:
-            graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
+        drafter = self.runner.drafter
+        for graphs in (self.runner.graphs, None if drafter is None else drafter.graphs):
+            if graphs is not None:
+                graphs.capture(graphs.sizes, _CAPTURE_SECONDS)
         if self._store is not None:
             self._store.wait_known(_FIND_SECONDS)
 

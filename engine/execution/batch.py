@@ -25,12 +25,15 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, RowsAhead, StepRows
+from windlass.kernels import Backend, RowsAhead, StepRows, sent
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
 # Longest context over which proposed tokens are attended row by row.
 _ROW_BY_ROW_LENGTH = 1024
+# On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
+# that reads more, until that is about half of what the weights of an 8B model are.
+_ROW_BY_ROW_KEYS = 1 << 16
 # Far keys take a multiple of as many slots: kernels cut a sequence at absolute places, and however many keys there are, those
 # nearby lie in the same cuts.
 _FAR_SLOTS = 256
@@ -119,7 +122,7 @@ class BatchBuilder:
         return batch if changed is None else replace(batch, adapters=changed)
 
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
-        row_by_row = _is_row_by_row(items)
+        row_by_row = self._is_row_by_row(items)
         live_sequences = self._sequences.by_id
         distances = self._rotary.distances
         held = [live_sequences[item.seq_id] for item in items]
@@ -245,11 +248,7 @@ class BatchBuilder:
         return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        found = torch.from_numpy(array)
-        if self._device.type == "cpu":
-            return found
-        # From pinned memory, which torch keeps until it was read, the host need not wait for the copy.
-        return found.pin_memory().to(self._device, non_blocking=True)
+        return sent(torch.from_numpy(array), self._device)
 
     def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""
@@ -276,7 +275,7 @@ class BatchBuilder:
     def plain_rows(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> PlainRows | None:
         """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that,
         ranges, distances of its own or an adapter."""
-        if not _is_row_by_row(items):
+        if not self._is_row_by_row(items):
             return None
         live_sequences, distances = self._sequences.by_id, self._rotary.distances
         for item in items:
@@ -302,6 +301,23 @@ class BatchBuilder:
             return None
         return RowsAhead(memory.fill, self._sequences.all_tables(blocks), blocks)
 
+    def _is_row_by_row(self, items: abc.Sequence[ScheduledSequence]) -> bool:
+        """Whether every row is run as if it were a sequence of its own: single tokens, and proposed tokens behind them.
+
+        Then it is an ordinary decode step, which can be repeated, and each row reads all keys before it. Over a long context
+        that reading is the dearer part: there the rows of a sequence with proposed tokens go as a chunk and share it.
+        """
+        drafts = False
+        for item in items:
+            if item.num_tokens > 1 + len(item.draft):
+                return False
+            drafts |= item.num_tokens > 1
+        if not drafts:
+            return True
+        if self.lasting:
+            return max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH
+        return sum(item.num_tokens * (item.start + item.num_tokens) for item in items) <= _ROW_BY_ROW_KEYS
+
     def _memory_of(self, batch: ForwardBatch) -> _Memory:
         """The memory that a lasting batch stands in."""
         return self._memory[batch.input_ids.shape[0], batch.block_tables.shape[2]]
@@ -317,20 +333,6 @@ class BatchBuilder:
         else:
             self._memory.move_to_end((rows, width))
         return found
-
-
-def _is_row_by_row(items: abc.Sequence[ScheduledSequence]) -> bool:
-    """Whether every row is run as if it were a sequence of its own: single tokens, and proposed tokens behind them.
-
-    Then it is an ordinary decode step, which can be repeated, and each row reads all keys before it. Over a long context
-    that reading is the dearer part: there the rows of a sequence with proposed tokens go as a chunk and share it.
-    """
-    drafts = False
-    for item in items:
-        if item.num_tokens > 1 + len(item.draft):
-            return False
-        drafts |= item.num_tokens > 1
-    return not drafts or max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH
 
 
 def _under_rules(

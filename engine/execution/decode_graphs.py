@@ -17,7 +17,7 @@ import torch
 
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder, PlainRows
-from windlass.engine.execution.device_rows import LARGEST, DeviceRows, Fetched, RowDrawing
+from windlass.engine.execution.device_rows import LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
 from windlass.engine.execution.replay import StepTensors
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
@@ -33,7 +33,8 @@ class _Captured(NamedTuple):
 
 
 class DecodeGraphs:
-    """most_rows: of a step. most_blocks: of a sequence. obstacle: what ended capturing before everything was captured."""
+    """most_rows: of a step. most_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
+    model has. obstacle: what ended capturing before everything was captured."""
 
     def __init__(
         self,
@@ -46,7 +47,9 @@ class DecodeGraphs:
         most_rows: int,
         most_blocks: int,
         block_size: int,
+        num_ids: int | None = None,
     ) -> None:
+        self._num_ids = num_ids or decoder.spec.vocab_size
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
         self.rows = DeviceRows(
             graphs,
@@ -96,12 +99,12 @@ class DecodeGraphs:
         made: list[StepTensors] = []
 
         def step() -> None:
-            decoder, backend = self._decoder, self._decoder.backend
+            decoder = self._decoder
             x, batch = decoder.embed(self.rows.batch(size))
             hidden = decoder.run_layers(x, batch, self._cache)
-            logits = decoder.logits(hidden)
-            maxima = backend.row_maxima(logits)
-            self.rows.go_on(size, *backend.draw_rows(logits, maxima[1], self.rows.draws(size)))
+            logits = decoder.logits(hidden)[:, : self._num_ids]
+            maxima = decoder.backend.row_maxima(logits)
+            self.rows.go_on(size, *self._graphs.draw_rows(logits, maxima[1], self.rows.draws(size)))
             made[:] = [StepTensors(hidden, logits, maxima)]
 
         self.rows.reset()
@@ -167,4 +170,5 @@ class DecodeGraphs:
         rows = self._batches.plain_rows(items, passes)
         if rows is None or rows.tables.shape[2] > self.rows.width:
             return None
+        rows.said[TOKEN] = rows.said[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
         return self._captured[size], rows

@@ -21,7 +21,7 @@ from windlass.engine.scheduling.bursts import MOST_PASSES
 from windlass.kernels import Graphs, Mark, RowDraws
 
 _NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
-_TOKEN, _INDEX = 0, 1  # of what is said of a row
+TOKEN, _INDEX = 0, 1  # of what is said of a row
 
 
 class RowDrawing(NamedTuple):
@@ -115,7 +115,7 @@ class DeviceRows:
         for kept, found in zip(self._drawn, (ids, statuses), strict=True):
             kept[:, :rows].index_copy_(0, self._pass, found.unsqueeze(0))
         said = self._said[:, :rows]
-        said[_TOKEN].copy_(ids.clamp(min=0))  # nothing was drawn where logits are not finite: the host will see it
+        said[TOKEN].copy_(ids.clamp(min=0))  # nothing was drawn where logits are not finite: the host will see it
         said[_INDEX].add_((said[_INDEX] >= 0).long())
         self._pass.add_(1)
 

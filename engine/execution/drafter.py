@@ -21,6 +21,8 @@ from torch import Tensor
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.decode_graphs import DecodeGraphs
+from windlass.engine.execution.device_rows import LARGEST
 from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
@@ -28,7 +30,9 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
+from windlass.engine.scheduling.bursts import MOST_PASSES
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+from windlass.kernels import sent
 
 # What is caught up row by row, as a step that can be repeated; more goes as a chunk.
 _ROWS = 2
@@ -66,6 +70,7 @@ class Drafter:
             backend=decoder.backend,
         )
         self._replay = DecodeReplay(decoder, model.cache)
+        self.graphs: DecodeGraphs | None = None
         self._rotator = KeyRotator(decoder.spec, model.cache, block_size, decoder.backend)
         self._specs: OrderedDict[tuple[RotarySpec, ...], tuple[RotarySpec, ...]] = OrderedDict()
         # By sequence: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.
@@ -74,6 +79,22 @@ class Drafter:
         # By sequence: its last re-rotations, in the order of slots, until the tokens that they missed are there.
         self._moved: dict[int, list[KeyRerotation]] = {}
         self.positions_computed = 0
+
+    def make_graphs(self, most_rows: int, most_blocks: int) -> None:
+        """Let its steps be captured, where the device has graphs: see `DecodeGraphs.capture`."""
+        graphs = self._decoder.backend.make_graphs()
+        if graphs is not None:
+            self.graphs = DecodeGraphs(
+                self._decoder,
+                self._cache,
+                self._tables,
+                self._batches,
+                graphs,
+                most_rows=most_rows,
+                most_blocks=most_blocks,
+                block_size=self._block_size,
+                num_ids=self._ids,
+            )
 
     def follow(self, plan: SchedulerOutput) -> None:
         """Do to its pages what a plan does to those of the model. `sequences` has followed it already."""
@@ -173,28 +194,45 @@ class Drafter:
             first = valid if item.start + 1 - valid <= _ROWS else item.start
             token_ids = self._sequences.by_id[item.seq_id].token_ids
             rows.append(_chunk(item, first, item.start + 1, tuple(token_ids[first + 1 : item.start + 1])))
-        wanted = [item for item, _ in drafting]
-        for step in range(1, max(item.num_drafted for item in wanted) + 1):
-            for item, token in zip(wanted, self._greedy(rows), strict=True):
-                drafts[item.seq_id].append(token)
+        wanted, step = [item for item, _ in drafting], 0
+        while wanted:
+            for item, tokens in zip(wanted, self._next_tokens(wanted, rows, step), strict=True):
+                drafts[item.seq_id] += tokens
+            step = len(drafts[wanted[0].seq_id])
             wanted = [item for item in wanted if item.num_drafted > step]
             rows = [
                 _chunk(item, item.start + step, item.start + step + 1, (drafts[item.seq_id][-1],)) for item in wanted
             ]
         return drafts
 
+    def _next_tokens(
+        self, wanted: list[ScheduledSequence], rows: list[ScheduledSequence], step: int
+    ) -> list[list[int]]:
+        """As many for each of the sequences: one, or several where a device goes on by itself. rows: their last tokens."""
+        passes = min(MOST_PASSES, min(item.num_drafted for item in wanted) - step)  # there are blocks for no more
+        if self.graphs is not None and passes > 1 and all(item.num_tokens == 1 for item in rows):
+            fetched = self.graphs.begin(rows, passes, [LARGEST] * len(rows))
+            if fetched is not None:
+                self.positions_computed += passes * len(rows)
+                ids, _ = fetched.wait()
+                return [[max(token, 0) for token in of_one] for of_one in ids.T.tolist()]
+        return [[token] for token in self._greedy(rows)]
+
     def _greedy(self, items: list[ScheduledSequence]) -> list[int]:
         """The most likely token after each item's last one."""
         hidden, logits = self._run(items)
         last = torch.tensor([item.num_tokens for item in items]).cumsum(0) - 1
         if logits is None:
-            logits = self._decoder.logits(hidden[last.to(hidden.device)])
+            logits = self._decoder.logits(hidden[sent(last, hidden.device)])
         elif logits.shape[0] > len(items):
-            logits = logits[last]
+            logits = logits[sent(last, logits.device)]
         return logits[:, : self._ids].argmax(dim=1).tolist()
 
     def _run(self, items: list[ScheduledSequence]) -> tuple[Tensor, Tensor | None]:
         """Hidden states of every row, and logits of every row where they are known already."""
+        if self.graphs is not None and (replayed := self.graphs.run(items)) is not None:
+            self.positions_computed += len(replayed.hidden)
+            return replayed.hidden, replayed.logits
         batch = self._batches.build(items)
         batch.input_ids.clamp_(max=self._decoder.spec.vocab_size - 1)
         self.positions_computed += batch.input_ids.shape[0]

@@ -25,6 +25,7 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import takes_largest
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot
+from windlass.kernels import sent
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
@@ -153,7 +154,7 @@ class RankRunner:
             second = None if rule is None else rule.second_from
             tokens = range(item.start, item.start + item.num_tokens)
             types += [int(second is not None and index >= second) for index in tokens]
-        return torch.tensor(types, device=self.decoder.device)
+        return sent(torch.tensor(types), self.decoder.device)
 
     def _drawn_rows(self, plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
         """The sequences that tokens are drawn for, and the rows of the step that they are drawn from."""
@@ -169,7 +170,7 @@ class RankRunner:
             return made.logits
         chosen = hidden if made is None else made.logits
         if len(rows) < chosen.shape[0]:
-            chosen = chosen[torch.tensor(rows, device=chosen.device)]
+            chosen = chosen[sent(torch.tensor(rows), chosen.device)]
         return self.decoder.logits(chosen) if made is None else chosen
 
     def _prompt_rows(self, plan: SchedulerOutput, hidden: Tensor) -> Iterator[tuple[ScheduledSequence, Tensor]]:

@@ -18,6 +18,7 @@ from windlass.engine.sampling.penalties import penalises
 from windlass.engine.sampling.sampler import Drawn, Sampler
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling.plan import StepResult
+from windlass.kernels import sent
 
 
 class Draws(NamedTuple):
@@ -60,7 +61,7 @@ def draw_tokens(
             found += [next(drawn) for _ in item.draft]
             results.append(_result(item.slots[0], _accepted(item, found)))
     while going := [entry for entry in slow if _goes_on(*entry)]:
-        rows = torch.tensor([item.row + len(found) for item, found in going], device=logits.device)
+        rows = sent(torch.tensor([item.row + len(found) for item, found in going]), logits.device)
         slots = [(at, item.slots[0].after(item.draft[: len(found)])) for at, (item, found) in enumerate(going)]
         for (_, found), one in zip(going, sampler.sample(logits[rows], slots), strict=True):
             found.append(one)

@@ -231,13 +231,10 @@ class CompiledBackend(Backend):
         return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        unit = self._matrix_unit
         try:
             return expert_products.CompiledExperts(
-                weights,
-                biases,
-                self._library,
-                rounds_blocks=self._matrix_unit.takes_blocks,
-                rounds_panels=self._matrix_unit.takes_panels,
+                weights, biases, self._library, rounds_blocks=unit.takes_blocks, rounds_panels=unit.takes_panels
             )
         except ValueError:  # each expert's product is a call of its own then
             return ExpertWeights(weights, biases)

@@ -13,6 +13,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from windlass.kernels.layouts.pinned import sent
+
 PANEL_COLUMNS = 32  # of B^T
 PANEL_ROWS, STRIP = 4, 16  # of A
 
@@ -105,6 +107,6 @@ class RowSlots:
                 rows.setdefault(slot, []).append(row)
             whole = len(rows) == 1
             self._segments = tuple(
-                (slot, None if whole else torch.tensor(own, device=device)) for slot, own in rows.items() if slot >= 0
+                (slot, None if whole else sent(torch.tensor(own), device)) for slot, own in rows.items() if slot >= 0
             )
         return self._segments

@@ -57,10 +57,17 @@ def _by_slot(pages: Tensor) -> Tensor:
     return pages.view(pages.shape[0] * pages.shape[1], *pages.shape[2:])
 
 
+def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
+    flat, own = _by_slot(pages), x.to(pages.dtype)
+    if pages.dtype == torch.float8_e4m3fn:  # torch copies no rows of that
+        flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+    flat.index_copy_(0, slots, own)
+
+
 def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
     """Write x [N, Hkv, D] float32 to slots of the key pages, rounded to their dtype; of latent rows the first groups of it."""
     if pages.key_scale is None:
-        _by_slot(pages.key).index_copy_(0, slots, x.to(pages.key.dtype))
+        _put(pages.key, slots, x)
     elif pages.has_rows_of_codes:
         codes, scales = quantize_rows(x)
         _by_slot(pages.key)[slots, :, : x.shape[-1]] = codes
@@ -74,7 +81,7 @@ def _store_keys(pages: KVPages, slots: Tensor, x: Tensor) -> None:
 def _store_values(pages: KVPages, slots: Tensor, x: Tensor) -> None:
     """Write x [N, Hkv, Dv] to slots of the value pages, rounded to their dtype."""
     if pages.value_scale is None:
-        _by_slot(pages.value).index_copy_(0, slots, x.to(pages.value.dtype))
+        _put(pages.value, slots, x)
     elif not pages.has_rows_of_codes:
         codes, scales = quantize(x)
         int8_layout.put_values(pages.value, slots, codes)
@@ -118,7 +125,7 @@ def rerotate_cached_keys(
         keys, flat = _by_slot(pages.key), _by_slot(pages.value)
         _store_keys(pages, targets, rotate_half_split(keys[sources], cos, sin))
         if values:
-            flat.index_copy_(0, targets, flat[sources])
+            _put(pages.value, targets, flat[sources])
         return
     codes = int8_layout.take_keys(pages.key, sources)
     scales = int8_layout.take_scales(pages.key_scale, sources)

@@ -8,17 +8,38 @@ its bits follow from its own sequence and no chunking.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
+from windlass.kernels.triton.launch import as_bytes, dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.attention import attention, merge_splits
 
 SPLIT_KEYS = 512  # of a split whose size shall not depend on the batch
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
 _WAVES = 4  # of programs for each processor that splits are to make
+
+
+class _Sizes(NamedTuple):
+    """Of tiles: rows at most, keys, and up to how many rows four warps do. As large as registers and shared memory let them be,
+    of the smaller GPUs too (99 KiB): what the compiler says of each is in `tests/helpers/compiling.py`."""
+
+    rows: int
+    keys: int
+    rows_of_few_warps: int
+
+    @classmethod
+    def of(cls, q: Tensor, pages: KVPages) -> _Sizes:
+        widest = max(q.shape[2], pages.value_dim)
+        if q.element_size() == 4:  # multiplied number by number, without tensor cores
+            return cls(32, 32, 16) if widest <= 64 else cls(16, 16, 0)
+        if widest <= 128:
+            # Keys of 8 bits are there twice, as they are and as they are multiplied.
+            return cls(64, 64, 32) if pages.key.element_size() == 1 else cls(128, 64, 64)
+        return cls(64, 32, 32) if widest <= 256 else cls(16, 16, 0)
 
 
 def paged_attention(
@@ -43,7 +64,8 @@ def paged_attention(
 def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, processors: int) -> None:
     places, heads, width = (call.num_tokens if by_token else call.batch_size), q.shape[1], pages.value_dim
     group = heads // pages.num_kv_heads
-    rows = min(power_of_two(group), 64 if q.shape[2] <= 256 else 16)
+    sizes = _Sizes.of(q, pages)
+    rows = min(power_of_two(group), sizes.rows, 64)
     longest = call.block_tables.shape[1] * pages.block_size
     split = SPLIT_KEYS if by_token else _LEAST_SPLIT
     splits = max(1, -(-longest // split))
@@ -73,9 +95,9 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
 
 
 def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
-    rows_of_tile = 128 if q.shape[2] <= 128 else 64 if q.shape[2] <= 256 else 16
-    rows = min(power_of_two(q.shape[1] // pages.num_kv_heads), rows_of_tile)
-    tokens = rows_of_tile // rows
+    sizes = _Sizes.of(q, pages)
+    rows = min(power_of_two(q.shape[1] // pages.num_kv_heads), sizes.rows)
+    tokens = sizes.rows // rows
     places = call.num_tokens // tokens + call.batch_size
     _launch(q, pages, call, out, (None, None, None), (places, 1), 0, rows, tokens, singles=False, by_token=False)
 
@@ -98,7 +120,7 @@ def _launch(
     kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
     group = q.shape[1] // kv_heads
     dot, precision = dot_type(q.dtype)
-    widest = max(dim, width)
+    sizes = _Sizes.of(q, pages)
     launch(
         attention,
         (grid[0], kv_heads * -(-group // rows), grid[1]),
@@ -109,8 +131,8 @@ def _launch(
         q.shape[0],
         out,
         *parts,
-        pages.key,
-        pages.value,
+        as_bytes(pages.key),
+        as_bytes(pages.value),
         pages.key_scale,
         pages.value_scale,
         pages.key.shape[0],
@@ -139,6 +161,7 @@ def _launch(
         DIM=dim,
         VALUE_DIM=width,
         CODES=pages.key_scale is not None,
+        FLOAT8=pages.key.dtype == torch.float8_e4m3fn,
         DOT=dot,
         PRECISION=precision,
         CAUSAL=call.causal,
@@ -155,9 +178,9 @@ def _launch(
         TOKENS=tokens,
         HEADS=rows,
         BLOCK_M=max(16, rows * tokens),
-        BLOCK_N=64 if widest <= 128 else 32 if widest <= 256 else 16,
+        BLOCK_N=sizes.keys,
         BLOCK_D=power_of_two(dim, 16),
         BLOCK_V=power_of_two(width, 16),
-        num_warps=8 if rows * tokens >= 128 else 4,
+        num_warps=4 if rows * tokens <= sizes.rows_of_few_warps else 8,
         num_stages=2,
     )

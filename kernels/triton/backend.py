@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer, RowDraws
+from windlass.kernels.draws import Drawer
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
@@ -36,6 +36,7 @@ class TritonBackend(TorchBackend):
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
         super().__init__(options)
         self._host = host
+        self.latent_expansion_cost = None  # the host does not know how long sequences are
         self._processors = 1
         if self.device.type == "cuda":
             self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
@@ -109,7 +110,7 @@ class TritonBackend(TorchBackend):
         return products.AddressedExperts(weights, biases)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        if isinstance(experts, products.AddressedExperts) and experts.operands is not None:
+        if isinstance(experts, products.AddressedExperts) and experts.parts:
             return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
         return super().linear_of_experts(x, experts, chosen)
 
@@ -150,9 +151,6 @@ class TritonBackend(TorchBackend):
 
     def drawer(self, vocab_size: int) -> Drawer:
         return drawing.TritonDrawer()
-
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-        return drawing.draw_rows(logits, maxima, draws)
 
     def make_graphs(self) -> Graphs | None:
         # With splits of one size, how many there are follows from the lengths.

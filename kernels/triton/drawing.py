@@ -13,12 +13,15 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.draws import Draw, DrawStatus, LogitsChanges, RowDraws, filter_numbers
+from windlass.kernels.layouts.pinned import sent
 from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
-_BLOCK, _LIST = 2048, 256
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
+# A row is read by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
+_BLOCK, _LIST = 8192, 512
+_WARPS = 16
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
 
 
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -28,7 +31,18 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     largest = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
     columns = logits.shape[1]
     grid = (logits.shape[0],)
-    launch(programs.row_maxima, grid, logits, logits, logits.stride(0), columns, places, largest, BLOCK=_block(columns))
+    launch(
+        programs.row_maxima,
+        grid,
+        logits,
+        logits,
+        logits.stride(0),
+        columns,
+        places,
+        largest,
+        BLOCK=_block(columns),
+        num_warps=_WARPS,
+    )
     return places, largest
 
 
@@ -69,7 +83,7 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
 
 
 def draw_rows(logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-    """See `Backend.draw_rows`."""
+    """See `Graphs.draw_rows`."""
     logits = strided(logits)
     rows = torch.arange(logits.shape[0], device=logits.device)
     tokens, statuses = _launch(logits, rows, logits, torch.full_like(rows, -1), maxima, draws)
@@ -158,8 +172,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
 
 
 def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-    made = torch.from_numpy(numbers)
-    return made if device.type == "cpu" else made.pin_memory().to(device, non_blocking=True)
+    return sent(torch.from_numpy(numbers), device)
 
 
 def _block(columns: int) -> int:

@@ -8,7 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from windlass.kernels.draws import RowDraws
 from windlass.kernels.recorder import Graphs, Mark
+from windlass.kernels.triton import drawing
 
 
 class CudaMark(Mark):
@@ -44,6 +46,9 @@ class CudaGraphs(Graphs):
     def ask(self, work: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
             work()
+
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        return drawing.draw_rows(logits, maxima, draws)
 
     def join(self) -> None:
         pass

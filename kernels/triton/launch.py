@@ -35,6 +35,11 @@ def dot_type(dtype: torch.dtype) -> tuple[Any, str]:
     return (tl.float32, "ieee") if found is None else (found, "tf32")
 
 
+def as_bytes(pages: Tensor) -> Tensor:
+    """Pages as programs take them: float8 as uint8, which every GPU reads."""
+    return pages.view(torch.uint8) if pages.dtype == torch.float8_e4m3fn else pages
+
+
 def strided(x: Tensor) -> Tensor:
     """x [..., D], its last dim contiguous."""
     return x if x.stride(-1) == 1 or x.shape[-1] <= 1 else x.contiguous()

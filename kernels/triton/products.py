@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
+from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.torch.reference import rounded
 from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.product import gather_blocks, product
@@ -51,42 +52,66 @@ def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
     return out
 
 
+@dataclass(frozen=True, slots=True)
+class _ExpertPart:
+    """Rows first .. first + columns of every expert's weight, with a table of where each lies. biases: the same of these."""
+
+    first: int
+    columns: int
+    operands: _Operands
+    biases: Tensor | None
+
+
 class AddressedExperts(ExpertWeights):
-    """Experts whose weights are of one kind, with tables of where each lies."""
+    """Experts with tables of where each lies. parts: none where their weights are not of one kind."""
 
     def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor] | None = None) -> None:
         super().__init__(weights, biases)
-        self.operands = _Operands.of_experts(self.weights) if self._are_alike() else None
-        self.bias_table = None if self.biases is None else _addresses(self.biases)
+        self.parts: tuple[_ExpertPart, ...] = ()
+        spans = [
+            weight.spans() if isinstance(weight, StackedWeight) else [(weight, 0, self.columns)] for weight in weights
+        ]
+        one_type = self.biases is None or len({bias.dtype for bias in self.biases}) == 1
+        if one_type and len({tuple(span[1:] for span in own) for own in spans}) == 1:
+            parts = [self._part([own[place] for own in spans]) for place in range(len(spans[0]))]
+            self.parts = tuple([part for part in parts if part is not None])
+            if len(self.parts) < len(parts):
+                self.parts = ()
 
-    def _are_alike(self) -> bool:
-        first = self.weights[0]
-        if isinstance(first, Tensor):
-            kinds = {(w.dtype, w.stride()) if isinstance(w, Tensor) else None for w in self.weights}
-        elif isinstance(first, BlockWeight):
-            kinds = {w.form if isinstance(w, BlockWeight) else None for w in self.weights}  # type: ignore[misc]
-        else:
-            return False
-        return len(kinds) == 1 and (self.biases is None or len({bias.dtype for bias in self.biases}) == 1)
+    def _part(self, spans: Sequence[tuple[Any, int, int]]) -> _ExpertPart | None:
+        """Of the same rows of every expert; None where they are of several kinds."""
+        weights, (_, first, end) = [weight for weight, _, _ in spans], spans[0]
+        if len({_kind_of(weight) for weight in weights}) > 1 or _kind_of(weights[0]) is None:
+            return None
+        biases = None if self.biases is None else _addresses([bias[first:end] for bias in self.biases])
+        return _ExpertPart(first, end - first, _Operands.of_experts(weights), biases)
+
+
+def _kind_of(weight: Any) -> Any:
+    if isinstance(weight, Tensor):
+        return weight.dtype, weight.stride()
+    return weight.form if isinstance(weight, BlockWeight) else None
 
 
 def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
-    """See `Backend.linear_of_experts`, for experts whose weights are of one kind."""
-    if experts.operands is None:
+    """See `Backend.linear_of_experts`, for experts that have tables."""
+    if not experts.parts:
         raise ValueError("experts of several kinds have no tables")
     x = strided(x)
     places = chosen.numel()
-    out = x.new_empty(places, experts.columns)
+    whole = x.new_empty(places, experts.columns)
     ordered = chosen.flatten().sort(stable=True)
     every = torch.arange(len(experts), device=x.device)
     ends = torch.searchsorted(ordered.values, every, right=True)
-    _launch(
-        x, (x.stride(0), 0), out, (out.stride(0), 0), experts.operands, experts.bias_table, places,
-        experts.columns, experts.inner, fixed=fixed,
-        experts=len(experts), order=ordered.indices, ends=ends, per_row=places // max(x.shape[0], 1),
-        bias_type=None if experts.biases is None else experts.biases[0].dtype,
-    )  # fmt: skip
-    return out
+    for part in experts.parts:
+        out = whole[:, part.first : part.first + part.columns]
+        _launch(
+            x, (x.stride(0), 0), out, (out.stride(0), 0), part.operands, part.biases, places,
+            part.columns, experts.inner, fixed=fixed,
+            experts=len(experts), order=ordered.indices, ends=ends, per_row=places // max(x.shape[0], 1),
+            bias_type=None if experts.biases is None else experts.biases[0].dtype,
+        )  # fmt: skip
+    return whole
 
 
 def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
@@ -134,6 +159,7 @@ class _Operands:
     strides: tuple[int, int, int]
     example: BlockWeight | None
     weight_type: torch.dtype | None = None  # where addresses do not tell
+    aligned: bool = True  # whether 16 divides addresses
 
     @classmethod
     def of(cls, weight: Tensor | BlockWeight) -> _Operands:
@@ -147,12 +173,18 @@ class _Operands:
         if isinstance(first, BlockWeight):
             supers = None if first.supers is None else _addresses([weight.supers for weight in weights])
             scales = _addresses([weight.scales for weight in weights])
-            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8)
-        return cls(_addresses(weights), None, None, (first.stride(0), first.stride(1), 0), None, first.dtype)
+            aligned = _are_aligned([part for w in weights for part in (w.codes, w.scales)])
+            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8, aligned)
+        strides = first.stride(0), first.stride(1), 0
+        return cls(_addresses(weights), None, None, strides, None, first.dtype, _are_aligned(weights))
 
 
 def _addresses(tensors: Sequence[Any]) -> Tensor:
     return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+def _are_aligned(tensors: Sequence[Any]) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
 
 
 def _launch(
@@ -177,7 +209,8 @@ def _launch(
     """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
-    tile = 16 if fixed or rows <= 16 * max(experts, 1) else 64
+    most = 64 if x.element_size() < 4 else 32  # float32 is multiplied number by number, out of registers
+    tile = 16 if fixed or rows <= 16 * max(experts, 1) else most
     tiles = -(-rows // tile) if not experts else rows // tile + experts
     launch(
         product,
@@ -202,6 +235,7 @@ def _launch(
         GROUPED=experts > 0,
         PER_ROW=per_row,
         EXPERTS=experts,
+        ALIGNED=operands.aligned,
         BLOCKS=blocks is not None,
         **_form_sizes(blocks),
         BIAS=bias is not None,

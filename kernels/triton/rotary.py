@@ -9,7 +9,7 @@ from torch import Tensor
 from windlass.kernels.layouts.int8 import padded_dim
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.torch.reference import SMALLEST_SCALE
-from windlass.kernels.triton.launch import launch, power_of_two, strided
+from windlass.kernels.triton.launch import as_bytes, launch, power_of_two, strided
 from windlass.kernels.triton.programs import rotary as programs
 
 
@@ -35,8 +35,8 @@ def rotate_and_append(
         sin.contiguous(),
         q_scale.contiguous(),
         slots.contiguous(),
-        pages.key,
-        pages.value,
+        as_bytes(pages.key),
+        as_bytes(pages.value),
         pages.key_scale,
         pages.value_scale,
         Q_HEADS=q.shape[1],
@@ -64,8 +64,8 @@ def rerotate_cached_keys(
         targets.contiguous(),
         cos.contiguous(),
         sin.contiguous(),
-        pages.key,
-        pages.value,
+        as_bytes(pages.key),
+        as_bytes(pages.value),
         pages.key_scale,
         pages.value_scale,
         KV_HEADS=pages.num_kv_heads,
@@ -113,6 +113,7 @@ def _sizes(pages: KVPages, dim: int, half: int) -> dict[str, object]:
         "DIM": dim,
         "HALF": half,
         "CODES": codes,
+        "FLOAT8": pages.key.dtype == torch.float8_e4m3fn,
         "SMALLEST": SMALLEST_SCALE,
         "BLOCK_HALF": power_of_two(half),
         "BLOCK_REST": power_of_two((padded_dim(dim) if codes else dim) - 2 * half),

@@ -48,7 +48,7 @@ class EngineOptions:
         option(
             "--kv-cache-dtype",
             panel=CONTEXT,
-            help="auto, float32, bfloat16, float16 or int8, of cached keys and values.",
+            help="auto, float32, bfloat16, float16, int8 or (on a GPU) fp8, of cached keys and values.",
         ),
     ] = "auto"
     quantization: Annotated[

@@ -1,13 +1,17 @@
 """Compiles every Triton program that a script launches, for GPUs that are not here, and runs none of them.
 
-Run as a script with capabilities, 80 and 90 for instance: prints a line for each program and the shared memory and the
-registers it takes. Results of operations mean nothing.
+Run as a script with capabilities, 80 and 90 for instance: prints a line for each program, with the bytes of shared memory, the
+registers of a thread and the bytes that it spills. Results of operations mean nothing.
 """
 
 from __future__ import annotations
 
+import re
+import subprocess
 import sys
+import tempfile
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -33,6 +37,7 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
+_HALVES = (torch.bfloat16, torch.float16)
 _seen: set[str] = set()
 
 
@@ -46,14 +51,28 @@ def _type_of(operand: Any) -> str:
     return "i32" if -(2**31) <= operand < 2**31 else "i64"
 
 
+def _taken(made: Any) -> tuple[int, int]:
+    """Registers of a thread, and the bytes of it that found none."""
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        Path(file.name).write_bytes(made.asm["cubin"])
+        tool = triton.knobs.nvidia.cuobjdump.path
+        said = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True, check=True).stdout
+    found = re.search(r"REG:(\d+) STACK:(\d+)", said)
+    assert found is not None, said
+    return int(found[1]), int(found[2])
+
+
 def _compile(capability: int) -> Callable[..., None]:
     def compile_instead(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **sizes: Any) -> None:
         options = {name: sizes.pop(name) for name in _OPTIONS if name in sizes}
-        names = kernel.arg_names[: len(operands)]
+        params = kernel.params[: len(operands)]
+        names = [param.name for param in params]
         signature = {name: _type_of(operand) for name, operand in zip(names, operands, strict=True)}
         constants = {name: None for name, kind in signature.items() if kind == "constexpr"} | sizes
         attributes: dict[tuple[int], list[list[object]]] = {}
-        for place, operand in enumerate(operands):  # as a launch would find them
+        for place, (param, operand) in enumerate(zip(params, operands, strict=True)):  # as a launch would find them
+            if param.do_not_specialize:
+                continue
             if isinstance(operand, Tensor) or (isinstance(operand, int) and operand % 16 == 0):
                 attributes[(place,)] = [["tt.divisibility", 16]]
             if isinstance(operand, int) and operand == 1:
@@ -65,70 +84,142 @@ def _compile(capability: int) -> Callable[..., None]:
         _seen.add(key)
         source = ASTSource(kernel, signature, constants, attributes)
         made = triton.compile(source, target=GPUTarget("cuda", capability, 32), options=options)
-        print(flush=True, end="")
+        if options.get("enable_fp_fusion") is False:  # every number that decides a draw is rounded as elsewhere
+            assert re.search(r"fma\.|\.ftz|div\.(full|approx)", made.asm["ptx"]) is None, kernel.__name__
+        registers, spilled = _taken(made)
+        shared, warps = made.metadata.shared, made.metadata.num_warps
+        types = ",".join(kind.lstrip("*") for kind in dict.fromkeys(signature.values()) if kind.startswith("*"))
+        tile = ",".join(str(sizes[name]) for name in ("DIM", "BLOCK_M", "BLOCK_N") if name in sizes)
         print(
-            f"sm_{capability} {kernel.__name__}: {made.metadata.shared} bytes shared, {len(made.asm['cubin'])} of code"
+            f"sm_{capability} {kernel.__name__} shared {shared} registers {registers} spilled {spilled} warps {warps} "
+            f"({types}; {tile})",
+            flush=True,
         )
 
     return compile_instead
 
 
 def everything() -> None:
-    """Every program, in the types that a model brings."""
-    from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary
+    """Every program, in the types and shapes that models bring."""
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        _attention_of_all_kinds(dtype)
+        for dim in (64, 128) if dtype == torch.bfloat16 else (128,):
+            for kind in (dtype, torch.int8, torch.float8_e4m3fn):
+                _rotation(dtype, kind, dim)
+        _by_element(dtype)
+        _products(dtype)
+    _latent(torch.bfloat16)
+    _draws()
 
-    for dtype, kind in ((torch.bfloat16, torch.bfloat16), (torch.bfloat16, torch.int8)):
-        dim = 128
-        for options in ({"window": 70, "heads": 8, "kv_heads": 2}, {"causal": kind == torch.int8, "chunk": 9}):
-            case = PrefillCase([(17, 4), (3, 1)], dim=dim, page_type=kind, **options)
-            call = AttentionCall(
-                case.table, case.start, case.lengths, case.temperature, case.scale, window=case.window,
-                causal=case.causal, chunk=case.chunk, soft_cap=2.0, sink_logits=torch.ones(case.q.shape[1]),
-            )  # fmt: skip
-            for deterministic in (False, True):
-                attention.paged_attention(case.q.to(dtype), case.all_pages, call, deterministic=deterministic)
-        part = [Part(10), Part(33, shift=3)]
+
+def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
+    from windlass.kernels.triton.attention import paged_attention
+
+    cap, sinks = options.pop("soft_cap", None), options.pop("sinks", False)
+    case = PrefillCase([(17, 4), (3, 1)], page_type=kind, **options)
+    call = AttentionCall(
+        case.table, case.start, case.lengths, case.temperature, case.scale, window=case.window, causal=case.causal,
+        chunk=case.chunk, soft_cap=cap, sink_logits=torch.ones(case.q.shape[1]) if sinks else None,
+    )  # fmt: skip
+    for deterministic in (False, True):
+        paged_attention(case.q.to(dtype), case.all_pages, call, deterministic=deterministic)
+
+
+def _attention_of_all_kinds(dtype: torch.dtype) -> None:
+    """Each size of heads, each number that shares keys, and each way to limit what is seen."""
+    from windlass.kernels.triton.attention import paged_attention
+
+    shapes = [(64, 1), (64, 9), (80, 1), (96, 3), (128, 4), (128, 16), (192, 1), (256, 2), (256, 8)]
+    for dim, group in shapes if dtype == torch.bfloat16 else [(64, 8), (128, 4), (256, 2)]:
+        _attend(dtype, dtype, dim=dim, heads=group * 2, kv_heads=2)
+    for dim in (128, 256):
+        for kind in (torch.int8, torch.float8_e4m3fn):
+            _attend(dtype, kind, dim=dim, heads=8, kv_heads=2)
+    if dtype == torch.float16:
+        return
+    _attend(dtype, dtype, dim=128, window=70, sinks=True, soft_cap=2.0)
+    _attend(dtype, dtype, dim=256, window=70, soft_cap=2.0)
+    _attend(dtype, dtype, dim=128, chunk=9)
+    _attend(dtype, dtype, dim=64, causal=False, heads=4, kv_heads=4)
+    part = [Part(10), Part(33, shift=3)]
+    for dim, kind in ((64, dtype), (128, torch.int8)):
         ranges = RangeCase([(30, 3), (5, 1)], [part, [Part(6)]], dim=dim, value_dim=dim, page_type=kind)
-        ranges.slopes = torch.ones(4)
-        q, pages, call = ranges.operands()
-        for deterministic in (False, True):
-            attention.paged_attention(q.to(dtype), pages, call, deterministic=deterministic)
+        for slopes in (None, torch.ones(4)):
+            ranges.slopes = slopes
+            q, pages, call = ranges.operands()
+            for deterministic in (False, True):
+                paged_attention(q.to(dtype), pages, call, deterministic=deterministic)
 
-        planes = [torch.zeros(shape, dtype=t) for shape, t in plane_shapes(3, 16, 2, dim, dim, kind)]
-        pages, q, k = KVPages(*planes), torch.ones(4, 4, dim).to(dtype), torch.ones(4, 2, dim).to(dtype)
-        slots = torch.arange(4)
-        for half in (dim // 2, 16, 0):
-            angles = torch.ones(4, half)
-            rotary.rotate_and_append(q, k, k, angles, angles, torch.ones(4), pages, slots)
-            rotary.rerotate_cached_keys(pages, slots, slots, angles, angles)
-            rotary.turn_queries(q, slots, angles, angles)
 
-        x, weight = torch.ones(20, 4096).to(dtype), torch.ones(4096)
+def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
+    return KVPages(*[torch.zeros(shape, dtype=t) for shape, t in plane_shapes(3, 16, heads, dim, value_dim, kind)])
+
+
+def _rotation(dtype: torch.dtype, kind: torch.dtype, dim: int) -> None:
+    from windlass.kernels.triton import rotary
+
+    pages, q, k = _pages(kind, 2, dim, dim), torch.ones(4, 4, dim).to(dtype), torch.ones(4, 2, dim).to(dtype)
+    slots = torch.arange(4)
+    for half in (dim // 2, 16, 0):
+        angles = torch.ones(4, half)
+        rotary.rotate_and_append(q, k, k, angles, angles, torch.ones(4), pages, slots)
+        rotary.rerotate_cached_keys(pages, slots, slots, angles, angles)
+        rotary.turn_queries(q, slots, angles, angles)
+
+
+def _by_element(dtype: torch.dtype) -> None:
+    from windlass.kernels.triton import norms, pointwise
+
+    for width in (128, 4096, 16384):
+        x, weight = torch.ones(20, width).to(dtype), torch.ones(width)
         norms.rms_norm(x, weight, 1e-5)
         norms.add_rms_norm(x, x, weight, 1e-5)
         norms.layer_norm(x, weight, weight, 1e-5)
-        for name in ("silu", "gelu_tanh", "gelu", "relu2"):
-            pointwise.activation(x, name, gated=True)
-            pointwise.activation(x, name)
-        pointwise.clamped_glu(x, 1.7, 7.0)
-        pointwise.gate_by_sigmoid(x, x)
-        pointwise.gate_by_sigmoid(x, x[:, :1])
-        pointwise.soft_cap(x.float(), 30.0)
-        pointwise.sum_of_experts(x, torch.ones(10, 2))
+    for name in ("silu", "gelu_tanh", "gelu", "relu2"):
+        pointwise.activation(x, name, gated=True)
+        pointwise.activation(x, name)
+    pointwise.clamped_glu(x, 1.7, 7.0)
+    pointwise.gate_by_sigmoid(x, x)
+    pointwise.gate_by_sigmoid(x, x[:, :1])
+    pointwise.soft_cap(x.float(), 30.0)
+    pointwise.sum_of_experts(x, torch.ones(10, 2))
 
-        chosen = torch.zeros(300, 2).long()
-        for rows in (4, 300):
-            y = torch.ones(rows, 256).to(dtype)
-            products.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype), fixed=rows == 4)
-            for form in FORMS.values():
-                own = random_blocks(128, 256, form)
-                products.linear(y, own, torch.ones(128).to(dtype))
-                products.embed(own, torch.arange(4), dtype, 2.0)
-                products.linear_of_experts(y, products.AddressedExperts([own, own]), chosen[:rows])
-            plain = [torch.ones(128, 256).to(dtype)] * 2
-            experts = products.AddressedExperts(plain, [torch.ones(128)] * 2)
-            products.linear_of_experts(y, experts, chosen[:rows])
-        products.by_head(torch.ones(4, 3, 128).to(dtype), torch.ones(3, 128, 512).to(dtype))
+
+def _products(dtype: torch.dtype) -> None:
+    from windlass.kernels.triton import products
+
+    chosen = torch.zeros(300, 2).long()
+    for rows in (4, 300):
+        y = torch.ones(rows, 256).to(dtype)
+        products.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype), fixed=rows == 4)
+        for form in FORMS.values():
+            own = random_blocks(128, 256, form)
+            products.linear(y, own, torch.ones(128).to(dtype))
+            products.embed(own, torch.arange(4), dtype, 2.0)
+            products.linear_of_experts(y, products.AddressedExperts([own, own]), chosen[:rows])
+        plain = [torch.ones(128, 256).to(dtype)] * 2
+        experts = products.AddressedExperts(plain, [torch.ones(128)] * 2)
+        products.linear_of_experts(y, experts, chosen[:rows])
+        products.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
+
+
+def _latent(dtype: torch.dtype) -> None:
+    """DeepSeek's shape: one cached row of 576 for 128 heads."""
+    from windlass.kernels.triton import rotary
+    from windlass.kernels.triton.attention import paged_attention
+
+    for kind in (dtype, torch.float8_e4m3fn):
+        case = PrefillCase([(17, 4), (3, 1)], dim=576, heads=128, kv_heads=1, page_type=dtype)
+        call = AttentionCall(case.table, case.start, case.lengths, case.temperature, case.scale)
+        pages = _pages(kind, 1, 576, 0)
+        for deterministic in (False, True):
+            paged_attention(case.q.to(dtype), pages.with_keys_as_values, call, deterministic=deterministic)
+        q, k, angles = torch.ones(4, 128, 192).to(dtype), torch.ones(4, 1, 576).to(dtype), torch.ones(4, 32)
+        rotary.rotate_and_append(q, k, k[:, :, :0], angles, angles, torch.ones(4), pages, torch.arange(4))
+
+
+def _draws() -> None:
+    from windlass.kernels.triton import drawing
 
     logits = torch.randn(2, 128_256)
     drawing.row_maxima(logits)

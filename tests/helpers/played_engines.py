@@ -11,6 +11,7 @@ from helpers.every_request import Results
 from helpers.played_graphs import PlayedBackend, PlayedGraphs
 
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.model.decoder import Decoder
 from windlass.kernels import binding
 
 
@@ -24,16 +25,18 @@ def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
 def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
     """An engine that has captured its decode steps, and its device."""
     core = make_core(directory, **options)
-    graphs = core.runner.graphs
-    assert graphs is not None
-    graphs.capture(graphs.sizes)
-    return core, device_of(core)
+    drafter = core.runner.drafter
+    assert core.runner.graphs is not None and (drafter is None or drafter.graphs is not None)
+    for graphs in (core.runner.graphs, None if drafter is None else drafter.graphs):
+        if graphs is not None:
+            graphs.capture(graphs.sizes)
+            assert graphs.obstacle is None
+    return core, device_of(core.runner.decoder)
 
 
-def device_of(core: EngineCore) -> PlayedGraphs:
-    backend = core.runner.decoder.backend
-    assert isinstance(backend, PlayedBackend)
-    return backend.played
+def device_of(decoder: Decoder) -> PlayedGraphs:
+    assert isinstance(decoder.backend, PlayedBackend)
+    return decoder.backend.played
 
 
 def texts(results: Results) -> dict[tuple[str, int], tuple[list[int], str | None]]:

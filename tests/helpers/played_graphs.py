@@ -6,9 +6,11 @@ met and the numbers that Python gave them then. So what was read too early, or i
 
 from __future__ import annotations
 
+import contextlib
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -24,6 +26,13 @@ from windlass.kernels.torch.backend import RowIndependentBackend
 # The host reads the device's memory, or makes a tensor of the host's.
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal")
 _recorders: list[_Recorder] = []
+_inside: list[bool] = []  # programs that run
+
+
+def is_wait(name: str, args: Any) -> bool:
+    """Whether an operation of torch lets the host wait for a device that it runs on."""
+    masks = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
+    return name.startswith(_WAITS) or (name.startswith("aten::index") and bool(masks))
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -33,8 +42,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs, name = kwargs or {}, func.name()
-        masks = [x for x in tree_flatten(args[1:2])[0] if isinstance(x, Tensor) and x.dtype == torch.bool]
-        if name.startswith(_WAITS) or (name.startswith("aten::index") and masks):
+        if is_wait(name, args):
             raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
         before = [x.untyped_storage().data_ptr() for x in tree_flatten((args, kwargs))[0] if isinstance(x, Tensor)]
         result = func(*args, **kwargs)
@@ -53,12 +61,43 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
+@contextlib.contextmanager
+def reads_refused() -> Iterator[None]:
+    """The host's reads of a tensor that are no operations of torch are refused meanwhile."""
+
+    def refusing(name: str) -> Callable[..., Any]:
+        read = getattr(Tensor, name)
+
+        def refused(self: Tensor, *given: Any, **named: Any) -> Any:
+            if _inside:
+                return read(self, *given, **named)
+            raise RuntimeError(f"operation not permitted when stream is capturing: Tensor.{name}")
+
+        return refused
+
+    with contextlib.ExitStack() as stack:
+        for name in ("tolist", "numpy", "__array__"):
+            stack.enter_context(mock.patch.object(Tensor, name, refusing(name)))
+        yield
+
+
+@contextlib.contextmanager
+def inside_a_program() -> Iterator[None]:
+    """What is done meanwhile is what the device does."""
+    _inside.append(True)
+    try:
+        with torch.utils._python_dispatch._disable_current_modes():
+            yield
+    finally:
+        _inside.pop()
+
+
 def opaque(work: Callable[..., None], *operands: Any) -> None:
     """Do this, a program of its own: captured as one call, with these operands."""
     if not _recorders:
         work(*operands)
         return
-    with torch.utils._python_dispatch._disable_current_modes():
+    with inside_a_program():
         work(*operands)
     _recorders[-1].calls.append(lambda: work(*operands))
 
@@ -89,7 +128,7 @@ class PlayedGraphs(Graphs):
         recorder = _Recorder()
         _recorders.append(recorder)
         try:
-            with recorder:
+            with recorder, reads_refused():
                 work()
         finally:
             _recorders.pop()
@@ -110,6 +149,11 @@ class PlayedGraphs(Graphs):
             with torch.inference_mode():
                 self._asked.popleft()()
             self.done += 1
+
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
+        opaque(_draw, logits, maxima, *draws, tokens, statuses)
+        return tokens, statuses
 
     def join(self) -> None:
         self.do_until(self.asked)
@@ -152,11 +196,6 @@ class PlayedBackend(RowIndependentBackend):
         ids, values = torch.empty(len(logits), dtype=torch.int64), torch.empty(len(logits))
         opaque(_maxima, logits, ids, values)
         return ids, values
-
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
-        tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
-        opaque(_draw, logits, maxima, *draws, tokens, statuses)
-        return tokens, statuses
 
 
 def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:

@@ -256,9 +256,14 @@ def _type_in_files(model: ModelDescription) -> str | None:
     return names.get(next(iter(found))) if len(found) == 1 else None
 
 
-def check_cache_dtype(spec: ModelSpec, cached: str, device: str) -> None:
-    """LoadError where keys and values cannot be cached in this type. device: its kind."""
-    if cached == "int8" and device != "cpu" and not all(group.cached_value_dim for group in spec.kv_groups):
+def check_cache_dtype(spec: ModelSpec, cached: str, kind: str) -> None:
+    """LoadError where keys and values cannot be cached in this type. kind: of device."""
+    if cached == "float8_e4m3fn" and kind == "cpu":
+        raise LoadError(
+            "`cache.dtype=fp8` is for GPUs: the kernels for CPUs have no such pages. Use `cache.dtype=int8`, which takes as many "
+            "bytes and is nearer"
+        )
+    if cached == "int8" and kind != "cpu" and not all(group.cached_value_dim for group in spec.kv_groups):
         raise LoadError(
             "`cache.dtype=int8` with latent attention is for the CPU: there is no kernel for its rows on a GPU: use "
             "`cache.dtype=bfloat16` or leave it out"

@@ -9,20 +9,28 @@ sequence and the sizes of tiles and splits alone.
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.pages import key_place, scale_place, value_place
+from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
 
 LOG2_E = tl.constexpr(1.4426950408889634)
+FAR = tl.constexpr(1 << 30)  # keys, more than any sequence has
+# What differs from step to step. Triton would compile a program for each of 1, a multiple of 16 and anything else, and for
+# addresses that 16 divides and others, in the middle of serving.
+_BY_STEP = [
+    "q_rows", "num_blocks", "table_stride", "num_sequences", "num_ranges", "split_keys", "num_splits",
+    "maxima", "weights", "tables", "query_start", "seq_lens", "score_scale", "range_ends", "range_rows", "range_reaches",
+    "range_gaps",
+]  # fmt: skip
 
 
 @triton.jit
 def sequence_at(starts, place, count, TOKENS: tl.constexpr):
-    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 1 starts[b] <= place."""
+    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 0 starts[b] <= place."""
     low = 0
     high = count
     while low < high:
         middle = (low + high) // 2
         begin = tl.load(starts + middle)
-        if TOKENS > 1:
+        if TOKENS > 0:
             begin = begin // TOKENS + middle
         if begin <= place:
             low = middle + 1
@@ -53,7 +61,7 @@ def end_seen(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.cons
     return end
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_BY_STEP)
 def attention(
     q,
     q_stride,
@@ -93,6 +101,7 @@ def attention(
     DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -124,20 +133,21 @@ def attention(
     if SINGLES:
         b = place
     elif BY_TOKEN:
-        b = sequence_at(query_start, place, num_sequences, 1)
+        b = sequence_at(query_start, place, num_sequences, 0)
     else:
         b = sequence_at(query_start, place, num_sequences, TOKENS)
     start = tl.load(query_start + b)
-    new = tl.load(query_start + b + 1) - start
-    length = tl.load(seq_lens + b)
+    # Places in a sequence are below 2^31, and tiles of them half as wide in 32 bits.
+    new = (tl.load(query_start + b + 1) - start).to(tl.int32)
+    length = tl.load(seq_lens + b).to(tl.int32)
     if SINGLES:
         if new != 1:
             return
-        local = start * 0
+        local = new * 0
     elif BY_TOKEN:
-        local = place - start
+        local = (place - start).to(tl.int32)
     else:
-        local = (place - (start // TOKENS + b)) * TOKENS
+        local = ((place - (start // TOKENS + b)) * TOKENS).to(tl.int32)
         if new == 1:
             return
     count = tl.minimum(new - local, TOKENS)
@@ -166,7 +176,7 @@ def attention(
     range_begin = first_seen(first_index, window, chunk, WINDOW, CHUNK)
     range_stop = end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
     split_size = split_keys
-    begin_of_split = split.to(tl.int64) * split_keys
+    begin_of_split = split * split_keys
     if SPREAD:  # by what stands in the device's memory: the grid is the same at every length
         first_tile = range_begin // BLOCK_N * BLOCK_N
         if RANGES:
@@ -174,7 +184,7 @@ def attention(
         share = (range_stop - first_tile + num_splits - 1) // num_splits
         share = tl.maximum((share + BLOCK_N - 1) // BLOCK_N * BLOCK_N, split_keys)
         split_size = share
-        begin_of_split = first_tile + split.to(tl.int64) * share
+        begin_of_split = first_tile + split * share
     parts = 1
     if RANGES:
         parts = num_ranges
@@ -185,10 +195,10 @@ def attention(
         q_row = start + token
         if RANGES:
             at = b * num_ranges + part
-            range_end = tl.minimum(tl.load(range_ends + at), length)
-            reach = tl.load(range_reaches + at)
+            range_end = tl.minimum(tl.load(range_ends + at), length).to(tl.int32)
+            reach = tl.minimum(tl.maximum(tl.load(range_reaches + at), -FAR), FAR).to(tl.int32)
             version = tl.load(range_rows + at)
-            gap = length * 0
+            gap = start * 0
             if SLOPES:
                 gap = tl.load(range_gaps + at)
             q_row = tl.where(version < 0, -1, version + token)
@@ -216,6 +226,8 @@ def attention(
                 read = key_ok & is_block
                 at_key = key_place(block[None, :], offset[None, :], kv_head, dims[:, None], KV_HEADS, SIZE, DIM, CODES)
                 tile_keys = tl.load(keys + at_key, mask=(dims < DIM)[:, None] & read[None, :], other=0)
+                if FLOAT8:
+                    tile_keys = from_float8(tile_keys)
                 scores = tl.dot(query, tile_keys.to(DOT), input_precision=PRECISION)
                 if CODES:
                     at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
@@ -246,6 +258,8 @@ def attention(
                 )
                 value_ok = read[:, None] & (value_dims < VALUE_DIM)[None, :]
                 tile_values = tl.load(values + at_value, mask=value_ok, other=0)
+                if FLOAT8:
+                    tile_values = from_float8(tile_values)
                 if CODES:
                     shares = shares * tl.load(value_scales + at_scale, mask=read, other=0.0)[None, :]
                 summed = tl.dot(shares.to(DOT), tile_values.to(DOT), summed * kept[:, None], input_precision=PRECISION)
@@ -270,7 +284,7 @@ def attention(
         tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_splits", "maxima", "weights", "query_start"])
 def merge_splits(
     out,
     sums,

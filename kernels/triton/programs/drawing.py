@@ -12,7 +12,20 @@ import triton.language as tl
 
 LOG2_E = tl.constexpr(1.44269504)
 UNIT = tl.constexpr(17179869184.0)  # 2^34
-INFINITE = tl.constexpr(0x7F800000)
+# Parts of common tensors, whose addresses 16 divides or not with the number of draws: Triton would compile a program for each.
+_OF_DRAWS = [
+    "rows",
+    "changed_rows",
+    "maxima",
+    "temperatures",
+    "floors",
+    "top_ks",
+    "top_ps",
+    "uniforms",
+    "tokens",
+    "statuses",
+]
+_OF_CHANGES = ["rows", "masks", "ids", "numbers", "bounds", "penalties"]
 
 
 @triton.jit
@@ -75,7 +88,7 @@ def row_maxima(logits, stride, columns, places, largest, BLOCK: tl.constexpr):
     tl.store(largest + row, found)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_CHANGES)
 def change_rows(
     logits,
     stride,
@@ -148,7 +161,7 @@ def change_rows(
         tl.store(to + token, tl.load(to + token, mask=ok, other=0.0) - less, mask=ok)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=_OF_DRAWS)
 def draw_tokens(
     logits,
     stride,

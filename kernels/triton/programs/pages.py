@@ -26,6 +26,28 @@ def value_place(
 
 
 @triton.jit
+def from_float8(code):
+    """The numbers of float8_e4m3fn, float32. uint8 in: Triton knows the type itself from compute capability 8.9 on only."""
+    # The same bits three places up are a float16 with an exponent that is 8 too small, subnormal ones too.
+    plain = (code & 0x7F).to(tl.int16)
+    number = (plain << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    number = tl.where(plain == 0x7F, float("nan"), number)
+    return tl.where(code >= 0x80, -number, number)
+
+
+@triton.jit
+def to_float8(x):
+    """float32 rounded to the nearest float8_e4m3fn, ties to even, and what is past its largest number to that; uint8."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = rounded(size * 512.0).to(tl.int32)  # multiples of 2^-9 below 2^-6
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
 def scale_place(block, offset, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
     return (block * HEADS + head) * SIZE + offset
 

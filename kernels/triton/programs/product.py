@@ -59,7 +59,8 @@ def block_numbers(
     return numbers
 
 
-@triton.jit
+# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+@triton.jit(do_not_specialize=["rows"])
 def product(
     x,
     x_stride,
@@ -84,6 +85,7 @@ def product(
     GROUPED: tl.constexpr,
     PER_ROW: tl.constexpr,
     EXPERTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BITS: tl.constexpr,
     GROUP: tl.constexpr,
@@ -103,7 +105,7 @@ def product(
     """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
 
     GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
-    of experts, PER_ROW how many places a row of x has.
+    of experts, PER_ROW how many places a row of x has. ALIGNED: whether 16 divides the addresses.
     """
     tile = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
@@ -129,8 +131,12 @@ def product(
         to_row = tl.load(order + place, mask=row_ok, other=0)
         x_row = to_row // PER_ROW
         at_weight = tl.load(weight + expert).to(tl.pointer_type(WEIGHT))
+        if ALIGNED:  # else numbers would come one by one
+            at_weight = tl.multiple_of(at_weight, 16)
         if BLOCKS:
             at_scales = tl.load(scales + expert).to(tl.pointer_type(SCALE))
+            if ALIGNED:
+                at_scales = tl.multiple_of(at_scales, 16)
             at_supers = at_scales.to(tl.pointer_type(tl.float16))
             if SUPER_GROUPS > 0:
                 at_supers = tl.load(supers + expert).to(tl.pointer_type(tl.float16))

@@ -6,7 +6,14 @@ A program takes one row and one head. First dims of pairs, second dims and what 
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.pages import key_place, quantized, scale_place, value_place
+from windlass.kernels.triton.programs.pages import (
+    from_float8,
+    key_place,
+    quantized,
+    scale_place,
+    to_float8,
+    value_place,
+)
 
 
 @triton.jit
@@ -14,7 +21,7 @@ def turned(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_scale", "slots"])  # how their addresses divide differs from step to step
 def rotate_and_append(
     q,
     q_stride,
@@ -40,6 +47,7 @@ def rotate_and_append(
     VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
     CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
     SMALLEST: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
@@ -75,7 +83,7 @@ def rotate_and_append(
             first, second = turned(first, second, c, s)
             write_key(
                 first, second, plain, block, offset, head, keys, key_scales,
-                KV_HEADS, SIZE, DIM, HALF, CODES, SMALLEST, BLOCK_HALF, BLOCK_REST,
+                KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
             )  # fmt: skip
             dim = tl.arange(0, BLOCK_V)
             dim_ok = dim < VALUE_DIM
@@ -86,6 +94,8 @@ def rotate_and_append(
                 codes, scale = quantized(wide, shown_largest(wide), SMALLEST)
                 tl.store(at_value, codes, mask=dim_ok)
                 tl.store(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+            elif FLOAT8:
+                tl.store(at_value, to_float8(value.to(tl.float32)), mask=dim_ok)
             else:
                 tl.store(at_value, value.to(values.dtype.element_ty), mask=dim_ok)
 
@@ -101,7 +111,7 @@ def shown_largest(x):
 def write_key(
     first, second, plain, block, offset, head, keys, key_scales,
     KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr,
-    SMALLEST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    FLOAT8: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     pair = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
@@ -116,6 +126,10 @@ def write_key(
         plain, scale = quantized(plain, largest, SMALLEST)
         tl.store(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
         rest_ok = rest < (DIM + 3) // 4 * 4  # padding takes zeros
+    if FLOAT8:
+        first = to_float8(first)
+        second = to_float8(second)
+        plain = to_float8(plain)
     kind = keys.dtype.element_ty
     tl.store(keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES), first.to(kind), mask=pair_ok)
     at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
@@ -139,6 +153,7 @@ def rerotate_keys(
     VALUE_DIM: tl.constexpr,
     HALF: tl.constexpr,
     CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
     VALUES: tl.constexpr,
     SMALLEST: tl.constexpr,
     BLOCK_HALF: tl.constexpr,
@@ -168,9 +183,15 @@ def rerotate_keys(
         key_scale = tl.load(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE))
     if HALF > 0:
         at = keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES)
-        first = tl.load(at, mask=pair_ok, other=0).to(tl.float32)
+        first = tl.load(at, mask=pair_ok, other=0)
         at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
-        second = tl.load(at, mask=pair_ok, other=0).to(tl.float32)
+        second = tl.load(at, mask=pair_ok, other=0)
+        if FLOAT8:
+            first = from_float8(first)
+            second = from_float8(second)
+            plain = from_float8(plain)
+        first = first.to(tl.float32)
+        second = second.to(tl.float32)
         if CODES:
             first = first * key_scale
             second = second * key_scale
@@ -182,7 +203,7 @@ def rerotate_keys(
         tl.debug_barrier()
         write_key(
             first, second, plain, to_block, to_offset, head, keys, key_scales,
-            KV_HEADS, SIZE, DIM, HALF, CODES, SMALLEST, BLOCK_HALF, BLOCK_REST,
+            KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
         )  # fmt: skip
     else:
         rest_ok = rest < DIM
@@ -199,7 +220,7 @@ def rerotate_keys(
             tl.store(value_scales + scale_place(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["q_rows"])  # it differs from step to step
 def turn_queries(
     q,
     q_stride,

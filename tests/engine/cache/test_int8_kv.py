@@ -38,9 +38,16 @@ def tokens_of(finished: dict[tuple[str, int], Finished]) -> dict[str, list[int]]
 def test_names() -> None:
     assert parse_cache_dtype("INT8") == "int8"
     assert parse_cache_dtype("bf16") == "bfloat16"
-    with pytest.raises(LoadError, match="float16 or int8"):
+    assert parse_cache_dtype("FP8") == "float8_e4m3fn"
+    with pytest.raises(LoadError, match="float16, int8 or fp8"):
         parse_cache_dtype("int4")
     assert engine_config("x").cache.dtype == "auto"
+
+
+def test_float8_is_for_gpus(tmp_path: Path) -> None:
+    directory = make_model("llama", tmp_path)
+    with pytest.raises(LoadError, match=r"`cache\.dtype=fp8` is for GPUs.*`cache\.dtype=int8`"):
+        core_of(directory, kv_cache_dtype="fp8")
 
 
 def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:

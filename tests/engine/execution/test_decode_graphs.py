@@ -90,7 +90,7 @@ def test_what_is_not_captured_takes_the_ordinary_way(
     error: Exception, said: str, directory_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
 ) -> None:
     core = make_core(directory_of("llama"), **OPTIONS)
-    device, calls = device_of(core), itertools.count()
+    device, calls = device_of(core.runner.decoder), itertools.count()
 
     def fails() -> None:
         if next(calls) == 2:

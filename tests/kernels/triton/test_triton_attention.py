@@ -38,10 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "int8 pages, a cap": {"page_type": torch.int8, "soft_cap": 2.0},
     "float16 pages": {"page_type": torch.float16},
+    "float8 pages": {"page_type": torch.float8_e4m3fn, "window": 20},
     "a window and sinks": {"window": 7, "sinks": True},
     "chunks": {"chunk": 6, "page_type": torch.bfloat16},
     "both ways": {"causal": False},
     "odd heads": {"heads": 6, "kv_heads": 2, "dim": 24, "value_dim": 40},
+    "more heads than rows of a tile": {"heads": 40, "kv_heads": 1, "dim": 16},
     "one head of keys for many": {"heads": 20, "kv_heads": 1, "dim": 40, "window": 9},
 }
 
@@ -65,6 +67,18 @@ def test_tokens_one_by_one(name: str) -> None:
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
     call = call_of(case, soft_cap=cap, sink_logits=sinks)
     assert_near(paged_attention(case.q, case.all_pages, call, deterministic=True).double(), case.expected(sinks, cap))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 8, 16])
+def test_sizes_that_models_have(dim: int, group: int) -> None:
+    """Single tokens and prompts that end at, before and behind the end of a page, and a prompt without a past."""
+    shapes = [(15, 1), (16, 1), (31, 2), (0, 16), (17, 17), (0, 1)]
+    case = PrefillCase(shapes, dim=dim, heads=group, kv_heads=1, page_type=torch.float16)
+    for deterministic in (False, True):
+        found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
+        assert_near(found.double(), case.expected())
 
 
 def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,6 +12,7 @@ from helpers.gguf_models import make_gguf
 from helpers.interpreted import QUIET
 from helpers.tiny_models import make_model
 
+from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import BlockWeight, binding
 from windlass.kernels.triton.backend import TritonBackend
 
@@ -67,6 +68,23 @@ def test_other_kinds_of_layers(
     if "quantization" in options:
         options = {**options, "activations": "float32"}
     check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)
+
+
+@pytest.mark.slow
+def test_float8_pages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Written, read, copied for a second sample of a prompt that ends inside a block, and turned."""
+    monkeypatch.setattr("windlass.engine.model.loading.preflight.check_cache_dtype", lambda *given: None)
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=2, max_position_embeddings=16)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    sent = [
+        greedy("a", PROMPT * 3, 3, n=2),
+        greedy("b", PROMPT * 2, 5, rope_scaling=dynamic, rope_update="rotate"),
+    ]
+    check(directory, sent, monkeypatch, kv_cache_dtype="fp8", max_model_len=48)
+    core = make_core(directory, kv_cache_dtype="fp8")
+    assert core.runner.cache.dtype == torch.float8_e4m3fn
+    wide = make_core(directory, kv_cache_dtype="float16")
+    assert 2 * core.info.kv_bytes_per_token == wide.info.kv_bytes_per_token
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from helpers.interpreted import QUIET
 from helpers.played_graphs import PlayedGraphs, opaque
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
+from torch import Tensor
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.decode_graphs import DecodeGraphs
@@ -27,12 +28,14 @@ pytestmark = QUIET
 PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
-class _Played(TritonBackend):
-    played: PlayedGraphs
+class _TritonGraphs(PlayedGraphs):
+    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+        return drawing.draw_rows(logits, maxima, draws)
 
+
+class _Played(TritonBackend):
     def make_graphs(self) -> Graphs | None:
-        self.played = PlayedGraphs()
-        return self.played
+        return _TritonGraphs()
 
 
 @pytest.fixture(autouse=True)

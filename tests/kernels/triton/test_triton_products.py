@@ -8,7 +8,7 @@ from helpers.block_weights import random_blocks
 from helpers.interpreted import QUIET, assert_near
 from torch import Tensor
 
-from windlass.kernels import FORMS, BlockWeight
+from windlass.kernels import FORMS, BlockWeight, StackedWeight
 from windlass.kernels.torch import blocks, latent, routed
 from windlass.kernels.triton import products
 from windlass.kernels.triton.products import AddressedExperts
@@ -65,10 +65,26 @@ def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
         assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
 
 
+def test_experts_whose_rows_are_stored_in_two_ways() -> None:
+    """As files have gates and ups of two kinds."""
+    weights = [StackedWeight((random_blocks(16, 64, FORMS["q4_k"]), torch.randn(20, 64))) for _ in range(4)]
+    biases = [torch.randn(36) for _ in weights]
+    chosen, x = torch.stack([torch.randperm(4)[:2] for _ in range(9)]), torch.randn(9, 64)
+
+    def parts(x: Tensor, weight: StackedWeight, bias: Tensor) -> Tensor:
+        return torch.cat([plain(x, part, bias[first:end]) for part, first, end in weight.spans()], dim=1)
+
+    experts = AddressedExperts(weights, biases)
+    assert len(experts.parts) == 2
+    assert_near(products.linear_of_experts(x, experts, chosen), routed.linear_of_experts(x, experts, chosen, parts))
+    other = StackedWeight((torch.randn(16, 64), torch.randn(20, 64)))
+    assert not AddressedExperts([*weights, other]).parts
+
+
 def test_experts_of_several_kinds_have_no_tables() -> None:
     several = [torch.randn(4, 32), torch.randn(4, 32).half()], [torch.randn(4, 32), random_blocks(4, 32, FORMS["q8_0"])]
     for weights in several:
         experts = AddressedExperts(weights)
-        assert experts.operands is None
+        assert not experts.parts
         with pytest.raises(ValueError, match="several kinds"):
             products.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())

@@ -12,11 +12,12 @@ from windlass.kernels.torch import reference
 from windlass.kernels.triton import rotary
 
 pytestmark = QUIET
-TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
+FLOAT8 = torch.float8_e4m3fn
+TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FLOAT8)
 # A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
-TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6}
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6, FLOAT8: 2**-3}
 # Head dim, rotated pairs, value dim.
-SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4))
+SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96))
 
 
 def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2) -> KVPages:
@@ -26,7 +27,7 @@ def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2) -> KVP
 
 def planes(pages: KVPages) -> list[Tensor]:
     found = (pages.key, pages.value, pages.key_scale, pages.value_scale)
-    return [plane for plane in found if plane is not None]
+    return [plane.float() if plane.dtype == FLOAT8 else plane for plane in found if plane is not None]
 
 
 @pytest.mark.parametrize("kind", TYPES)
@@ -49,6 +50,25 @@ def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: in
         found.append((q, *planes(pages)))
     for plain, own in zip(*found, strict=True):
         assert_near(own, plain, TOLERANCE[kind])
+
+
+def test_float8_pages_hold_what_torch_rounds_to() -> None:
+    """Every number there is comes back as it was; ties, numbers below the smallest and past the largest, nothing, and NaN."""
+    every = torch.arange(256).to(torch.uint8).view(FLOAT8).float()
+    between = (every[:126] + every[1:127]) / 2
+    odd = torch.tensor(
+        [1e-9, 2**-10, -(2.0**-10), 449, 463.9, 470, 1e30, -1e30, torch.inf, -torch.inf, torch.nan, -0.0]
+    )
+    x = torch.cat((every, between, -between, between.nextafter(between * 2), between.nextafter(between * 0), odd))
+    x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64)
+    pages, none = pages_of(FLOAT8, 64, 64, heads=1), torch.zeros(len(x), 0)
+    slots = torch.arange(len(x)) + 5
+    rotary.rotate_and_append(x.clone(), x, x, none, none, torch.ones(len(x)), pages, slots)
+    for plane in (pages.key, pages.value):
+        found, expected = plane.flatten(0, 2)[slots], x[:, 0].to(FLOAT8)
+        assert torch.equal(found.float().isnan(), expected.float().isnan())
+        assert torch.equal(found.float().nan_to_num(), expected.float().nan_to_num())
+        assert torch.equal(found.view(torch.uint8) >> 7, expected.view(torch.uint8) >> 7)
 
 
 def test_slots_outside_are_refused_before_anything_is_written() -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import shutil
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,7 +19,9 @@ from safetensors.torch import load_file, save_file
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.chosen_device import choose_device, is_out_of_memory
 from windlass.engine.model.loading.preflight import prepare_model
+from windlass.kernels.triton import support
 
+BUILDS = support.compiler_refusal
 NO_DRIVER = (
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
     "http://www.nvidia.com/Download/index.aspx"
@@ -40,6 +44,7 @@ class Gpus:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *of: object() if name == "triton" else found(name, *of)
         )
+        monkeypatch.setattr(support, "compiler_refusal", lambda: None)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, device="cpu", **more: empty(*shape, device="meta", **more))
 
@@ -66,6 +71,24 @@ def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
     assert choose_device("auto") == (torch.device("cuda"), ())
     assert choose_device("cpu") == (torch.device("cpu"), ())
     assert choose_device("cuda:1") == (torch.device("cuda:1"), ())
+
+
+def test_without_what_triton_builds_with(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    gpus.capabilities = [(9, 0)]
+    monkeypatch.setattr(support, "compiler_refusal", BUILDS)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    assert "no C compiler" in refusal("cuda") and refusal("cuda").endswith("use `compute.device=cpu`")
+    device, (notice,) = choose_device("auto")
+    assert device == torch.device("cpu") and notice.startswith("running on the CPU: Triton finds no C compiler")
+    monkeypatch.setattr(sysconfig, "get_paths", lambda: {"include": str(tmp_path)})
+    monkeypatch.setattr(shutil, "which", lambda name: f"/usr/bin/{name}" if name == "clang" else None)
+    assert "no Python.h" in refusal("cuda")
+    (tmp_path / "Python.h").touch()
+    assert choose_device("cuda") == (torch.device("cuda"), ())
+    monkeypatch.setattr(shutil, "which", lambda name: None)
+    monkeypatch.setenv("CC", "cc")
+    assert choose_device("cuda") == (torch.device("cuda"), ())
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,114 @@
+"""What a figure on a GPU is, and the bounds that stand beside it: bandwidth and matrix rate, measured in the same run."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+
+@dataclass(frozen=True, slots=True)
+class Figure:
+    """seconds: measured; bound: what would be possible, None for none. wanted: the least share of the bound, or without one the
+    most that may be measured; None: nothing is asked. plain: numbers that are no seconds. note: why nothing was measured.
+    """
+
+    name: str
+    seconds: float | None
+    bound: float | None = None
+    wanted: float | None = None
+    plain: bool = False
+    note: str = ""
+
+    @property
+    def share(self) -> float | None:
+        """Of the bound."""
+        return self.bound / self.seconds if self.seconds and self.bound else None
+
+    @property
+    def verdict(self) -> str:
+        """ "met", "missed", "not measured", or nothing where nothing is asked."""
+        if self.seconds is None:
+            return "not measured"
+        if self.wanted is None:
+            return ""
+        share = self.share
+        met = self.seconds <= self.wanted if share is None else share >= self.wanted
+        return "met" if met else "missed"
+
+    def line(self) -> str:
+        """A row of the table: name, measured, bound, share, wanted, verdict."""
+        if self.seconds is None:
+            return f"| {self.name} | {self.note} | | | | {self.verdict} |"
+        share = self.share
+        limit = "" if self.wanted is None else self._shown(self.wanted) if share is None else f"{self.wanted:.0%}"
+        cells = (
+            self.name,
+            self._shown(self.seconds),
+            "" if self.bound is None else self._shown(self.bound),
+            "" if share is None else f"{share:.0%}",
+            limit,
+            self.verdict,
+        )
+        return f"| {' | '.join(cells)} |"
+
+    def _shown(self, number: float) -> str:
+        if self.plain:
+            return f"{number:.4g}"
+        return f"{number * 1e3:.3f} ms" if number < 1 else f"{number:.2f} s"
+
+    def as_dict(self) -> dict[str, Any]:
+        """Everything, for a file."""
+        return {
+            "name": self.name,
+            "measured": self.seconds,
+            "bound": self.bound,
+            "share": self.share,
+            "wanted": self.wanted,
+            "verdict": self.verdict,
+            "note": self.note,
+        }
+
+
+@dataclass(frozen=True, slots=True)
+class Bounds:
+    """bandwidth: bytes per second, read and written, of a copy. matrix: operations per second of a large product."""
+
+    device: torch.device
+    dtype: torch.dtype
+    bandwidth: float
+    matrix: float
+
+    @classmethod
+    def measure(cls, device: torch.device, dtype: torch.dtype, *, tiny: bool) -> Bounds:
+        """Of a copy of a gibibyte and a product of 8,192 rows and columns; tiny: of less."""
+        source = torch.zeros((1 << 22 if tiny else 1 << 30) // 4, device=device)
+        target = torch.empty_like(source)
+        copied = fastest(lambda: target.copy_(source), device, 10)
+        size = 256 if tiny else 8192
+        left, right = torch.randn(2, size, size, device=device).to(dtype)
+        multiplied = fastest(lambda: torch.mm(left, right), device, 10)
+        return cls(device, dtype, 2 * source.nbytes / copied, 2 * size**3 / multiplied)
+
+
+def wait(device: torch.device) -> None:
+    """Until the device has done all that it was asked for."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def fastest(work: Callable[[], object], device: torch.device, repeats: int, each: int = 3) -> float:
+    """Seconds of one call: the least of some rounds of a few calls, so that asking for them does not count."""
+    work()
+    wait(device)
+    best = float("inf")
+    for _ in range(repeats):
+        begin = time.perf_counter()
+        for _ in range(each):
+            work()
+        wait(device)
+        best = min(best, (time.perf_counter() - begin) / each)
+    return best

@@ -1,0 +1,188 @@
+"""An engine with random weights on a device: what streams, prompts, mixed scalings and shifts take, beside their bounds."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from harness.gpu_figures import Bounds, Figure, wait
+
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.engine_names import from_flat
+
+
+class _GraphClock:
+    """Seconds that captured work had the device, by events around each."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self._spans: list[tuple[Any, Any]] = []
+        graphs = core.runner.graphs
+        assert graphs is not None
+        for size, captured in graphs._captured.items():
+            graphs._captured[size] = captured._replace(again=self._timed(captured.again))
+
+    def _timed(self, again: Any) -> Any:
+        def timed() -> None:
+            begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+            begin.record()
+            again()
+            end.record()
+            self._spans.append((begin, end))
+
+        return timed
+
+    def take(self) -> list[float]:
+        """Those since the last time."""
+        spans, self._spans = self._spans, []
+        return [begin.elapsed_time(end) / 1e3 for begin, end in spans]
+
+
+class Streams:
+    """options: flat names of the engine's configuration."""
+
+    def __init__(self, model: Path, bounds: Bounds, **options: Any) -> None:
+        given = {"device": str(bounds.device), "load_format": "dummy", "prefix_caching": False, **options}
+        self.core, self.bounds = EngineCore(from_flat(str(model), given)), bounds
+        self.core.warm_up()
+        self._rng, self._count = random.Random(0), 0
+
+    def add(self, length: int, tokens: int, **fields: Any) -> str:
+        """A greedy stream behind a prompt of random tokens."""
+        self._count += 1
+        prompt = [self._rng.randrange(10, self.core.info.vocab_size) for _ in range(length)]
+        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        self.core.add(EngineRequest(str(self._count), prompt, sampling, **fields))
+        return str(self._count)
+
+    def decode(self, each: list[dict[str, Any]], prompt: int, steps: int) -> float:
+        """Seconds in which each of the streams gets a token. each: fields of their requests."""
+        ids = [self.add(prompt, steps + 64, **fields) for fields in each]
+        waiting = set(ids)
+        while waiting:
+            waiting -= self._step()[1]
+        for _ in range(4):  # how long steps take is learnt
+            self._step()
+        tokens, begin = 0, time.perf_counter()
+        while tokens < steps * len(ids):
+            tokens += self._step()[0]
+        seconds = time.perf_counter() - begin
+        self._end(ids)
+        return seconds * len(ids) / tokens
+
+    def prefill(self, length: int) -> float:
+        """Seconds until the first token, the least of three prompts."""
+        found = []
+        for _ in range(3):
+            wait(self.bounds.device)
+            begin = time.perf_counter()
+            self.add(length, 1)
+            while self.core.has_work():
+                self._step()
+            found.append(time.perf_counter() - begin)
+        return min(found)
+
+    def shift(self, steps: int) -> float:
+        """What the longest step takes over the median, while a full context drops its oldest block again and again."""
+        room = self.core.info.shift_context
+        one = self.add(room - 8, steps + 1024, context=ContextRule(overflow="shift"))
+        while not self._step()[1]:
+            pass
+        taken, tokens = [], 0
+        while tokens < steps or len(taken) < 16:
+            begin = time.perf_counter()
+            tokens += self._step()[0]
+            taken.append(time.perf_counter() - begin)
+        self._end([one])
+        return max(taken[4:]) - statistics.median(taken[4:])
+
+    def beyond_graphs(self, prompt: int, steps: int) -> float | None:
+        """Seconds of a step that the device is not at its graph; None where there are none."""
+        if self.core.runner.graphs is None or self.bounds.device.type != "cuda":
+            return None
+        clock = _GraphClock(self.core)
+        whole = self.decode([{}], prompt, steps)
+        return whole - statistics.median(clock.take())
+
+    def bytes_of_step(self, streams: int, context: int) -> float:
+        """That it reads: weights, experts as far as these streams are likely to choose them, keys and values."""
+        core = self.core
+        spec = core.runner.decoder.spec
+        weights = core.runner.decoder.weights()
+        read = 0.0
+        for name, weight in weights.items():
+            share = 1.0
+            if name == "embedding" and "head" in weights:
+                share = 0.0
+            if ".experts." in name:
+                layer = spec.layers[int(name.split(".")[1])].feed_forward
+                count, chosen = layer.experts, layer.router.top_k  # type: ignore[union-attr]
+                share = 1 - (1 - chosen / count) ** streams
+            read += share * weight.nbytes
+        return read + streams * context * core.info.kv_bytes_per_token
+
+    def operations_of_prompt(self, length: int) -> float:
+        """Of all products of its tokens, the head's for the last one alone, and of attention."""
+        core, weights, parameters = self.core, self.core.runner.decoder.weights(), 0.0
+        spec = core.runner.decoder.spec
+        for name, weight in weights.items():
+            if name in ("embedding", "head"):
+                continue
+            share = 1.0
+            if ".experts." in name:
+                layer = spec.layers[int(name.split(".")[1])].feed_forward
+                share = layer.router.top_k / layer.experts  # type: ignore[union-attr]
+            parameters += share * weight.numel()
+        pairs = length * (length + 1) / 2
+        attention = sum(4 * x.mixer.num_heads * x.mixer.head_dim * pairs for x in spec.layers)  # type: ignore[union-attr]
+        return 2 * parameters * length + attention
+
+    def _step(self) -> tuple[int, set[str]]:
+        outputs = self.core.step()
+        for output in outputs:
+            if output.error is not None:
+                raise output.error
+        return sum(len(x.token_ids) for x in outputs), {x.request_id for x in outputs if x.token_ids}
+
+    def _end(self, ids: list[str]) -> None:
+        for one in ids:
+            self.core.abort(one)
+        while self.core.has_work():
+            self._step()
+
+
+def stream_figures(
+    name: str, streams: Streams, wanted: float | None, *, many: int, prompt: int, far: int, steps: int
+) -> list[Figure]:
+    """Of a shape: one stream, one over a long context, many, a prompt, mixed scalings, a shift."""
+    bounds, found = streams.bounds, list[Figure]()
+    for count, length, least in ((1, prompt, wanted), (1, far, wanted), (many, prompt, None)):
+        seconds = streams.decode([{}] * count, length, steps)
+        bound = streams.bytes_of_step(count, length + steps // 2) / bounds.bandwidth
+        found.append(Figure(f"{name}: {count} stream(s) behind {length:,} tokens, a token", seconds, bound, least))
+    seconds = streams.prefill(far)
+    bound = streams.operations_of_prompt(far) / bounds.matrix
+    found.append(Figure(f"{name}: a prompt of {far:,} tokens", seconds, bound, 0.55))
+    scalings: list[dict[str, Any]] = [
+        {"rope_scaling": RopeScaling.from_dict({"rope_type": "linear", "factor": 1.0 + i / 4})} for i in range(8)
+    ]
+    same, mixed = (streams.decode(each, prompt, steps) for each in (scalings[1:2] * 8, scalings))
+    found.append(Figure(f"{name}: 8 scalings mixed, over one for all", mixed / same, wanted=1.02, plain=True))
+    found.append(Figure(f"{name}: a shift, beyond a step", streams.shift(steps), wanted=1e-3))
+    return found
+
+
+def growth(streams: Streams, contexts: list[int], counts: list[int], prompt: int, steps: int) -> list[dict[str, Any]]:
+    """Seconds of a token beside the bound: over contexts with one stream, over streams behind one length."""
+    bounds, rows = streams.bounds, []
+    for count, length in [(1, length) for length in contexts] + [(count, prompt) for count in counts]:
+        seconds = streams.decode([{}] * count, length, steps)
+        bound = streams.bytes_of_step(count, length + steps // 2) / bounds.bandwidth
+        rows.append({"streams": count, "context": length, "seconds": seconds, "bound": bound})
+    return rows

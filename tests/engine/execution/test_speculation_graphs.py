@@ -1,0 +1,108 @@
+"""Speculation on a played device: what proposes and what checks is captured. The oracle proposes and captures nothing."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import prompt, run_checked, same, small_models, traffic
+from helpers.played_engines import device_of, graphed, played_device
+from helpers.tiny_models import make_model
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution import batch
+from windlass.kernels.torch.backend import TorchBackend
+
+__all__ = ["played_device"]
+OPTIONS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 3}
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    return small_models(tmp_path_factory)
+
+
+def drafted(directory: Path, draft: Path, **options: Any) -> EngineCore:
+    options = {"speculative_model": str(draft), "speculative_adaptive": False, **OPTIONS, **options}
+    return graphed(directory, **options)[0]
+
+
+def replays(core: EngineCore) -> tuple[int, int]:
+    """Of the model and of its draft model."""
+    graphs, drafter = core.runner.graphs, core.runner.drafter
+    assert graphs is not None and drafter is not None and drafter.graphs is not None
+    return graphs.num_replayed, drafter.graphs.num_replayed
+
+
+@pytest.mark.parametrize("draft", ["llama", "qwen3"])
+def test_a_draft_model_changes_no_answer(draft: str, directory_of: Callable[[str], Path]) -> None:
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), traffic())
+    core = drafted(directory_of("llama"), directory_of(draft))
+    same(run_checked(core, traffic(), every_logit=False), want, 0.0)
+    assert min(replays(core)) > 50
+
+
+def test_proposals_follow_each_other_on_the_device(directory_of: Callable[[str], Path]) -> None:
+    """Four proposals in each of eight steps: a token that was missed comes first, alone; the rest is waited for once."""
+    core = drafted(directory_of("llama"), directory_of("llama"), deterministic=True, max_num_seqs=1)
+    run(core, [greedy("x", prompt(1, 20), 41)])
+    stats = core.stats()
+    assert stats.num_steps == 1 + 8 and stats.spec_decode_model_num_accepted_tokens == 32
+    verified, proposed = replays(core)
+    assert (verified, proposed) == (8, 8 * 4)
+    drafter = core.runner.drafter
+    assert drafter is not None and drafter.positions_computed == 20 + 41 - 2
+    waits = device_of(drafter._decoder).waits
+    assert len(set(waits)) <= 2 * 8
+
+
+def test_streams_that_want_different_numbers(directory_of: Callable[[str], Path]) -> None:
+    sent = [greedy(f"{i}", prompt(i, 9 + i), 20 + i, temperature=0.6 * (i % 2), seed=i) for i in range(5)]
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
+    core = drafted(directory_of("llama"), directory_of("llama"), speculative_adaptive=True, speculative_tokens=12)
+    same(run(core, sent, every_logit=False), want, 0.0)
+    assert min(replays(core)) > 10
+
+
+def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path) -> None:
+    """What one of them lacks is neither proposed nor looked up."""
+    tokens, found = {f"t{i}": i for i in range(96)}, []
+    for size in (96, 128):
+        directory = make_model("llama", tmp_path / str(size), vocab_size=size, max_position_embeddings=64)
+        (directory / "tokenizer.json").write_text(json.dumps({"model": {"vocab": tokens}, "added": size}))
+        found.append(directory)
+    for model, draft in (found, reversed(found)):
+        sent = [greedy("x", [5, 6, 7], 40), greedy("y", [9, 8, 7, 6], 40, temperature=1.0, seed=3)]
+        options = {"max_model_len": 64, "max_num_seqs": 2}
+        want = run(make_core(model, cuda_graphs=False, **options), sent)
+        core = drafted(model, draft, **options)
+        same(run(core, sent, every_logit=False), want, 0.0)
+        assert min(replays(core)) > 10
+
+
+def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rows of one stream in one captured step; over many keys they go as a chunk that is not captured."""
+    sent = [greedy(f"{i}", prompt(i, 7) * 4, 30) for i in range(2)]
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
+    counts = []
+    for most in (batch._ROW_BY_ROW_KEYS, 100):
+        monkeypatch.setattr(batch, "_ROW_BY_ROW_KEYS", most)
+        options = {"speculative_ngram": 3, "speculative_ngram_min": 1, **OPTIONS}
+        core, device = graphed(directory_of("llama"), **options)
+        assert core.runner.graphs is not None and core.runner.graphs.captured == [1, 2, 4, 8, 12]
+        same(run(core, sent, every_logit=False), want, 0.0)
+        assert core.stats().spec_decode_num_draft_tokens > 20
+        counts.append((device.replays, core.stats().num_steps))
+    assert counts[0][0] == counts[0][1] - 1 and counts[1][0] < counts[1][1] - 5
+
+
+def test_a_device_without_graphs_has_none(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("windlass.kernels.binding._OWN_KERNELS", {})
+    options = {"speculative_model": str(directory_of("llama")), **OPTIONS}
+    core = make_core(directory_of("llama"), **options)
+    assert isinstance(core.runner.decoder.backend, TorchBackend)
+    assert core.runner.drafter is not None and core.runner.drafter.graphs is core.runner.graphs is None
