@@ -20,7 +20,7 @@ from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KVPages
 from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu import library
+from windlass.kernels.cpu import latent, library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch import reference
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -282,9 +282,8 @@ def test_the_form_that_is_quicker_there_is_taken(
     length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
-    monkeypatch.setattr(CompiledBackend, "__init__", lambda self: None)
-    own = CompiledBackend()  # type: ignore[call-arg]
-    own.deterministic, own._expands_narrow = False, True
+    monkeypatch.setattr(TorchBackend, "latent_expansion", lambda self, pages: latent.expansion(pages, narrow=True))
+    own = bound(TorchBackend)
     _, pages = operands(WIDE, torch.float16)
     call = AttentionCall(
         torch.zeros(1, -(-length // SIZE), dtype=torch.int32),
