@@ -6,7 +6,7 @@ of requests or models.
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
-from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, reads_narrow_weights, sums_over_ranks
+from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, ranks_refusal, reads_narrow_weights
 from windlass.kernels.draws import (
     Draw,
     Drawer,
@@ -80,7 +80,7 @@ __all__ = [
     "memory_bytes",
     "multiplies_narrow_rows",
     "plane_shapes",
+    "ranks_refusal",
     "reads_narrow_weights",
     "sent",
-    "sums_over_ranks",
 ]

@@ -238,13 +238,14 @@ class Backend(RepeatsSteps):
     # Ranks
 
     def sum_over_ranks(self, x: Tensor) -> None:
-        """x [T, N], contiguous, becomes the sum of what all ranks have there, in float32 in their order, rounded once.
+        """x [T, N], contiguous, becomes the sum of what all ranks have there, in float32, rounded once; where deterministic, in
+        their order.
 
         All of them call it, with tensors of one shape; so it is of all that the ranks do together. Nothing happens where there
         is one rank. Raises RankEndedError.
         """
         if self.options.ranks is not None:
-            raise NotImplementedError("the ranks of a model meet through the compiled kernels of a CPU only")
+            raise NotImplementedError("this backend has no way for the ranks of a model to meet")
 
     def gather_columns(self, part: Tensor) -> Tensor:
         """Float32 [R, V] on the first rank, of what each rank has of its columns [R, own]; on the others the part itself.
@@ -252,7 +253,7 @@ class Backend(RepeatsSteps):
         Raises RankEndedError.
         """
         if self.options.ranks is not None:
-            raise NotImplementedError("the ranks of a model meet through the compiled kernels of a CPU only")
+            raise NotImplementedError("this backend has no way for the ranks of a model to meet")
         return part
 
     # Experts

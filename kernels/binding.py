@@ -15,6 +15,7 @@ from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.memory.weights import SharedWeights
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.torch.ranks import group_refusal
 from windlass.kernels.triton import support as triton_support
 
 
@@ -88,6 +89,9 @@ def multiplies_narrow_rows(device: torch.device | str) -> bool:
     return CompiledBackend(options).multiplies_pairs
 
 
-def sums_over_ranks(device: torch.device | str) -> bool:
-    """Whether the ranks of a model can meet there."""
-    return reads_narrow_weights(device)
+def ranks_refusal(device: torch.device | str) -> str | None:
+    """Why the ranks of a model cannot meet there; None where they can."""
+    options = BackendOptions(torch.device(device))
+    if options.device.type == "cpu" and CompiledBackend.refusal(options) is None:
+        return None  # in memory that they share
+    return group_refusal(options.device)

@@ -44,7 +44,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
             for one in (model, draft)  # which compute one after the other
             if one is not None
         )
-        if config.compute.cuda_graphs:
+        if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
             most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
             for one in (model, draft):
                 if one is not None:

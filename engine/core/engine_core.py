@@ -35,6 +35,7 @@ from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
 from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
 from windlass.engine.core.ranks.others import OtherRanks
+from windlass.engine.core.ranks.room import room_of_ranks
 from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.errors import EngineError, LoadError, RequestError
@@ -93,7 +94,7 @@ class EngineCore:
 
     def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
         others = self._others
-        model = load_model(config, progress, None if others is None else RankSeat(0, others.memory))
+        model = load_model(config, progress, None if others is None else RankSeat(0, others.memory, others.store))
         decoder, spec = model.decoder, model.decoder.spec
         self._deterministic = config.compute.deterministic
         draft = load_draft(config, progress)
@@ -101,7 +102,7 @@ class EngineCore:
         if others is not None:
             others.meet_in(decoder.backend.options.ranks)
             weight_bytes += sum(part.weight_bytes for part in others.loaded())
-        plan = plan_pages(config, model, draft)
+        plan = plan_pages(config, model, draft, room_of_ranks(config, model, draft, others))
         self._planner = planner = _planner(config, model, plan)
         cache = allocate_pages(config, model, model, plan)
         bases = [group.base for group in spec.rotary_groups]

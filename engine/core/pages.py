@@ -33,14 +33,16 @@ def make_draft_model(
     )
 
 
-def plan_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel | None) -> CachePlan:
+def plan_pages(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, room: int | None = None
+) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free, or all of a GPU
-    that is left to the engine."""
+    that is left to the engine. room: what that is, where others have found it out."""
     spec, memory = model.spec, model.decoder.backend.device_memory
     if config.cache.memory is not None:
         budget = config.cache.memory
     elif memory is not None:
-        budget = room_for_pages(config, model, draft, memory)
+        budget = room_for_pages(config, model, draft, memory) if room is None else room
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
     beside = draft_bytes_per_token(draft)

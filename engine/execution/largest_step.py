@@ -12,6 +12,7 @@ import torch
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.cache.changes import TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.execution.rank_runner import RankRunner
 from windlass.engine.execution.runner import Runner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.policy import RotaryPlanner
@@ -35,7 +36,7 @@ def bytes_of_largest_step(
 ) -> int:
     """What the step has alive at once, beside what was there before. length: tokens of the longest context.
 
-    Raises what torch raises where there is no memory for it.
+    Where there are several ranks, all of them call it at the same time. Raises what torch raises where there is no memory for it.
     """
     spec = decoder.spec
     streams = min(max_seqs, max_tokens) - 1 if spec.generates and not spec.sees_whole_texts else 0
@@ -76,12 +77,15 @@ def bytes_of_largest_step(
         )
         for seq_id in range(len(own))
     ]
-    runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), block_size)
     plan = SchedulerOutput(
         step=1, rotary_rows=(RotaryRow(row, specs),), new=tuple(new), sequences=tuple(reversed(chunks))
     )
     memory.give_back()
     memory.forget_peak()
     before = memory.allocated()
-    runner.execute(plan)
+    ranks = decoder.backend.options.ranks
+    if ranks is None or ranks.rank == 0:
+        Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), block_size).execute(plan)
+    else:
+        RankRunner(decoder, cache, tables, block_size).take_part(plan)
     return memory.peak() - before

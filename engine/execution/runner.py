@@ -30,7 +30,7 @@ from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.accept import Draws, draw_tokens
 from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
-from windlass.kernels import is_out_of_memory
+from windlass.kernels import RankEndedError, is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,17 @@ class Runner(RankRunner):
         self._followed = plan.step
         under_way = None if self.graphs is None or self.drafter is not None else self._passes.start(plan, self.graphs)
         if under_way is None:
-            return StartedStep(self._compute(plan))
+            results = self._compute(plan)
+            self._check_ranks()
+            return StartedStep(results)
         self.positions_computed += plan.num_tokens
         return under_way
+
+    def _check_ranks(self) -> None:
+        """RankEndedError where a rank is gone: a device goes on with whatever numbers it has, and nobody may see them."""
+        ranks = self.decoder.backend.options.ranks
+        if ranks is not None and ranks.fault is not None:
+            raise RankEndedError(ranks.fault)
 
     def can_repeat(self, plan: SchedulerOutput) -> bool:
         """Whether a failed `execute` of this plan had done all that is done once, and other ranks are not in the middle of it."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 
 import torch
 from torch import Tensor
@@ -65,7 +66,8 @@ class CompiledBackend(Backend):
         """Raises KernelsUnavailableError where `refusal` says why."""
         super().__init__(options)
         self._library = library.load()
-        self._torch = RowIndependentBackend(options) if options.deterministic else TorchBackend(options)
+        alone = replace(options, ranks=None)  # they meet here
+        self._torch = RowIndependentBackend(alone) if options.deterministic else TorchBackend(alone)
         self.multiplies_pairs = self._library.isa in library.MULTIPLY_PAIRS
         # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
         self._multiplies_bfloat16 = (

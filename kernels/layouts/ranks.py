@@ -1,6 +1,6 @@
-"""The ranks of one model: processes that hold a part of it each, and the memory that they meet in.
+"""The ranks of one model: processes that hold a part of it each, and the files that they meet in.
 
-Responsible for that memory: how large it is, who a rank is among the others, and the word that tells all of them that one has
+Responsible for those: how large the memory is, who a rank is among the others, and the word that tells all of them that one has
 ended. How numbers pass through it is the backends' business; what is split, and who starts whom, that of those above.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 import ctypes
 import mmap
 import os
+from collections.abc import Callable
 from itertools import accumulate
 
 HEADER_BYTES = 4096  # the same as in cpu/src/ranks.h
@@ -30,15 +31,17 @@ class Ranks:
     """What one rank has of all of them. fault: why nothing works any more, None while all is well.
 
     number: the descriptor of a memory file of `memory_bytes`, zeros at first. rank: which one this is, of `count`.
-    columns: how many columns of the model's logits each rank forms.
+    columns: how many columns of the model's logits each rank forms. store: the descriptor of an empty file, in which they find
+    each other where they do not meet in that memory; -1: none.
     """
 
-    def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...]) -> None:
+    def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...], store: int = -1) -> None:
         if not 0 <= rank < count <= MOST_RANKS or len(columns) != count:
             raise ValueError(f"rank {rank} of {count}, of at most {MOST_RANKS}, with columns of {len(columns)}")
-        self.rank, self.count = rank, count
+        self.rank, self.count, self.store = rank, count, store
         self.bounds = (0, *accumulate(columns))
         self.fault: str | None = None
+        self._told: Callable[[], object] | None = None
         self._map = mmap.mmap(os.dup(number), memory_bytes(count))
         self._first = ctypes.c_char.from_buffer(self._map)
 
@@ -48,5 +51,13 @@ class Ranks:
 
     def end(self, reason: str) -> None:
         """Have every rank fail that waits for others, now and from now on. Any thread may call it."""
-        self.fault = self.fault or reason
+        first, self.fault = self.fault is None, self.fault or reason
         self._map[self.count * _LINE_BYTES] = 1
+        if first and self._told is not None:
+            self._told()
+
+    def when_ended(self, told: Callable[[], object]) -> None:
+        """Have this called once by the thread that ends them, so that nobody waits elsewhere either."""
+        self._told = told
+        if self.fault is not None:
+            told()

@@ -38,6 +38,7 @@ from windlass.kernels.torch import (
     step_rows,
 )
 from windlass.kernels.torch.drawer import TorchDrawer
+from windlass.kernels.torch.ranks import GroupedRanks
 
 
 class TorchBackend(Backend):
@@ -46,6 +47,9 @@ class TorchBackend(Backend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options)
         self._refusal = refusal
+        self._ranks = None
+        if options.ranks is not None:
+            self._ranks = GroupedRanks(options.ranks, options.device, in_order=options.deterministic)
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
@@ -150,6 +154,13 @@ class TorchBackend(Backend):
 
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
         x.mul_(gate.float().sigmoid())
+
+    def sum_over_ranks(self, x: Tensor) -> None:
+        if self._ranks is not None:
+            self._ranks.sum_up(x)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return part if self._ranks is None else self._ranks.gather_columns(part)
 
     def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
         return routed.route(logits, routing, bias)

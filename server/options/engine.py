@@ -208,7 +208,7 @@ class EngineOptions:
     tensor_parallel: Annotated[
         int,
         option("--tensor-parallel", panel=BATCHING, metavar="N", help="Split the model over N processes, each with its share of "
-               "every layer's heads and weights; they compute every step together. CPUs of one machine only."),
+               "every layer's heads and weights; they compute every step together: CPUs of one machine, or a GPU each."),
     ] = 1  # fmt: skip
     pin_cores: Annotated[
         bool,

@@ -54,7 +54,11 @@ def test_two_ranks_answer_as_one_does() -> None:
         assert "ranks     2" in log
 
 
-def test_a_rank_that_dies_ends_the_engine_which_starts_again() -> None:
+@pytest.mark.parametrize("kernels", ["best", "off"])
+def test_a_rank_that_dies_ends_the_engine_which_starts_again(kernels: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether ranks share memory, or meet through torch.distributed where there are no compiled kernels."""
+    if kernels == "off":
+        monkeypatch.setenv("WINDLASS_CPU_ISA", "off")
     with serve("--tensor-parallel", "2", *SMALL) as server:
         before = complete(server, "Once upon a time")
         engine, (rank,) = server.engine_pid(), rank_pids(server)
@@ -88,7 +92,7 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
     [
         (("--tensor-parallel", "5"), "the model has 4 heads of keys: use 4 or less"),
         (("--tensor-parallel", "0"), "--tensor-parallel must be at least 1"),
-        (("--tensor-parallel", "2", "--device", "cuda"), "use --device cpu"),
+        (("--tensor-parallel", "2", "--device", "cuda:1"), "use --device cpu"),
         (("--tensor-parallel", "2", "--load-format", "dummy"), "leave --load-format dummy out"),
         (("--tensor-parallel", "2", "--kv-persist", "/tmp/never"), "leave --kv-persist out"),
     ],

@@ -18,8 +18,9 @@ from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core import engine_core
 from windlass.engine.core.black_box import memory_file
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.ranks.messages import PartLoaded
+from windlass.engine.core.ranks.messages import PartLoaded, PartRoom
 from windlass.engine.core.ranks.part import RankPart
+from windlass.engine.errors import LoadError
 from windlass.kernels import Ranks, memory_bytes
 
 
@@ -27,9 +28,11 @@ class ThreadRanks:
     """What `OtherRanks` offers, with each rank's steps in a thread."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.memory = memory_file(memory_bytes(config.compute.tensor_parallel))
+        self.memory, self.store = memory_file(memory_bytes(config.compute.tensor_parallel)), memory_file(0)
         self.gone: Callable[[str], None] | None = None
-        self.parts = [RankPart(config, rank, self.memory) for rank in range(1, config.compute.tensor_parallel)]
+        self.parts = [
+            RankPart(config, rank, self.memory, self.store) for rank in range(1, config.compute.tensor_parallel)
+        ]
         self._queues = [SimpleQueue[Any]() for _ in self.parts]
         self._threads = [
             threading.Thread(target=self._run, args=pair) for pair in zip(self.parts, self._queues, strict=True)
@@ -42,6 +45,29 @@ class ThreadRanks:
 
     def loaded(self) -> list[PartLoaded]:
         return [PartLoaded(part.weight_bytes) for part in self.parts]
+
+    def find_room(self) -> None:
+        self._found: list[PartRoom | LoadError] = []
+
+        def find(part: RankPart) -> None:
+            try:
+                self._found.append(part.find_room())
+            except LoadError as error:
+                self._found.append(error)
+                if self._meeting is not None:
+                    self._meeting.end(str(error))
+
+        self._finding = [threading.Thread(target=find, args=(part,)) for part in self.parts]
+        for thread in self._finding:
+            thread.start()
+
+    def rooms(self) -> list[PartRoom]:
+        for thread in self._finding:
+            thread.join()
+        for one in self._found:
+            if isinstance(one, LoadError):
+                raise one
+        return [one for one in self._found if isinstance(one, PartRoom)]
 
     def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
         for part in self.parts:
@@ -59,6 +85,7 @@ class ThreadRanks:
             if thread.ident is not None:
                 thread.join()
         os.close(self.memory)
+        os.close(self.store)
         assert not self.failed, self.failed
 
     def _run(self, part: RankPart, queue: SimpleQueue[Any]) -> None:

@@ -31,6 +31,20 @@ class PartFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class FindRoom:
+    """Find out, by the largest step that all ranks compute together, what is left for pages. Answered by `PartRoom` or
+    `PartFailed`; sent where each rank has a device with memory of its own."""
+
+
+@dataclass(frozen=True, slots=True)
+class PartRoom:
+    """Bytes that are left for pages, and what a token takes of them on this rank."""
+
+    room: int
+    token_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class MakePages:
     """How many pages there are, and how many rows of the rotary tables. Answered by `PartLoaded` or `PartFailed`.
 

@@ -16,12 +16,12 @@ import threading
 from collections.abc import Callable
 from multiprocessing.connection import Pipe
 from queue import SimpleQueue
-from typing import Any
+from typing import Any, TypeVar
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core.black_box import memory_file
-from windlass.engine.core.ranks.messages import LoadPart, MakePages, PartFailed, PartLoaded
+from windlass.engine.core.ranks.messages import FindRoom, LoadPart, MakePages, PartFailed, PartLoaded, PartRoom
 from windlass.engine.core.threads import wait_settings
 from windlass.engine.errors import LoadError
 from windlass.kernels import Ranks, memory_bytes
@@ -29,22 +29,23 @@ from windlass.kernels import Ranks, memory_bytes
 _END_SECONDS = 2.0  # that a rank has to end by itself once nobody holds the other end of its pipe
 
 Gone = Callable[[str], None]
+T = TypeVar("T")
 
 
 class _OtherRank:
     """A process, the pipe to it, and what it has answered; None once it is gone."""
 
-    def __init__(self, rank: int, memory: int, log_level: str) -> None:
+    def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
         with theirs:
             self.process = subprocess.Popen(
                 [
                     *(sys.executable, "-P", "-m", "windlass.engine.core.ranks.process"),
-                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--parent={os.getpid()}"),
-                    f"--log-level={log_level}",
+                    *(f"--fd={theirs.fileno()}", f"--memory={memory}", f"--store={store}"),
+                    *(f"--parent={os.getpid()}", f"--log-level={log_level}"),
                 ],
-                pass_fds=[theirs.fileno(), memory],
+                pass_fds=[theirs.fileno(), memory, store],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=2,
@@ -66,7 +67,7 @@ class OtherRanks:
 
     def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
         self.count = config.compute.tensor_parallel
-        self.memory = memory_file(memory_bytes(self.count))
+        self.memory, self.store = memory_file(memory_bytes(self.count)), memory_file(0)
         self.gone: Gone | None = None  # told once, by another thread, why a rank is not there any more
         self._meeting: Ranks | None = None
         self._fault: str | None = None
@@ -74,7 +75,7 @@ class OtherRanks:
         self._ranks: list[_OtherRank] = []
         try:
             for rank in range(1, self.count):
-                other = _OtherRank(rank, self.memory, log_level)
+                other = _OtherRank(rank, self.memory, self.store, log_level)
                 self._ranks.append(other)
                 other.pipe.send(LoadPart(config, rank))
                 threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()
@@ -90,13 +91,21 @@ class OtherRanks:
 
     def loaded(self) -> list[PartLoaded]:
         """What each of them has loaded, once all have. Raises LoadError."""
-        return [self._answer(other) for other in self._ranks]
+        return [self._answer(other, PartLoaded) for other in self._ranks]
+
+    def find_room(self) -> None:
+        """Have them compute the largest step, as the first rank has to at the same time."""
+        self.tell(FindRoom())
+
+    def rooms(self) -> list[PartRoom]:
+        """What they have found. Raises LoadError."""
+        return [self._answer(other, PartRoom) for other in self._ranks]
 
     def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
         """Have them make ready for steps. Raises LoadError."""
         self.tell(MakePages(plan, rotary_rows))
         for other in self._ranks:
-            self._answer(other)
+            self._answer(other, PartLoaded)
 
     def tell(self, order: object) -> None:
         """Send all of them an order. Raises RuntimeError where one is gone."""
@@ -117,13 +126,14 @@ class OtherRanks:
         for other in self._ranks:
             with contextlib.suppress(subprocess.TimeoutExpired):
                 other.process.wait(_END_SECONDS)
-        number, self.memory = self.memory, -1
-        if number >= 0:
-            os.close(number)
+        numbers, self.memory, self.store = (self.memory, self.store), -1, -1
+        for number in numbers:
+            if number >= 0:
+                os.close(number)
 
-    def _answer(self, other: _OtherRank) -> PartLoaded:
+    def _answer(self, other: _OtherRank, kind: type[T]) -> T:
         answer = other.answers.get()
-        if isinstance(answer, PartLoaded):
+        if isinstance(answer, kind):
             return answer
         if isinstance(answer, PartFailed):
             raise LoadError(answer.message)

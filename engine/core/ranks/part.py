@@ -9,6 +9,8 @@ import torch
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core.pages import allocate_pages
+from windlass.engine.core.ranks.messages import PartRoom
+from windlass.engine.core.ranks.room import room_of_part
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.execution.rank_runner import RankRunner
 from windlass.engine.execution.runner import FollowPlan, RankOrder, TakePart
@@ -17,18 +19,22 @@ from windlass.engine.rotary.tables import RotaryTables
 
 
 class RankPart:
-    """Loads at once; raises LoadError. memory: the descriptor of the memory that the ranks meet in."""
+    """Loads at once; raises LoadError. memory, store: descriptors of what the ranks meet in."""
 
-    def __init__(self, config: EngineConfig, rank: int, memory: int) -> None:
+    def __init__(self, config: EngineConfig, rank: int, memory: int, store: int) -> None:
         torch.set_num_threads(rank_threads(config.compute))
         # Drafts are made by the first rank.
         self._config = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig()))
-        self._model = load_model(self._config, seat=RankSeat(rank, memory))
+        self._model = load_model(self._config, seat=RankSeat(rank, memory, store))
         self._runner: RankRunner | None = None
 
     @property
     def weight_bytes(self) -> int:
         return self._model.decoder.weight_bytes()
+
+    def find_room(self) -> PartRoom:
+        """What its device has left, by a step that all ranks compute together. Raises LoadError."""
+        return room_of_part(self._config, self._model)
 
     def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
         """Make what steps need, as large as the first rank has it. Raises LoadError."""

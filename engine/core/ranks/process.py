@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from windlass.engine.api.json_log import log_as_json, wants_json
-from windlass.engine.core.ranks.messages import LoadPart, MakePages, PartFailed, PartLoaded
+from windlass.engine.core.ranks.messages import FindRoom, LoadPart, MakePages, PartFailed, PartLoaded
 from windlass.engine.errors import LoadError
 
 _logger = logging.getLogger("windlass.engine")
@@ -30,6 +30,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--fd", type=int, required=True)
     parser.add_argument("--memory", type=int, required=True)
+    parser.add_argument("--store", type=int, required=True)
     parser.add_argument("--parent", type=int, required=True)
     parser.add_argument("--log-level", default="warning")
     options = parser.parse_args(argv)
@@ -47,7 +48,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stream=sys.stderr,
                 format="%(asctime)s %(levelname)s %(name)s: %(message)s",
             )
-        return _serve(pipe, order, options.memory)
+        return _serve(pipe, order, options.memory, options.store)
     except (EOFError, ConnectionError):
         return 0
     except Exception:
@@ -64,14 +65,18 @@ def _end_with(parent: int) -> None:
         os._exit(0)
 
 
-def _serve(pipe: Connection, order: LoadPart, memory: int) -> int:
+def _serve(pipe: Connection, order: LoadPart, memory: int, store: int) -> int:
     # Late, because it brings torch.
     from windlass.engine.core.ranks.part import RankPart
 
     try:
-        part = RankPart(order.config, order.rank, memory)
+        part = RankPart(order.config, order.rank, memory, store)
         pipe.send(PartLoaded(part.weight_bytes))
-        pages: MakePages = pipe.recv()
+        pages: MakePages | FindRoom = pipe.recv()
+        if isinstance(pages, FindRoom):
+            pipe.send(part.find_room())
+            pages = pipe.recv()
+        assert isinstance(pages, MakePages)
         part.make_pages(pages.plan, pages.rotary_rows)
         pipe.send(PartLoaded(part.weight_bytes))
     except LoadError as error:

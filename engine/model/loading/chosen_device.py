@@ -12,6 +12,7 @@ import torch
 from windlass import kernels
 from windlass.engine.cache.memory import available_memory
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.device import check_rank_device
 
 _CPU = "use `compute.device=cpu`"
 
@@ -23,9 +24,29 @@ class ChosenDevice(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
-def choose_device(name: str) -> ChosenDevice:
+def choose_device(name: str, rank: int = 0, ranks: int = 1) -> ChosenDevice:
     """ "auto" is CUDA where there is a GPU that the kernels run on. LoadError for a named device that is not there, or on which
-    they do not."""
+    they do not.
+
+    rank: of the `ranks` that hold the model together, which have the GPUs in their order, or the CPU in common.
+    """
+    chosen = _choose(name)
+    if ranks == 1 or chosen.device.type != "cuda":
+        return chosen
+    check_rank_device(name, ranks)
+    count = torch.cuda.device_count()
+    if count < ranks:
+        there = "there is one GPU" if count == 1 else f"there are {count} GPUs"
+        raise LoadError(
+            f"`compute.tensor_parallel={ranks}` takes a GPU for each rank, and {there}: use {count} or less, or "
+            "`compute.device=cpu`"
+        )
+    own = torch.device("cuda", rank)
+    _check_gpu(own)
+    return ChosenDevice(own, chosen.notices)
+
+
+def _choose(name: str) -> ChosenDevice:
     if name == "auto":
         if not torch.cuda.is_available():
             return ChosenDevice(torch.device("cpu"))
@@ -72,5 +93,5 @@ def is_out_of_memory(error: Exception) -> bool:
     """Whether an allocation failed; on a CPU torch says so with a plain RuntimeError."""
     if isinstance(error, MemoryError) or kernels.is_out_of_memory(error):
         return True
-    plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError)
+    plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError | kernels.RankEndedError)
     return plain and ("alloc" in str(error) or "memory" in str(error))

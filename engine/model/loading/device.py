@@ -26,6 +26,15 @@ def expect_device(name: str) -> str | None:
     return "cuda"
 
 
+def check_rank_device(name: str, ranks: int) -> None:
+    """LoadError for one named GPU, where each of several ranks has one."""
+    if ranks > 1 and ":" in name:
+        raise LoadError(
+            f"`compute.device={name}` is one GPU, and `compute.tensor_parallel={ranks}` takes one for each rank: use "
+            "`compute.device=cuda`, and name those it may see in CUDA_VISIBLE_DEVICES"
+        )
+
+
 def _torch_has_cuda() -> bool:
     """Whether the installed torch brings its CUDA (or ROCm) library; there may still be no GPU."""
     found = importlib.util.find_spec("torch")

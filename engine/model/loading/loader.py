@@ -65,10 +65,11 @@ class LoadedModel:
 
 @dataclass(frozen=True, slots=True)
 class RankSeat:
-    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptor of the memory that they meet in."""
+    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptors of what they meet in: see `kernels.Ranks`."""
 
     rank: int
     memory: int
+    store: int
 
 
 def load_model(config: EngineConfig, progress: Progress | None = None, seat: RankSeat | None = None) -> LoadedModel:
@@ -79,11 +80,11 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
     if seat is not None:  # replicas share whole models, each rank loads its own part
         config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
-    device, of_device = choose_device(config.compute.device)
+    rank = 0 if seat is None else seat.rank
+    device, of_device = choose_device(config.compute.device, rank, config.compute.tensor_parallel)
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # what is shared is there already
         free += sum(kernels.SharedWeights(number).num_bytes for number in config.loading.shared_memory)
-    rank = 0 if seat is None else seat.rank
     prepared = prepare_model(
         config,
         str(device),
@@ -150,12 +151,9 @@ def _ranks(part: ModelPart | None, seat: RankSeat | None, device: torch.device) 
         return None
     if seat is None:
         raise LoadError("`compute.tensor_parallel`: there is one process here: leave it out")
-    if not kernels.sums_over_ranks(device):
-        raise LoadError(
-            "`compute.tensor_parallel` needs the compiled CPU kernels, which are not there: install a C++ compiler and reinstall "
-            "Windlass, or leave it out"
-        )
-    return kernels.Ranks(seat.memory, part.rank, part.ranks, part.columns)
+    if (reason := kernels.ranks_refusal(device)) is not None:
+        raise LoadError(f"`compute.tensor_parallel`: {reason}: leave it out")
+    return kernels.Ranks(seat.memory, part.rank, part.ranks, part.columns, seat.store)
 
 
 def _shared_weights(config: EngineConfig, device: torch.device) -> kernels.SharedWeights | None:

@@ -35,19 +35,12 @@ def prepare_part(
     ranks = config.compute.tensor_parallel
     if ranks == 1:
         return None, ()
-    check_rank_device(config, device)
     _check(config, quantized)
     part = split_model(spec, plan, rank, ranks, None if gguf is None else units(gguf.tensors))
-    return part, _notices(config, part, plan_bytes(spec, plan), free)
-
-
-def check_rank_device(config: EngineConfig, device: str) -> None:
-    """LoadError where ranks cannot meet. device: "cpu", "cuda:1", …"""
-    ranks = config.compute.tensor_parallel
-    if ranks > 1 and device != "cpu":
-        raise LoadError(
-            f"`compute.tensor_parallel={ranks}` works on a CPU only so far: use `compute.device=cpu`, or leave it out"
-        )
+    found = _uneven(part)
+    if device == "cpu":  # else each has a device of its own
+        found += _crowded(config, part, plan_bytes(spec, plan), free)
+    return part, tuple(found)
 
 
 def _check(config: EngineConfig, quantized: str | None) -> None:
@@ -68,13 +61,17 @@ def _check(config: EngineConfig, quantized: str | None) -> None:
         )
 
 
-def _notices(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int | None) -> tuple[str, ...]:
-    ranks, engines, found = part.ranks, config.replicas, []
+def _uneven(part: ModelPart) -> list[str]:
     heads = {layer.mixer.num_kv_heads for layer in part.whole.layers if isinstance(layer.mixer, AttentionSpec)}
-    if uneven := sorted(count for count in heads if count % ranks):
-        found.append(
-            f"{uneven[0]} heads of keys are not shared out evenly over {ranks} ranks: those with fewer wait for those with more"
-        )
+    return [
+        f"{count} heads of keys are not shared out evenly over {part.ranks} ranks: those with fewer wait for those with more"
+        for count in sorted(count for count in heads if count % part.ranks)[:1]
+    ]
+
+
+def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int | None) -> list[str]:
+    """What ranks have in common and may have too little of."""
+    ranks, engines, found = part.ranks, config.replicas, list[str]()
     own = config.compute.cores
     processes, cores = (ranks * engines, _cores()) if own is None else (ranks, len(own))
     if processes > cores:
@@ -83,7 +80,7 @@ def _notices(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int 
     needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
     if free is not None and needed > free:
         found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
-    return tuple(found)
+    return found
 
 
 def _cores() -> int:

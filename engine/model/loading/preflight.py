@@ -20,12 +20,12 @@ from windlass.engine.model.config_json.unsupported import describe_quantized, de
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
-from windlass.engine.model.loading.device import expect_device
+from windlass.engine.model.loading.device import check_rank_device, expect_device
 from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
-from windlass.engine.model.loading.part import check_rank_device, prepare_part
+from windlass.engine.model.loading.part import prepare_part
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.refusals import (
@@ -107,7 +107,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
         check_quantization(config)
         check_share(config, device)
         check_replicas(config, device)
-        check_rank_device(config, device)
+        check_rank_device(config.compute.device, config.compute.tensor_parallel)
     model, draft = describe_model(config), draft_config(config)
     if draft is not None:
         try:
@@ -154,11 +154,24 @@ def prepare_model(
     check_cache_dtype(model.spec, cached, kind)
     title = None if model.quantized is None else model.quantized.title
     part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
-    check_memory(config, model, plan, cached, stored, kind, free, beside)
+    if part is None or kind == "cpu":  # whose memory all ranks have in common
+        check_memory(config, model, plan, cached, stored, kind, free, beside)
+    else:
+        check_memory(
+            _of_part(config, part, cached), replace(model, spec=part.spec), part.plan, cached, stored, kind, free
+        )
     called = describe_storage(config, model, plan)
     rounds_prompts = rounded or dtype == "bfloat16"
     notices = said + notices_of(model, plan, stored) + of_ranks
     return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices, part)
+
+
+def _of_part(config: EngineConfig, part: ModelPart, cached: str) -> EngineConfig:
+    """With this rank's share of the bytes that the operator gives the caches of all."""
+    if config.cache.memory is None:
+        return config
+    own, whole = (sum(bytes_per_token(group, cached) for group in one.kv_groups) for one in (part.spec, part.whole))
+    return replace(config, cache=replace(config.cache, memory=max(1, config.cache.memory * own // whole)))
 
 
 def prepare_draft(

@@ -100,7 +100,8 @@ def application(
 
 def of_a_replica(engine: EngineOptions) -> tuple[int, int]:
     """The cores and the GPUs that a replica is given."""
-    return engine.tensor_parallel * (engine.threads or 1), 1 if engine.device.startswith("cuda") else 0
+    gpus = engine.tensor_parallel if engine.device.startswith("cuda") else 0
+    return engine.tensor_parallel * (engine.threads or 1), gpus
 
 
 def _spelt(name: str, value: Any) -> Any:

@@ -13,6 +13,7 @@ import pytest
 import torch
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
+from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.memory import device_kv_budget
@@ -22,7 +23,9 @@ from windlass.engine.execution.runner import Runner
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.sizing import size_model
 from windlass.engine.scheduling.plan import SchedulerOutput
-from windlass.kernels import DeviceMemory
+from windlass.kernels import DeviceMemory, binding
+from windlass.kernels.backend import BackendOptions
+from windlass.kernels.torch.backend import TorchBackend
 
 MIB = 2**20
 
@@ -208,3 +211,45 @@ def test_budgets() -> None:
     assert device_kv_budget(80 * gib, 20 * gib, 58 * gib, 0.9, 2 * gib) == 50 * gib
     assert device_kv_budget(80 * gib, 20 * gib, 30 * gib, 0.9, 2 * gib) == 28 * gib  # others are there
     assert device_kv_budget(80 * gib, 20 * gib, 58 * gib, 0.25, gib) < 0
+
+
+class OnItsOwnGpu(TorchBackend):
+    """Each rank has a GPU, and that of the second is smaller."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        super().__init__(options)
+        if options.ranks is not None:
+            self.device_memory = memory = PlayedMemory()
+            memory.total = (64 - 10 * options.ranks.rank) * MIB
+
+
+@pytest.fixture
+def gpus_of_ranks(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": binding._Own(lambda options: None, OnItsOwnGpu, False)})
+
+
+@pytest.mark.usefixtures("gpus_of_ranks")
+@pytest.mark.parametrize("heads", [4, 3])
+def test_pages_of_ranks_get_what_the_fullest_device_allows(tmp_path: Path, heads: int) -> None:
+    """All run the largest step together; the rank with more heads of keys takes more of each token."""
+    wide = {"hidden_size": 96, "num_attention_heads": 2 * heads, "num_key_value_heads": heads, "head_dim": 16}
+    model = make_model("llama", tmp_path / "model", max_position_embeddings=4096, **wide)
+    asked = [greedy("a", range(5, 45), 10)]
+    expected = run(make_core(model, kv_cache_memory=8 * MIB), asked)
+    with ranked(model, 2, kv_cache_memory=None, max_num_seqs=512) as core:
+        memory = core.runner.decoder.backend.device_memory
+        assert isinstance(memory, PlayedMemory) and memory.said.count("peak") == 1
+        large, small = ((total * 0.9 - 10 - 5) * MIB for total in (64, 54))
+        room = min(large * heads / (heads // 2), small * heads / (heads - heads // 2))
+        block = core.info.kv_bytes_per_token * core.info.block_size
+        assert room - block < core.info.kv_cache_bytes <= room
+        assert run(core, asked)["a", 0].token_ids == expected["a", 0].token_ids
+
+
+@pytest.mark.usefixtures("gpus_of_ranks")
+def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = make_model("llama", tmp_path / "model", max_position_embeddings=4096, num_key_value_heads=2)
+    monkeypatch.setattr(PlayedMemory, "step", 45 * MIB)  # more than the smaller GPU leaves
+    refused = pytest.raises(LoadError, match=r"no memory is left for the KV cache: 90% of the 54\.0 MiB")
+    with refused, ranked(model, 2, kv_cache_memory=None, max_num_seqs=512):
+        pass

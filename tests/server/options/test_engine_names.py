@@ -19,8 +19,8 @@ ENGINE = Path(__file__).parents[3] / "engine"
 PRIVATE = {  # how the engine process is started, by the engine itself
     "client/child.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
     "core/process.py": {"--ahead", "--box", "--core", "--cores", "--fd", "--log-level", "--stacks"},
-    "core/ranks/others.py": {"--fd", "--log-level", "--memory", "--parent"},
-    "core/ranks/process.py": {"--fd", "--log-level", "--memory", "--parent"},
+    "core/ranks/others.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
+    "core/ranks/process.py": {"--fd", "--log-level", "--memory", "--parent", "--store"},
 }
 
 

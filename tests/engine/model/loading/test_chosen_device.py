@@ -65,6 +65,27 @@ def refusal(name: str) -> str:
     return str(refused.value)
 
 
+def test_each_rank_has_a_gpu(gpus: Gpus) -> None:
+    gpus.capabilities = [(8, 0), (9, 0)]
+    assert [choose_device(name, rank, 2).device for name in ("cuda", "auto") for rank in (0, 1)] == [
+        torch.device("cuda:0"),
+        torch.device("cuda:1"),
+    ] * 2
+    assert choose_device("cpu", 1, 4).device == torch.device("cpu")
+    with pytest.raises(LoadError, match=r"tensor_parallel=3` takes a GPU for each rank, and there are 2 GPUs: use 2"):
+        choose_device("cuda", 0, 3)
+    with pytest.raises(LoadError, match=r"`compute\.device=cuda:1` is one GPU, .* use `compute.device=cuda`, and name"):
+        choose_device("cuda:1", 0, 2)
+    gpus.capabilities = [(8, 0), (7, 5)]
+    with pytest.raises(LoadError, match=r"has compute capability 7\.5"):
+        choose_device("cuda", 1, 2)
+    gpus.capabilities = [(8, 0)]
+    with pytest.raises(LoadError, match=r"and there is one GPU: use 1 or less, or `compute\.device=cpu`"):
+        choose_device("auto", 0, 2)
+    gpus.capabilities = []
+    assert choose_device("auto", 1, 2).device == torch.device("cpu")
+
+
 def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
     assert choose_device("auto") == (torch.device("cpu"), ())
     gpus.capabilities = [(8, 0), (12, 0)]

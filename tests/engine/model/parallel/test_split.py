@@ -43,7 +43,7 @@ def test_a_slice_tells_its_rows_within_each_tensor() -> None:
         ("deepseek_v2", {}, {}, "latent attention is not split"),
         ("stablelm_normed", {}, {}, "a norm with a tensor for each head is not split"),
         ("llama", {}, {"quantization": "int4"}, "use `compute.quantization=int8`"),
-        ("llama", {}, {"device": "cuda"}, "use `compute.device=cpu`"),
+        ("llama", {}, {"device": "cuda:1"}, "the installed torch has no CUDA"),
         ("llama", {}, {"load_format": "dummy"}, "leave `loading.format=dummy` out"),
         ("llama", {}, {"kv_persist": "/tmp/nowhere"}, "leave `cache.persist` out"),
         ("llama", {}, {"tensor_parallel": 33}, "must be at most 32"),

@@ -1,0 +1,38 @@
+"""Ranks that meet through torch.distributed come to the logits of one process, as those that share memory do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.engines import greedy, make_core, run
+from helpers.thread_ranks import ranked
+from helpers.tiny_models import make_model
+
+from windlass.kernels import binding
+from windlass.kernels.torch.backend import TorchBackend
+
+
+@pytest.fixture(autouse=True)
+def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU is taken for a device without kernels of its own."""
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": binding._Own(lambda options: "played", TorchBackend, False)})
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [("llama_bias", {}), ("gpt_oss", {}), ("llama_bias", {"deterministic": True, "max_num_batched_tokens": 16})],
+    ids=["dense", "experts and windows", "deterministic"],
+)
+def test_logits_are_those_of_one_process(tmp_path: Path, family: str, options: dict[str, Any]) -> None:
+    model = make_model(family, tmp_path / "model")
+    asked = [greedy("a", range(5, 45), 10, prompt_logprobs=1), greedy("b", range(20, 33), 6), greedy("c", [7, 9], 6)]
+    expected = run(make_core(model, threads=1, **options), asked)
+    with ranked(model, 2, **options) as core:
+        found = run(core, asked)
+        assert core.runner.graphs is None
+    for key, one in expected.items():
+        assert found[key].token_ids == one.token_ids
+        for ours, theirs in zip(found[key].logits, one.logits, strict=True):
+            assert float((ours - theirs).abs().max() / theirs.abs().max()) < 1e-5
