@@ -66,8 +66,7 @@ class CompiledBackend(Backend):
         """Raises KernelsUnavailableError where `refusal` says why."""
         super().__init__(options)
         self._library = library.load()
-        alone = replace(options, ranks=None)  # they meet here
-        self._torch = RowIndependentBackend(alone) if options.deterministic else TorchBackend(alone)
+        self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
         self.multiplies_pairs = self._library.isa in library.MULTIPLY_PAIRS
         # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
         self._multiplies_bfloat16 = (
