@@ -241,6 +241,24 @@ def test_scaling_up_and_down_loses_nothing(cluster: RayCluster, deployed: RayClu
     assert not [one for one in results if not one["done"] or one["error"] is not None or one["finish"] != "length"]
 
 
+def test_full_caches_bring_another_replica(cluster: RayCluster, deployed: RayCluster) -> None:
+    """Of 1,024 tokens, where twenty streams of 200 ask for more; requests alone would be enough for one."""
+    small = ("--kv-cache-memory", "2MiB", "--max-model-len", "512", "--max-num-seqs", "16")
+    cluster.deploy("--replicas", "1..2", "--target-requests", "1000", "--scale-up-seconds", "1", *small)
+    cluster.wait_replicas(1, 90)
+
+    async def fill() -> list[dict[str, Any]]:
+        async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
+            enough = asyncio.Event()
+            crowd = [asyncio.create_task(keep_asking(client, n, enough)) for n in range(20)]
+            await asyncio.to_thread(cluster.wait_replicas, 2, 120)
+            enough.set()
+            return await ended(crowd)
+
+    results = asyncio.run(fill())
+    assert not [one for one in results if not one["done"] or one["error"] is not None or one["finish"] != "length"]
+
+
 def refusal(done: Any) -> str:
     assert done.returncode == 2 and done.stdout == "", done
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1, done.stderr

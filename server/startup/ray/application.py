@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from ray import serve
-from ray.serve.config import AutoscalingConfig, RequestRouterConfig
+from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
 from windlass.engine.client.replicas.prefix import FEWEST_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
@@ -20,6 +20,7 @@ from windlass.server.startup.ray.door import HEAD, name_of_door
 from windlass.server.startup.ray.ingress import Ingress
 from windlass.server.startup.ray.replica import EngineReplica
 from windlass.server.startup.ray.routing import PrefixRequestRouter
+from windlass.server.startup.ray.scaling import by_requests_and_cache
 
 INGRESS_CPUS = 0.5
 AFTER_GRACE_SECONDS = 4.0  # for the ingress to end its connections
@@ -71,6 +72,7 @@ def application(
                 target_ongoing_requests=cluster.target_requests,
                 upscale_delay_s=cluster.scale_up_seconds,
                 downscale_delay_s=cluster.scale_down_seconds,
+                policy=AutoscalingPolicy(policy_function=by_requests_and_cache),
             )
         }
     block_tokens = -(-FEWEST_TOKENS // engine.block_size) * engine.block_size

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import time
 from collections.abc import AsyncGenerator
 from dataclasses import replace
 from typing import Any
@@ -13,7 +14,7 @@ from ray import serve
 
 from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.looks import EngineQuestion
+from windlass.engine.api.looks import CacheQuestion, EngineQuestion
 from windlass.engine.api.request import EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.wire import portable_error
 from windlass.engine.errors import EngineDeadError, EngineError
@@ -21,9 +22,11 @@ from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.call import Address, Ended, Finished, Item, ReplicaCall, ReplicaReport, Start, mixed
 from windlass.server.startup.ray.lane import Lanes, ReplicaLane
+from windlass.server.startup.ray.scaling import CACHE_HELD, cache_held
 
 _logger = logging.getLogger("windlass.server")
 
+LOOK_SECONDS = 2.0  # between looks at the cache: its books are read between two steps
 GATHER_SECONDS = 0.01  # in which outputs of one stream come together, as each item costs half a millisecond on its way
 
 
@@ -34,6 +37,7 @@ class EngineReplica:
         start.check()
         self._id = serve.get_replica_context().replica_id.unique_id
         self._lanes = Lanes(self._id)
+        self._held, self._next_look = 0.0, 0.0
         self._engines = Engines(start.engine, start.log_level)
         try:
             path, engine, _ = await asyncio.to_thread(prepare, start.model, start.engine, start.server)
@@ -48,6 +52,14 @@ class EngineReplica:
         """Raise where the engine was given up: Serve starts another replica."""
         if self._client.state in ("failed", "closed"):
             raise RuntimeError(self._client.failure or "the engine was closed")
+
+    async def record_autoscaling_stats(self) -> dict[str, float]:
+        """What replicas are counted by beside their requests; Ray asks twice a second where their number may change."""
+        if time.monotonic() >= self._next_look:
+            self._next_look = time.monotonic() + LOOK_SECONDS
+            with contextlib.suppress(EngineError):  # of an engine that starts again nothing new is known
+                self._held = cache_held(await self._client.look(CacheQuestion()))
+        return {CACHE_HELD: self._held}
 
     async def info(self) -> ModelInfo:
         return self._info

@@ -1,0 +1,87 @@
+"""How many replicas requests and caches ask for, without a cluster."""
+
+from __future__ import annotations
+
+import asyncio
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+
+pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
+
+from ray.serve.config import AutoscalingConfig
+
+from windlass.engine.api.looks import CacheGroupPicture, CachePicture, CacheQuestion
+from windlass.engine.errors import EngineDeadError
+from windlass.server.startup.ray import replica, scaling
+from windlass.server.startup.ray.replica import EngineReplica
+
+
+@dataclass
+class Context:
+    """The part of Ray's that is read."""
+
+    current_num_replicas: int
+    total_num_requests: float
+    aggregated_metrics: dict[str, dict[str, float]] | None
+    target_num_replicas: int = 2
+    policy_state: dict[str, Any] = field(default_factory=dict)
+    config: AutoscalingConfig = field(
+        default_factory=lambda: AutoscalingConfig(min_replicas=1, max_replicas=8, target_ongoing_requests=4)
+    )
+
+
+@pytest.mark.parametrize(
+    ("replicas", "requests", "held", "wanted"),
+    [
+        (2, 8.0, None, 2.0),  # as before there are measures
+        (2, 12.0, {"a": 0.1, "b": 0.1}, 3.0),  # requests ask for more than caches
+        (2, 4.0, {"a": 0.8, "b": 0.8}, 2.0),  # caches for more than requests
+        (2, 4.0, {"a": 1.0, "b": 1.0}, 2.5),
+        (3, 3.0, {"a": 0.8, "b": 0.8}, 3.0),  # the third has not reported
+        (2, 0.0, {"a": 0.0, "b": 0.0}, 0.0),  # none: Ray keeps to the bounds
+        (0, 0.0, {}, 2.0),
+    ],
+)
+def test_the_larger_of_both_is_wanted(
+    replicas: int, requests: float, held: dict[str, float] | None, wanted: float
+) -> None:
+    context: Any = Context(replicas, requests, None if held is None else {scaling.CACHE_HELD: held})
+    assert scaling.by_requests_and_cache(context)[0] == pytest.approx(wanted)
+
+
+def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupPicture:
+    return CacheGroupPicture(blocks, blocks, 1, None, (held, 0), (0, shared), (idle, 0), (0,))
+
+
+def test_what_is_kept_for_later_is_not_held() -> None:
+    picture = CachePicture(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
+    assert scaling.cache_held(picture) == 0.5
+
+
+def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Client:
+        looks = 0
+
+        async def look(self, question: object) -> CachePicture:
+            assert isinstance(question, CacheQuestion)
+            self.looks += 1
+            if self.looks == 2:
+                raise EngineDeadError("it starts again")
+            return CachePicture(32, (group(3, 0, 0, 4 * self.looks),), (), 0.0)
+
+    one, client, now = EngineReplica.__new__(EngineReplica), Client(), [100.0]
+    one._client, one._held, one._next_look = client, 0.0, 0.0  # type: ignore[assignment]
+    monkeypatch.setattr(replica.time, "monotonic", lambda: now[0])
+
+    def reported() -> float:
+        return asyncio.run(one.record_autoscaling_stats())[scaling.CACHE_HELD]
+
+    assert reported() == 0.75 and client.looks == 1
+    now[0] += replica.LOOK_SECONDS / 2
+    assert reported() == 0.75 and client.looks == 1
+    now[0] += replica.LOOK_SECONDS / 2
+    assert reported() == 0.75 and client.looks == 2  # the engine was dead
+    now[0] += replica.LOOK_SECONDS
+    assert reported() == 0.25 and client.looks == 3
