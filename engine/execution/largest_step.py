@@ -46,6 +46,9 @@ def bytes_of_largest_step(
     written = -(-end // block_size) - start // block_size
     groups = len(spec.kv_groups)
     cache = KVStorage(spec.kv_groups, [1 + written + streams] * groups, block_size, cache_dtype, decoder.backend)
+    for planes in cache.planes:
+        for plane in planes:
+            plane.zero_()  # memory that was another's may hold what is no number, and none has a log-probability
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
     specs = RotaryPlanner(spec.rotary_groups, None).plan(length, update="frozen").stage(1).specs
     row = tables.acquire(specs)

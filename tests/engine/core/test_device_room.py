@@ -24,7 +24,7 @@ from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.sizing import size_model
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.kernels import DeviceMemory, binding
-from windlass.kernels.backend import BackendOptions
+from windlass.kernels.backend import Backend, BackendOptions
 from windlass.kernels.torch.backend import TorchBackend
 
 MIB = 2**20
@@ -135,6 +135,18 @@ def test_a_draft_model_has_its_largest_step_too(
     block = core.info.kv_bytes_per_token * core.info.block_size
     room = (64 * 0.9 - 10 - 7) * MIB
     assert room - block < core.info.kv_cache_bytes <= room and next(peaks, None) is None
+
+
+def test_pages_that_nobody_has_written_hold_numbers(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the largest step, which sees a long context that no step computed."""
+    pages, execute, steps = Backend.pages, Runner.execute, []
+    monkeypatch.setattr(Backend, "pages", lambda self, shape, kind: pages(self, shape, kind).fill_(torch.nan))
+    monkeypatch.setattr(Runner, "execute", lambda self, plan: steps.append(execute(self, plan)) or steps[-1])
+    core_of(model_of("llama"))
+    ((*results,),) = steps
+    assert len(results) == 512 and all(result.error is None for result in results)
 
 
 def test_an_encoder_reads_a_whole_text(
