@@ -237,6 +237,7 @@ class Backend(RepeatsSteps):
 
     # Ranks
 
+    @abstractmethod
     def sum_over_ranks(self, x: Tensor) -> None:
         """x [T, N], contiguous, becomes the sum of what all ranks have there, in float32, rounded once; where deterministic, in
         their order.
@@ -244,17 +245,13 @@ class Backend(RepeatsSteps):
         All of them call it, with tensors of one shape; so it is of all that the ranks do together. Nothing happens where there
         is one rank. Raises RankEndedError.
         """
-        if self.options.ranks is not None:
-            raise NotImplementedError("this backend has no way for the ranks of a model to meet")
 
+    @abstractmethod
     def gather_columns(self, part: Tensor) -> Tensor:
         """Float32 [R, V] on the first rank, of what each rank has of its columns [R, own]; on the others the part itself.
 
         Raises RankEndedError.
         """
-        if self.options.ranks is not None:
-            raise NotImplementedError("this backend has no way for the ranks of a model to meet")
-        return part
 
     # Experts
 

@@ -1,4 +1,4 @@
-"""Which products the processor's matrix unit makes for a backend, and those products."""
+"""Which products the processor's matrix unit makes for a backend, and those products. Knows types and rows, no models."""
 
 from __future__ import annotations
 
