@@ -91,7 +91,10 @@ class GroupedRanks:
 
 def _store(ranks: Ranks) -> Any:
     """Where ranks leave each other their addresses: a file that they have in common and that no name leads to."""
-    store = dist.FileStore(f"/dev/fd/{ranks.store}", ranks.count)  # type: ignore[attr-defined]
+    # A store opens its path once more when it goes, which is when garbage is collected, and ends the process where it cannot. So
+    # this descriptor stays open: its number shall lead to nothing else.
+    kept = os.dup(ranks.store)
+    store = dist.FileStore(f"/dev/fd/{kept}", ranks.count)  # type: ignore[attr-defined]
     store.set_timeout(_MEET)
     return store
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from helpers.configs import engine_config
+from helpers.device import DEVICE
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
@@ -32,7 +33,7 @@ def make_core(directory: Path, **options: Any) -> EngineCore:
     defaults: dict[str, Any] = {
         "kv_cache_memory": 8 << 20,
         "max_num_seqs": 8,
-        "device": "cpu",
+        "device": DEVICE,
         "target_step_seconds": 0.0,
         "burst_seconds": 0.0,
     }

@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from torch import Tensor
 
 pytest.importorskip("triton", reason="needs Triton: pip install --no-deps 'triton>=3.6,<3.9'")
 
 # The interpreter computes with numpy, which warns of what a device does in silence.
 QUIET = pytest.mark.filterwarnings("ignore::RuntimeWarning")
+# Of programs by themselves: where there is a GPU to test on, what they are given lies there and nothing is interpreted.
+ON_THE_DEVICE = [QUIET, pytest.mark.usefixtures("on_the_device")]
+PLAYED = [QUIET, pytest.mark.skipif(DEVICE != "cpu", reason="plays a device on a CPU")]
 
 
 def assert_near(found: Tensor, expected: Tensor, tolerance: float = 2e-6) -> None:

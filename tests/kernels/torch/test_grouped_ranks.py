@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any, ClassVar
@@ -61,6 +63,36 @@ def test_sums_are_rounded_once_and_equal_on_every_rank(ranks: list[Ranks], dtype
             assert torch.equal(parts[0], exact.to(dtype))
         else:
             torch.testing.assert_close(parts[0], exact.to(dtype))
+
+
+LATE = """
+import gc, os, socket, threading
+import torch
+from windlass.kernels import Ranks, memory_bytes
+from windlass.kernels.torch.ranks import GroupedRanks
+
+number, store = os.memfd_create("ranks"), os.memfd_create("store")
+os.ftruncate(number, memory_bytes(2))
+groups = [GroupedRanks(Ranks(number, rank, 2, (8, 8), store), torch.device("cpu"), in_order=False) for rank in range(2)]
+threads = [threading.Thread(target=one.sum_up, args=(torch.ones(3),)) for one in groups]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+os.close(number)
+os.close(store)
+ends = [socket.socketpair() for _ in range(8)]  # they take the numbers that are free
+assert any(end.fileno() == store for pair in ends for end in pair)
+del groups, threads
+gc.collect()
+print("goes on")
+"""
+
+
+def test_ranks_that_go_later_than_their_files_harm_nobody() -> None:
+    """Whatever opens a descriptor of that number meanwhile."""
+    ran = subprocess.run([sys.executable, "-c", LATE], capture_output=True, text=True, timeout=120)
+    assert (ran.returncode, ran.stdout) == (0, "goes on\n"), ran.stderr
 
 
 def test_columns_of_all_ranks_come_to_the_first(ranks: list[Ranks]) -> None:

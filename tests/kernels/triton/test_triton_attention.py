@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.interpreted import QUIET, assert_near
+from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase, random_parts
 
@@ -16,7 +16,7 @@ from windlass.kernels import AttentionCall
 from windlass.kernels.triton import attention
 from windlass.kernels.triton.attention import paged_attention
 
-pytestmark = QUIET
+pytestmark = ON_THE_DEVICE
 MIXED = [(17, 4), (0, 9), (70, 1)]
 
 

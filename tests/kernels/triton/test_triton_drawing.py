@@ -6,7 +6,7 @@ import random
 
 import pytest
 import torch
-from helpers.interpreted import QUIET
+from helpers.interpreted import ON_THE_DEVICE
 from torch import Tensor
 
 from windlass.kernels import Filters, LogitsChanges, Penalties
@@ -15,7 +15,7 @@ from windlass.kernels.torch.drawer import TorchDrawer
 from windlass.kernels.triton import drawing
 from windlass.kernels.triton.drawing import TritonDrawer, row_maxima
 
-pytestmark = QUIET
+pytestmark = ON_THE_DEVICE
 VOCAB = 300
 ROWS = ("random", "ties", "masked", "bad", "equal", "steep", "outlier", "nothing")
 FILTERS = (

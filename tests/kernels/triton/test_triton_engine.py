@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
 from helpers.interpreted import QUIET
@@ -17,6 +18,7 @@ from windlass.kernels import BlockWeight, binding
 from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = QUIET
+KIND = DEVICE.partition(":")[0]
 PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
@@ -31,7 +33,7 @@ def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch,
     monkeypatch.setattr(binding, "_OWN_KERNELS", {})
     plain = results(directory, requests, **options)
     own = binding._Own(lambda options: None, binding._triton, narrow=False)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    monkeypatch.setattr(binding, "_OWN_KERNELS", {KIND: own})
     found = results(directory, requests, **options)
     assert found.pop(("backend", 0)).outputs == [TritonBackend]
     for key, one in found.items():

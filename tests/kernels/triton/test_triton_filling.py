@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.block_bytes import random_blocks
-from helpers.interpreted import QUIET
+from helpers.interpreted import PLAYED
 
 from windlass.kernels import FORMS, BlockWeight, cpu
 from windlass.kernels.backend import BackendOptions
@@ -13,7 +13,7 @@ from windlass.kernels.binding import _triton
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton.backend import TritonBackend
 
-pytestmark = [QUIET, pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="needs the compiled kernels")]
+pytestmark = [*PLAYED, pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="needs the compiled kernels")]
 OPTIONS = BackendOptions(torch.device("cpu"))
 ROWS, COLUMNS = 37, 512
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import greedy, make_core, run
-from helpers.interpreted import QUIET
+from helpers.interpreted import PLAYED
 from helpers.played_graphs import PlayedGraphs, opaque
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
@@ -24,7 +24,7 @@ from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filt
 from windlass.kernels.triton import drawing, launch
 from windlass.kernels.triton.backend import TritonBackend
 
-pytestmark = QUIET
+pytestmark = PLAYED
 PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

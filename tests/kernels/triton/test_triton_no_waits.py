@@ -14,7 +14,7 @@ import pytest
 import torch
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
-from helpers.interpreted import QUIET
+from helpers.interpreted import PLAYED
 from helpers.played_graphs import inside_a_program, is_wait, reads_refused
 from helpers.tiny_encoders import make_encoder
 from helpers.tiny_models import make_model
@@ -32,7 +32,7 @@ from windlass.kernels import binding
 from windlass.kernels.layouts import low_rank
 from windlass.kernels.triton import launch
 
-pytestmark = [QUIET, pytest.mark.slow]
+pytestmark = [*PLAYED, pytest.mark.slow]
 PROMPT = torch.randint(3, 128, (9,), generator=torch.Generator().manual_seed(0)).tolist()
 
 

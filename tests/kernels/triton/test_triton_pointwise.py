@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.interpreted import QUIET, assert_near
+from helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.torch import latent, reference, routed
 from windlass.kernels.triton import norms, pointwise
 
-pytestmark = QUIET
+pytestmark = ON_THE_DEVICE
 
 
 def test_norms() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.block_weights import random_blocks
-from helpers.interpreted import QUIET, assert_near
+from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, StackedWeight
@@ -13,7 +13,7 @@ from windlass.kernels.torch import blocks, latent, routed
 from windlass.kernels.triton import products
 from windlass.kernels.triton.products import AddressedExperts
 
-pytestmark = QUIET
+pytestmark = ON_THE_DEVICE
 
 
 @pytest.mark.parametrize("name", FORMS)

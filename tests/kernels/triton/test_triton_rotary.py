@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import pytest
 import torch
-from helpers.interpreted import QUIET, assert_near
+from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import KVPages, plane_shapes
 from windlass.kernels.torch import reference
 from windlass.kernels.triton import rotary
 
-pytestmark = QUIET
+pytestmark = ON_THE_DEVICE
 FLOAT8 = torch.float8_e4m3fn
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FLOAT8)
 # A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
