@@ -28,7 +28,7 @@ from harness.gpu_agreement import agreement
 from harness.gpu_attention import attention_figures
 from harness.gpu_figures import Bounds, Figure
 from harness.gpu_peer import seconds_of_token
-from harness.gpu_streams import Streams, growth, stream_figures
+from harness.gpu_streams import Streams, growth, step_figures, stream_figures
 
 PARTS = ("agreement", "attention", "streams", "growth", "peer")
 _LLAMA: dict[str, Any] = {
@@ -156,7 +156,7 @@ def _of_shape(
         _give_back(bounds.device)
         if "streams" in options.parts:
             # With a step for each token: what is beside the graph shows.
-            add([_beyond(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt, steps)])
+            add(step_figures(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt=prompt, steps=steps))
             _give_back(bounds.device)
     if "peer" in options.parts:
         try:
@@ -165,12 +165,6 @@ def _of_shape(
             seconds, note = None, str(error).splitlines()[0]
         add([Figure(f"{name}: transformers, static cache, compiled where it does that: a token", seconds, note=note)])
         _give_back(bounds.device)
-
-
-def _beyond(name: str, streams: Streams, prompt: int, steps: int) -> Figure:
-    beyond = streams.beyond_graphs(prompt, steps)
-    note = "" if beyond is not None else "no graphs on this device"
-    return Figure(f"{name}: a step beyond its graph", beyond, wanted=150e-6, note=note)
 
 
 def _give_back(device: torch.device) -> None:

@@ -80,10 +80,10 @@ class Graphs(ABC):
         """Have the device do this next: captured work, or torch operations that do not wait."""
 
     @abstractmethod
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
         """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], as a part of captured work.
 
-        maxima: the rows' largest values, float32 [B]. A draw yields what a `Drawer` of the device draws.
+        maxima: the rows' `Backend.row_maxima`. A draw yields what a `Drawer` of the device draws.
         """
 
     @abstractmethod

@@ -54,12 +54,16 @@ class Streams:
         self._rng, self._count = random.Random(0), 0
 
     def add(self, length: int, tokens: int, **fields: Any) -> str:
-        """A greedy stream behind a prompt of random tokens."""
+        """A greedy stream behind a prompt of random tokens; its id."""
+        request = self._request(length, tokens, **fields)
+        self.core.add(request)
+        return request.request_id
+
+    def _request(self, length: int, tokens: int, **fields: Any) -> EngineRequest:
         self._count += 1
         prompt = [self._rng.randrange(10, self.core.info.vocab_size) for _ in range(length)]
         sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
-        self.core.add(EngineRequest(str(self._count), prompt, sampling, **fields))
-        return str(self._count)
+        return EngineRequest(str(self._count), prompt, sampling, **fields)
 
     def decode(self, each: list[dict[str, Any]], prompt: int, steps: int) -> float:
         """Seconds in which each of the streams gets a token. each: fields of their requests."""
@@ -80,27 +84,34 @@ class Streams:
         """Seconds until the first token, the least of three prompts."""
         found = []
         for _ in range(3):
+            request = self._request(length, 1)
             wait(self.bounds.device)
             begin = time.perf_counter()
-            self.add(length, 1)
+            self.core.add(request)
             while self.core.has_work():
                 self._step()
             found.append(time.perf_counter() - begin)
         return min(found)
 
-    def shift(self, steps: int) -> float:
-        """What the longest step takes over the median, while a full context drops its oldest block again and again."""
-        room = self.core.info.shift_context
+    def shift(self, steps: int) -> tuple[float, float]:
+        """Seconds that a step in which a full context drops its oldest block takes beyond others, and what those take: medians.
+
+        For an engine that takes a step for each token.
+        """
+        room, counters = self.core.info.shift_context, self.core.scheduler.counters
         one = self.add(room - 8, steps + 1024, context=ContextRule(overflow="shift"))
-        while not self._step()[1]:
-            pass
-        taken, tokens = [], 0
-        while tokens < steps or len(taken) < 16:
-            begin = time.perf_counter()
-            tokens += self._step()[0]
-            taken.append(time.perf_counter() - begin)
+        begun = counters.context_shifts
+        while counters.context_shifts < begun + 2:  # programs are compiled at the first one
+            self._step()
+        shifting, others = list[float](), list[float]()
+        while len(others) < steps or not shifting:
+            before, begin = counters.context_shifts, time.perf_counter()
+            self._step()
+            taken = time.perf_counter() - begin
+            (shifting if counters.context_shifts > before else others).append(taken)
         self._end([one])
-        return max(taken[4:]) - statistics.median(taken[4:])
+        usual = statistics.median(others)
+        return statistics.median(shifting) - usual, usual
 
     def beyond_graphs(self, prompt: int, steps: int) -> float | None:
         """Seconds of a step that the device is not at its graph; None where there are none."""
@@ -108,6 +119,7 @@ class Streams:
             return None
         clock = _GraphClock(self.core)
         whole = self.decode([{}], prompt, steps)
+        wait(self.bounds.device)
         return whole - statistics.median(clock.take())
 
     def bytes_of_step(self, streams: int, context: int) -> float:
@@ -160,7 +172,7 @@ class Streams:
 def stream_figures(
     name: str, streams: Streams, wanted: float | None, *, many: int, prompt: int, far: int, steps: int
 ) -> list[Figure]:
-    """Of a shape: one stream, one over a long context, many, a prompt, mixed scalings, a shift."""
+    """Of a shape: one stream, one over a long context, many, a prompt, mixed scalings."""
     bounds, found = streams.bounds, list[Figure]()
     for count, length, least in ((1, prompt, wanted), (1, far, wanted), (many, prompt, None)):
         seconds = streams.decode([{}] * count, length, steps)
@@ -174,8 +186,20 @@ def stream_figures(
     ]
     same, mixed = (streams.decode(each, prompt, steps) for each in (scalings[1:2] * 8, scalings))
     found.append(Figure(f"{name}: 8 scalings mixed, over one for all", mixed / same, wanted=1.02, plain=True))
-    found.append(Figure(f"{name}: a shift, beyond a step", streams.shift(steps), wanted=1e-3))
     return found
+
+
+def step_figures(name: str, streams: Streams, *, prompt: int, steps: int) -> list[Figure]:
+    """Of an engine that takes a step for each token: what is beside the graph, and what a full context's shift adds."""
+    beyond = streams.beyond_graphs(prompt, steps)
+    note = "" if beyond is not None else "no graphs on this device"
+    shift, shifted = streams.shift(steps)
+    bound = streams.bytes_of_step(1, streams.core.info.shift_context) / streams.bounds.bandwidth
+    return [
+        Figure(f"{name}: a step beyond its graph", beyond, wanted=150e-6, note=note),
+        Figure(f"{name}: a shift, beyond a step", shift, wanted=1e-3),
+        Figure(f"{name}: 1 stream whose context was shifted, a token", shifted, bound),
+    ]
 
 
 def growth(streams: Streams, contexts: list[int], counts: list[int], prompt: int, steps: int) -> list[dict[str, Any]]:

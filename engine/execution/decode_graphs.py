@@ -104,7 +104,7 @@ class DecodeGraphs:
             hidden = decoder.run_layers(x, batch, self._cache)
             logits = decoder.logits(hidden)[:, : self._num_ids]
             maxima = decoder.backend.row_maxima(logits)
-            self.rows.go_on(size, *self._graphs.draw_rows(logits, maxima[1], self.rows.draws(size)))
+            self.rows.go_on(size, *self._graphs.draw_rows(logits, maxima, self.rows.draws(size)))
             made[:] = [StepTensors(hidden, logits, maxima)]
 
         self.rows.reset()

@@ -27,8 +27,10 @@ def randomize(weight: BlockWeight, generator: torch.Generator | None = None) -> 
         weight.scales[:, :, 0] = unit
         weight.scales[:, :, 1] = unit * centre * (1.0 if form.super_groups else -1.0)
     else:
-        signs = torch.randint(0, 2, (len(weight.scales), groups, 1, PANEL), generator=generator) * 2 - 1
-        weight.scales.copy_(signs * unit)
+        signs = torch.randint(
+            0, 2, (len(weight.scales), groups, 1, PANEL), generator=generator, device=weight.scales.device
+        )
+        weight.scales.copy_((signs * 2 - 1) * unit)
     if weight.rows % PANEL:  # padding
         for tensor in (weight.codes.transpose(3, 4), weight.scales, weight.supers):
             if tensor is not None:

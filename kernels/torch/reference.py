@@ -58,9 +58,13 @@ def _by_slot(pages: Tensor) -> Tensor:
 
 
 def _put(pages: Tensor, slots: Tensor, x: Tensor) -> None:
-    flat, own = _by_slot(pages), x.to(pages.dtype)
-    if pages.dtype == torch.float8_e4m3fn:  # torch copies no rows of that
-        flat, own = flat.view(torch.uint8), own.view(torch.uint8)
+    flat = _by_slot(pages)
+    if pages.dtype == torch.float8_e4m3fn:
+        # Larger numbers are infinite in some releases of torch, and none copies rows of that type.
+        x = x if x.dtype == pages.dtype else x.clamp(-448, 448).to(pages.dtype)
+        flat, own = flat.view(torch.uint8), x.view(torch.uint8)
+    else:
+        own = x.to(pages.dtype)
     flat.index_copy_(0, slots, own)
 
 

@@ -15,37 +15,54 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.triton.launch import as_bytes, dot_type, launch, power_of_two, strided
+from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.attention import attention, merge_splits
 
 SPLIT_KEYS = 512  # of a split whose size shall not depend on the batch
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
-_WAVES = 4  # of programs for each processor that splits are to make
+_MERGED = 32  # splits at a time
+_WAVES = 8  # of programs for each processor that splits are to make
 
 
 class _Sizes(NamedTuple):
-    """Of tiles: rows at most, keys, and up to how many rows four warps do. As large as registers and shared memory let them be,
-    of the smaller GPUs too (99 KiB): what the compiler says of each is in `tests/helpers/compiling.py`."""
+    """Of tiles: rows at most, keys, warps of a program, and how many tiles are on their way at once: a block is found in a table
+    first, so 3 keep one of them ahead. As large as registers and shared memory let them be: what the compiler says of each is in
+    `tests/helpers/compiling.py`."""
 
     rows: int
     keys: int
-    rows_of_few_warps: int
+    warps: int
+    stages: int = 3
 
     @classmethod
-    def of(cls, q: Tensor, pages: KVPages) -> _Sizes:
+    def of_singles(cls, q: Tensor, pages: KVPages, rows: int) -> _Sizes:
+        """Of single tokens, each of which has so many rows."""
         widest = max(q.shape[2], pages.value_dim)
         if q.element_size() == 4:  # multiplied number by number, without tensor cores
-            return cls(32, 32, 16) if widest <= 64 else cls(16, 16, 0)
+            return cls(rows, 32, 4 if rows <= 16 else 8) if widest <= 64 else cls(min(rows, 16), 16, 8)
         if widest <= 128:
             # Keys of 8 bits are there twice, as they are and as they are multiplied.
-            return cls(64, 64, 32) if pages.key.element_size() == 1 else cls(128, 64, 64)
-        return cls(64, 32, 32) if widest <= 256 else cls(16, 16, 0)
+            return cls(rows, 128 if pages.key.element_size() == 2 and rows <= 16 else 64, 4 if rows <= 32 else 8)
+        return cls(rows, 32, 4 if rows <= 32 else 8) if widest <= 256 else cls(min(rows, 16), 16, 8)
+
+    @classmethod
+    def of_tiles(cls, q: Tensor, pages: KVPages, device: Device) -> _Sizes:
+        """Of tiles of tokens."""
+        widest = max(q.shape[2], pages.value_dim)
+        if q.element_size() == 4:
+            return cls(32, 32, 8) if widest <= 64 else cls(16, 16, 8)
+        if widest <= 128:
+            if pages.key.element_size() == 1:
+                return cls(64, 64, 8)
+            much = device.shared_memory >= 163 << 10
+            return cls(128, 128 if much or widest <= 64 else 64, 8)
+        return cls(64, 32, 8) if widest <= 256 else cls(16, 16, 8)
 
 
 def paged_attention(
-    q: Tensor, pages: KVPages, call: AttentionCall, *, deterministic: bool = False, processors: int = 132
+    q: Tensor, pages: KVPages, call: AttentionCall, *, deterministic: bool = False, device: Device = SMALL
 ) -> Tensor:
-    """See `Backend.paged_attention`. A block or row of q that is none gives NaN. processors: that the device has.
+    """See `Backend.paged_attention`. A block or row of q that is none gives NaN.
 
     Raises ValueError where q and the call disagree about tokens.
     """
@@ -54,29 +71,30 @@ def paged_attention(
     q = strided(q)
     out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
     if deterministic or call.only_single_tokens:
-        _singles(q, pages, call, out, deterministic, processors)
+        _singles(q, pages, call, out, deterministic, device)
     else:
-        _singles(q, pages, call, out, False, processors)
-        _tiles(q, pages, call, out)
+        if call.batch_size > 1:  # a sequence by itself has more than one token here
+            _singles(q, pages, call, out, False, device)
+        _tiles(q, pages, call, out, device)
     return out
 
 
-def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, processors: int) -> None:
+def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_token: bool, device: Device) -> None:
     places, heads, width = (call.num_tokens if by_token else call.batch_size), q.shape[1], pages.value_dim
     group = heads // pages.num_kv_heads
-    sizes = _Sizes.of(q, pages)
-    rows = min(power_of_two(group), sizes.rows, 64)
+    sizes = _Sizes.of_singles(q, pages, min(power_of_two(group), 64))
+    rows = sizes.rows
     longest = call.block_tables.shape[1] * pages.block_size
     split = SPLIT_KEYS if by_token else _LEAST_SPLIT
     splits = max(1, -(-longest // split))
     if not by_token:
         programs = places * pages.num_kv_heads * -(-group // rows)
-        splits = min(splits, max(1, -(-_WAVES * processors // max(programs, 1))), _MOST_SPLITS)
+        splits = min(splits, max(1, -(-_WAVES * device.processors // max(programs, 1))), _MOST_SPLITS)
     shape = (places, heads, splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
     maxima, weights = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
     parts = sums, maxima, weights
-    _launch(q, pages, call, out, parts, (places, splits), split, rows, 1, singles=not by_token, by_token=by_token)
+    _launch(q, pages, call, out, parts, (places, splits), split, sizes, 1, singles=not by_token, by_token=by_token)
     launch(
         merge_splits,
         (places, heads),
@@ -90,16 +108,18 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
         VALUE_DIM=width,
         SINKS=call.sink_logits is not None,
         SINGLES=not by_token,
+        FEW=_MERGED,
         BLOCK_V=power_of_two(width, 16),
     )
 
 
-def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None:
-    sizes = _Sizes.of(q, pages)
+def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, device: Device) -> None:
+    sizes = _Sizes.of_tiles(q, pages, device)
     rows = min(power_of_two(q.shape[1] // pages.num_kv_heads), sizes.rows)
     tokens = sizes.rows // rows
+    sizes = sizes._replace(rows=rows)
     places = call.num_tokens // tokens + call.batch_size
-    _launch(q, pages, call, out, (None, None, None), (places, 1), 0, rows, tokens, singles=False, by_token=False)
+    _launch(q, pages, call, out, (None, None, None), (places, 1), 0, sizes, tokens, singles=False, by_token=False)
 
 
 def _launch(
@@ -110,17 +130,16 @@ def _launch(
     parts: tuple[Tensor | None, Tensor | None, Tensor | None],
     grid: tuple[int, int],
     split: int,
-    rows: int,
+    sizes: _Sizes,
     tokens: int,
     *,
     singles: bool,
     by_token: bool,
 ) -> None:
-    """rows: of a tile for each of its tokens."""
-    kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
+    """sizes.rows: of a tile for each of its tokens."""
+    rows, kv_heads, dim, width = sizes.rows, pages.num_kv_heads, q.shape[2], pages.value_dim
     group = q.shape[1] // kv_heads
     dot, precision = dot_type(q.dtype)
-    sizes = _Sizes.of(q, pages)
     launch(
         attention,
         (grid[0], kv_heads * -(-group // rows), grid[1]),
@@ -181,6 +200,6 @@ def _launch(
         BLOCK_N=sizes.keys,
         BLOCK_D=power_of_two(dim, 16),
         BLOCK_V=power_of_two(width, 16),
-        num_warps=4 if rows * tokens <= sizes.rows_of_few_warps else 8,
-        num_stages=2,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
     )

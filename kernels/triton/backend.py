@@ -21,8 +21,9 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.recorder import Graphs
 from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary
+from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary, thin
 from windlass.kernels.triton.graphs import CudaGraphs
+from windlass.kernels.triton.launch import Device
 
 
 class TritonBackend(TorchBackend):
@@ -37,9 +38,7 @@ class TritonBackend(TorchBackend):
         super().__init__(options)
         self._host = host
         self.latent_expansion_cost = None  # the host does not know how long sequences are
-        self._processors = 1
-        if self.device.type == "cuda":
-            self._processors = torch.cuda.get_device_properties(self.device).multi_processor_count
+        self._device = Device.of(self.device)
 
     def explain(self) -> str:
         return "Triton kernels"
@@ -67,7 +66,14 @@ class TritonBackend(TorchBackend):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.deterministic:
             return products.linear(x, weight, bias, fixed=True)
+        if thin.takes(x, weight):
+            return thin.linear(x, weight, bias)
         return super()._product(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if isinstance(weight, Tensor) and not self.deterministic and thin.takes(x, weight):
+            return thin.linear(x, weight, bias, activation)
+        return super().gated_linear(x, weight, bias, activation)
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         return products.linear(x, weight, bias, fixed=self.deterministic)
@@ -133,7 +139,7 @@ class TritonBackend(TorchBackend):
         return rotary.turn_queries(q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        return attention.paged_attention(q, pages, call, deterministic=self.deterministic, processors=self._processors)
+        return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         plain = q.shape[2] - rotary_dim

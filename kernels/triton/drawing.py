@@ -18,8 +18,9 @@ from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
-# A row is read by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
+# A row is drawn from by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
 _BLOCK, _LIST = 8192, 512
+_PART = 4096  # columns of which a program finds the largest
 _WARPS = 16
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
 
@@ -27,21 +28,26 @@ _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     """See `Backend.row_maxima`."""
     logits = strided(logits)
-    places = torch.empty(logits.shape[0], dtype=torch.int64, device=logits.device)
-    largest = torch.empty(logits.shape[0], dtype=torch.float32, device=logits.device)
-    columns = logits.shape[1]
-    grid = (logits.shape[0],)
+    rows, columns = logits.shape
+    parts = max(1, -(-columns // _PART))
+    part_places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
+    part_largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
+    operands = logits, logits.stride(0), columns, part_places, part_largest, parts
+    launch(programs.maxima_of_parts, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
+    places = torch.empty(rows, dtype=torch.int64, device=logits.device)
+    largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
+    block = min(256, power_of_two(parts))
     launch(
         programs.row_maxima,
-        grid,
+        (rows,),
         logits,
-        logits,
-        logits.stride(0),
-        columns,
+        part_places,
+        part_largest,
+        parts,
         places,
         largest,
-        BLOCK=_block(columns),
-        num_warps=_WARPS,
+        BLOCK=block,
+        num_warps=1,
     )
     return places, largest
 
@@ -65,7 +71,7 @@ def _needs_torch(draw: TorchDraw) -> bool:
 
 def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
     device, columns = logits.device, logits.shape[1]
-    _, maxima = row_maxima(logits)
+    maxima = row_maxima(logits)
     altered = [(one, one.changes) for one in draws if one.changes is not None]
     changed = _changed_rows(logits, [(one, changes) for one, changes in altered]) if altered else logits
     places = iter(range(len(altered)))
@@ -82,7 +88,7 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
         one.settle(token, DrawStatus(status))
 
 
-def draw_rows(logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+def draw_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
     """See `Graphs.draw_rows`."""
     logits = strided(logits)
     rows = torch.arange(logits.shape[0], device=logits.device)
@@ -91,7 +97,12 @@ def draw_rows(logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, 
 
 
 def _launch(
-    logits: Tensor, rows: Tensor, changed: Tensor, changed_rows: Tensor, maxima: Tensor, draws: RowDraws
+    logits: Tensor,
+    rows: Tensor,
+    changed: Tensor,
+    changed_rows: Tensor,
+    maxima: tuple[Tensor, Tensor],
+    draws: RowDraws,
 ) -> Tensor:
     """Tokens and statuses [2, draws]. changed_rows: of each draw its row of `changed`, below 0 for none."""
     columns = logits.shape[1]
@@ -106,7 +117,7 @@ def _launch(
         rows,
         changed,
         changed_rows,
-        maxima,
+        *maxima,
         *draws,
         found[0],
         found[1],

@@ -47,7 +47,7 @@ class CudaGraphs(Graphs):
         with torch.cuda.device(self._device):
             work()
 
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
         return drawing.draw_rows(logits, maxima, draws)
 
     def join(self) -> None:

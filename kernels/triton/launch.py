@@ -5,7 +5,8 @@ Knows no operation.
 
 from __future__ import annotations
 
-from typing import Any
+import functools
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -20,8 +21,33 @@ def launch(kernel: Any, grid: tuple[int, ...], on: Tensor, *operands: Any, **siz
     """Run the program for every place of a grid, where `on` lies; nothing for an empty grid."""
     if 0 in grid:
         return
+    if on.is_cuda and _next_starts_early(on.device.index):
+        sizes["launch_pdl"] = True
     with torch.cuda.device_of(on):  # type: ignore[no-untyped-call]
         kernel[grid](*operands, **sizes)
+
+
+@functools.cache
+def _next_starts_early(device: int) -> bool:
+    """See `programs.order`."""
+    return torch.cuda.get_device_capability(device) >= (9, 0)
+
+
+class Device(NamedTuple):
+    """What sizes of programs depend on: processors, and bytes of memory that the threads of a program can share."""
+
+    processors: int = 1
+    shared_memory: int = 99 << 10  # of the smaller GPUs
+
+    @classmethod
+    def of(cls, device: torch.device) -> Device:
+        if device.type != "cuda":
+            return SMALL
+        found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
+        return cls(found["multiprocessor_count"], found["max_shared_mem"])
+
+
+SMALL = Device()
 
 
 def power_of_two(size: int, least: int = 1) -> int:

@@ -14,10 +14,14 @@ _KINDS = ("silu", "gelu_tanh", "gelu", "relu2")
 _BLOCK = 1024
 
 
-def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
-    """activation(x) of [T, F], or activation(gate) * up of [T, 2F]. Raises ValueError for a kind that is not known."""
+def check_activation(kind: str) -> None:
     if kind not in _KINDS:
         raise ValueError(f"unknown activation {kind!r}")
+
+
+def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
+    """activation(x) of [T, F], or activation(gate) * up of [T, 2F]. Raises ValueError for a kind that is not known."""
+    check_activation(kind)
     x = strided(x)
     columns = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(x.shape[0], columns)

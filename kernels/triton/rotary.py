@@ -12,15 +12,18 @@ from windlass.kernels.torch.reference import SMALLEST_SCALE
 from windlass.kernels.triton.launch import as_bytes, launch, power_of_two, strided
 from windlass.kernels.triton.programs import rotary as programs
 
+_PAIRS = 512  # of heads of q that a program turns
+
 
 def rotate_and_append(
     q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
 ) -> None:
     """See `Backend.rotate_and_append`."""
     k, v, half = strided(k), strided(v), cos.shape[-1]
+    tile = max(1, min(power_of_two(q.shape[1]), _PAIRS // power_of_two(half)))
     launch(
         programs.rotate_and_append,
-        (q.shape[0], q.shape[1] + k.shape[1]),
+        (q.shape[0], -(-q.shape[1] // tile) + k.shape[1]),
         q,
         q,
         q.stride(0),
@@ -44,6 +47,7 @@ def rotate_and_append(
         VALUE_DIM=v.shape[2],
         **_sizes(pages, k.shape[2], half),
         BLOCK_V=power_of_two(v.shape[2]),
+        TILE=tile,
         num_warps=1,
     )
 

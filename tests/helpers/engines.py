@@ -68,7 +68,7 @@ def run(
     def record(logits: torch.Tensor, slots: Any, *args: Any, **kwargs: Any) -> Any:
         live = {sequence.seq_id: sequence for sequence in core.scheduler.live_sequences()}
         for row, slot in slots:
-            recorded[slot.seq_id, len(slot.token_ids) - slot.num_prompt_tokens] = logits[row].clone()
+            recorded[slot.seq_id, len(slot.token_ids) - slot.num_prompt_tokens] = logits[row].clone().cpu()
             ids[slot.seq_id] = (live[slot.seq_id].request.request_id, slot.index)
         return original(logits, slots, *args, **kwargs)
 

@@ -150,9 +150,9 @@ class PlayedGraphs(Graphs):
                 self._asked.popleft()()
             self.done += 1
 
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
         tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
-        opaque(_draw, logits, maxima, *draws, tokens, statuses)
+        opaque(_draw, logits, maxima[1], *draws, tokens, statuses)
         return tokens, statuses
 
     def join(self) -> None:

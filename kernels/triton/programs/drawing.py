@@ -10,12 +10,15 @@ is "magnitudes up to a limit". Limits are found by bisection; nothing is sorted.
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.programs.order import follow
+
 LOG2_E = tl.constexpr(1.44269504)
 UNIT = tl.constexpr(17179869184.0)  # 2^34
 # Parts of common tensors, whose addresses 16 divides or not with the number of draws: Triton would compile a program for each.
 _OF_DRAWS = [
     "rows",
     "changed_rows",
+    "places",
     "maxima",
     "temperatures",
     "floors",
@@ -81,10 +84,24 @@ def largest_of(row, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def row_maxima(logits, stride, columns, places, largest, BLOCK: tl.constexpr):
+def maxima_of_parts(logits, stride, columns, places, largest, parts, PART: tl.constexpr, BLOCK: tl.constexpr):
+    """Program (row, part): the largest number of PART columns, into its place of [rows, parts]."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
-    found, place = largest_of(logits + row * stride, columns, BLOCK)
-    tl.store(places + row, place.to(tl.int64))
+    part = tl.program_id(1)
+    begin = part * PART
+    found, place = largest_of(logits + row * stride + begin, tl.minimum(columns - begin, PART), BLOCK)
+    tl.store(places + row * parts + part, begin + place)
+    tl.store(largest + row * parts + part, found)
+
+
+@triton.jit
+def row_maxima(part_places, part_largest, parts, places, largest, BLOCK: tl.constexpr):
+    """Program (row): of its parts."""
+    follow()
+    row = tl.program_id(0).to(tl.int64)
+    found, part = largest_of(part_largest + row * parts, parts, BLOCK)
+    tl.store(places + row, tl.load(part_places + row * parts + part).to(tl.int64))
     tl.store(largest + row, found)
 
 
@@ -110,6 +127,7 @@ def change_rows(
     its lists begin (allowed, forbidden, biased, counted, decreased) and the last one ends. penalties: float32 [S, 4], the fourth
     1 where only the allowed stay.
     """
+    follow()
     draw = tl.program_id(0).to(tl.int64)
     source = logits + tl.load(rows + draw) * stride
     to = out + draw * columns
@@ -169,6 +187,7 @@ def draw_tokens(
     rows,
     changed,
     changed_rows,
+    places,
     maxima,
     temperatures,
     floors,
@@ -179,8 +198,9 @@ def draw_tokens(
     statuses,
     BLOCK: tl.constexpr,
 ):
-    """Program (draw). rows: of the logits. changed_rows: int64, its row of `changed`, below 0 for none. maxima: of the rows of
-    logits. floors: int32, the magnitude up to which min-p keeps. top_ps, uniforms: float64. statuses: of `DrawStatus`."""
+    """Program (draw). rows: of the logits. changed_rows: int64, its row of `changed`, below 0 for none. places, maxima: of the
+    largest of each row of logits. floors: int32, the magnitude up to which min-p keeps. top_ps, uniforms: float64. statuses: of `DrawStatus`."""
+    follow()
     draw = tl.program_id(0)
     row_at = tl.load(rows + draw)
     changed_at = tl.load(changed_rows + draw)
@@ -188,7 +208,10 @@ def draw_tokens(
     if changed_at >= 0:
         row = changed + changed_at * columns
     highest = tl.load(maxima + row_at)
-    largest, token = largest_of(row, columns, BLOCK)
+    largest = highest
+    token = tl.load(places + row_at).to(tl.int32)
+    if changed_at >= 0:
+        largest, token = largest_of(row, columns, BLOCK)
     status = 0
     if (largest - largest) != 0.0:
         status = 2

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.programs.order import follow
+
 
 @triton.jit
 def rms_norm(
@@ -21,6 +23,7 @@ def rms_norm(
     BLOCK: tl.constexpr,
 ):
     """Program (row): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it becomes."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     ok = dims < DIM
@@ -51,6 +54,7 @@ def layer_norm(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     ok = dims < DIM

@@ -3,6 +3,8 @@
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.programs.order import follow
+
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
@@ -33,6 +35,7 @@ def activated(x, KIND: tl.constexpr):
 @triton.jit
 def activation(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row, part of the columns). GATED: x holds as many columns again, which the activated ones multiply."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -47,6 +50,7 @@ def activation(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr,
 
 @triton.jit
 def clamped_glu(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -62,6 +66,7 @@ def clamped_glu(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
 
 @triton.jit
 def gate_by_sigmoid(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -76,6 +81,7 @@ def gate_by_sigmoid(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constex
 
 @triton.jit
 def soft_cap(x, stride, out, columns, cap, BLOCK: tl.constexpr):
+    follow()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -86,6 +92,7 @@ def soft_cap(x, stride, out, columns, cap, BLOCK: tl.constexpr):
 @triton.jit
 def sum_of_experts(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, part of the columns): its COUNT rows of x by their weights, one after the other."""
+    follow()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns

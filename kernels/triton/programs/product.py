@@ -8,6 +8,8 @@ expert (GROUPED, by tables of addresses: rows come sorted by expert, and `row_en
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.programs.order import follow
+
 
 @triton.jit
 def block_numbers(
@@ -107,6 +109,7 @@ def product(
     GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
     of experts, PER_ROW how many places a row of x has. ALIGNED: whether 16 divides the addresses.
     """
+    follow()
     tile = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     if GROUPED:
@@ -199,6 +202,7 @@ def gather_blocks(
 
     SCALED: rounded, then times the factor and rounded again.
     """
+    follow()
     to = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + to)

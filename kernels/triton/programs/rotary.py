@@ -6,6 +6,7 @@ A program takes one row and one head. First dims of pairs, second dims and what 
 import triton
 import triton.language as tl
 
+from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pages import (
     from_float8,
     key_place,
@@ -52,26 +53,31 @@ def rotate_and_append(
     BLOCK_HALF: tl.constexpr,
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
+    TILE: tl.constexpr,
 ):
-    """Program (token, head): Q_HEADS heads of q, then KV_HEADS of k and v."""
+    """Program (token, part): TILE of the Q_HEADS heads of q, or behind all of them a head of the KV_HEADS of k and v."""
+    follow()
     token = tl.program_id(0).to(tl.int64)
-    head = tl.program_id(1)
+    Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
+    part = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
     pair_ok = pair < HALF
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     rest_ok = rest < DIM
     c = tl.load(cos + token * HALF + pair, mask=pair_ok, other=0.0)
     s = tl.load(sin + token * HALF + pair, mask=pair_ok, other=0.0)
-    if head < Q_HEADS:
-        at = q + token * q_stride + head * q_head_stride
-        first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
+    if part < Q_TILES:
+        heads = part * TILE + tl.arange(0, TILE)
+        ok = (heads < Q_HEADS)[:, None] & pair_ok[None, :]
+        at = q + token * q_stride + heads[:, None] * q_head_stride + pair[None, :]
+        first = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+        second = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
         factor = tl.load(q_scale + token)
-        first, second = turned(first, second, c, s)
-        tl.store(at + pair, (first * factor).to(q.dtype.element_ty), mask=pair_ok)
-        tl.store(at + HALF + pair, (second * factor).to(q.dtype.element_ty), mask=pair_ok)
+        first, second = turned(first, second, c[None, :], s[None, :])
+        tl.store(at, (first * factor).to(q.dtype.element_ty), mask=ok)
+        tl.store(at + HALF, (second * factor).to(q.dtype.element_ty), mask=ok)
     else:
-        head = head - Q_HEADS
+        head = part - Q_TILES
         slot = tl.load(slots + token)
         block = slot // SIZE
         offset = slot % SIZE
@@ -161,6 +167,7 @@ def rerotate_keys(
     BLOCK_V: tl.constexpr,
 ):
     """Program (entry, head). Codes without pairs are copied as they are."""
+    follow()
     entry = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     source = tl.load(sources + entry)
@@ -237,6 +244,7 @@ def turn_queries(
     BLOCK_REST: tl.constexpr,
 ):
     """Program (row of the result, head). A row that q lacks becomes NaN."""
+    follow()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     to = out + (row * HEADS + head) * DIM

@@ -15,6 +15,7 @@ from helpers.ranges import Part, RangeCase, random_parts
 from windlass.kernels import AttentionCall
 from windlass.kernels.triton import attention
 from windlass.kernels.triton.attention import paged_attention
+from windlass.kernels.triton.launch import Device
 
 pytestmark = ON_THE_DEVICE
 MIXED = [(17, 4), (0, 9), (70, 1)]
@@ -87,7 +88,9 @@ def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> 
     sinks = torch.randn(2)
     for processors in (1, 132):  # few splits and many
         call = call_of(case, sink_logits=sinks)
-        assert_near(paged_attention(case.q, case.all_pages, call, processors=processors).double(), case.expected(sinks))
+        assert_near(
+            paged_attention(case.q, case.all_pages, call, device=Device(processors)).double(), case.expected(sinks)
+        )
 
 
 @pytest.mark.parametrize("seed", [0, pytest.param(1, marks=pytest.mark.slow), pytest.param(2, marks=pytest.mark.slow)])

@@ -37,6 +37,7 @@ FILTERS = (
 def several_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(drawing, "_BLOCK", 256)
     monkeypatch.setattr(drawing, "_LIST", 16)
+    monkeypatch.setattr(drawing, "_PART", 128)
 
 
 def logits() -> Tensor:
@@ -64,7 +65,7 @@ def changes(rng: random.Random) -> LogitsChanges:
         torch.randint(0, 3, (40,)).float(),
         ids[2:6],
         torch.rand(4),
-        torch.randint(-(2**31), 2**31 - 1, (10,)).int() if rng.random() < 0.5 else None,
+        torch.randint(-(2**31), 2**31 - 1, (10,)).int().cpu() if rng.random() < 0.5 else None,
     )
 
 

@@ -29,7 +29,7 @@ PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0))
 
 
 class _TritonGraphs(PlayedGraphs):
-    def draw_rows(self, logits: Tensor, maxima: Tensor, draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
         return drawing.draw_rows(logits, maxima, draws)
 
 
@@ -118,6 +118,6 @@ def test_rows_draw_what_a_drawer_draws() -> None:
         numbers[:, 3].contiguous(),
         torch.tensor([one.uniform for one in draws], dtype=torch.float64),
     )
-    tokens, statuses = drawing.draw_rows(logits, drawing.row_maxima(logits)[1], told)
+    tokens, statuses = drawing.draw_rows(logits, drawing.row_maxima(logits), told)
     assert tokens.tolist() == [one.token for one in draws]
     assert statuses.tolist() == [one.status for one in draws] and statuses[4] == 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
@@ -20,9 +21,9 @@ TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, t
 SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96))
 
 
-def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2) -> KVPages:
-    planes = [torch.zeros(shape, dtype=dtype) for shape, dtype in plane_shapes(3, 16, heads, dim, value_dim, kind)]
-    return KVPages(*planes)
+def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2, device: str = DEVICE) -> KVPages:
+    shapes = plane_shapes(3, 16, heads, dim, value_dim, kind)
+    return KVPages(*[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
 
 def planes(pages: KVPages) -> list[Tensor]:
@@ -42,12 +43,15 @@ def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: in
     angles, scale, slots = torch.randn(tokens, half), torch.rand(tokens), torch.tensor([5, -1, 17, 31])
     sources, targets, turn = torch.tensor([5, 17, 31]), torch.tensor([6, 17, 40]), torch.randn(3, half)
     found = []
-    for form in (reference, rotary):
-        pages, q = pages_of(kind, dim, value_dim), fused.clone()[:, : heads * dim].view(tokens, heads, dim)
-        form.rotate_and_append(q, k, v, angles.cos(), angles.sin(), scale, pages, slots)
+    for form, device in ((reference, "cpu"), (rotary, DEVICE)):
+        own = [x.to(device) for x in (k, v, angles.cos(), angles.sin(), scale)]
+        pages, q = pages_of(kind, dim, value_dim, device=device), fused.to(device, copy=True)[:, : heads * dim]
+        q = q.view(tokens, heads, dim)
+        form.rotate_and_append(q, *own, pages, slots.to(device))
+        own = [x.to(device) for x in (sources, targets, turn.cos(), turn.sin())]
         for values in (True, False):
-            form.rerotate_cached_keys(pages, sources, targets, turn.cos(), turn.sin(), values=values)
-        found.append((q, *planes(pages)))
+            form.rerotate_cached_keys(pages, *own, values=values)
+        found.append([x.cpu() for x in (q, *planes(pages))])
     for plain, own in zip(*found, strict=True):
         assert_near(own, plain, TOLERANCE[kind])
 
@@ -65,7 +69,7 @@ def test_float8_pages_hold_what_torch_rounds_to() -> None:
     slots = torch.arange(len(x)) + 5
     rotary.rotate_and_append(x.clone(), x, x, none, none, torch.ones(len(x)), pages, slots)
     for plane in (pages.key, pages.value):
-        found, expected = plane.flatten(0, 2)[slots], x[:, 0].to(FLOAT8)
+        found, expected = plane.cpu().flatten(0, 2)[slots.cpu()], x[:, 0].cpu().clamp(-448, 448).to(FLOAT8)
         assert torch.equal(found.float().isnan(), expected.float().isnan())
         assert torch.equal(found.float().nan_to_num(), expected.float().nan_to_num())
         assert torch.equal(found.view(torch.uint8) >> 7, expected.view(torch.uint8) >> 7)

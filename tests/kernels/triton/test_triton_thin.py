@@ -1,0 +1,44 @@
+"""Triton's products of few rows, interpreted, against torch's: gates, biases, rows that lie apart, sizes that nothing divides."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from helpers.interpreted import ON_THE_DEVICE, assert_near
+
+from windlass.kernels.torch import reference
+from windlass.kernels.triton import thin
+
+pytestmark = ON_THE_DEVICE
+HALF = torch.float16
+ROUNDED = 2**-9
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 4])
+@pytest.mark.parametrize(("columns", "inner"), [(7, 40), (64, 2048), (33, 2088)])
+def test_products_and_gates(rows: int, columns: int, inner: int) -> None:
+    x = torch.randn(rows, inner + 16).to(HALF)[:, :inner]
+    weight, bias = (torch.randn(2 * columns, inner) * inner**-0.5).to(HALF), torch.randn(2 * columns).to(HALF)
+    for own in (None, bias):
+        assert thin.takes(x, weight)
+        wide = x.double() @ weight.double().T + (0 if own is None else own.double())
+        assert_near(thin.linear(x, weight, own), wide.to(HALF), ROUNDED)
+        for kind in ("silu", "gelu_tanh"):
+            opened = reference.gated_activation(wide.to(HALF), kind)
+            assert_near(thin.linear(x, weight, own, kind), opened, ROUNDED)
+
+
+def test_what_is_left_to_torch() -> None:
+    weight = torch.randn(8, 40).to(HALF)
+    assert thin.takes(torch.ones(4, 40).to(HALF), weight)
+    for x, other in (
+        (torch.ones(5, 40).to(HALF), weight),
+        (torch.ones(0, 40).to(HALF), weight),
+        (torch.ones(1, 40), weight.float()),
+        (torch.ones(1, 40), weight),
+        (torch.ones(1, 39).to(HALF), weight[:, :39].contiguous()),
+        (torch.ones(1, 8).to(HALF), weight.T),
+    ):
+        assert not thin.takes(x, other)
+    with pytest.raises(ValueError, match="unknown activation"):
+        thin.linear(torch.ones(1, 40).to(HALF), weight, None, "tanh")
