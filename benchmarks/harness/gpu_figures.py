@@ -100,7 +100,9 @@ def wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def fastest(work: Callable[[], object], device: torch.device, repeats: int, each: int = 8, *, captured: bool = True) -> float:
+def fastest(
+    work: Callable[[], object], device: torch.device, repeats: int, each: int = 8, *, captured: bool = True
+) -> float:
     """Seconds of one call: the least of some rounds of a few calls, captured on a GPU, so that asking for them does not count."""
     work()
     wait(device)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import numpy as np
 from torch import Tensor
 
@@ -11,8 +13,15 @@ from windlass.kernels.draws import TopLogprobs
 _ROWS = 64
 
 
-def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
-    """What rows of logits [R, V] say of a token each. rows, targets: [N] int64. k: 0 .. V."""
+def _log_sums(rows: Tensor) -> Tensor:
+    return rows.logsumexp(-1, keepdim=True)
+
+
+def token_logprobs(
+    logits: Tensor, rows: Tensor, targets: Tensor, k: int, log_sums: Callable[[Tensor], Tensor] = _log_sums
+) -> TopLogprobs:
+    """What rows of logits [R, V] say of a token each. rows, targets: [N] int64. k: 0 .. V. log_sums: of the exponentials of float32
+    rows [n, V], as [n, 1]."""
     count = len(targets)
     found = TopLogprobs(
         np.empty(count, np.float32),
@@ -22,12 +31,12 @@ def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> Top
     )
     for first in range(0, count, _ROWS):
         part = slice(first, first + _ROWS)
-        _fill(found, part, logits[rows[part].to(logits.device)].float(), targets[part].to(logits.device))
+        _fill(found, part, logits[rows[part].to(logits.device)].float(), targets[part].to(logits.device), log_sums)
     return found
 
 
-def _fill(found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor) -> None:
-    normaliser = rows.logsumexp(-1, keepdim=True)  # [N, 1]
+def _fill(found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor, log_sums: Callable[[Tensor], Tensor]) -> None:
+    normaliser = log_sums(rows)  # [N, 1]
     chosen = rows.gather(1, targets.unsqueeze(1))
     ranks = ((rows > chosen).sum(-1) + 1).where(normaliser.squeeze(1).isfinite(), 0)
     found.ranks[part] = ranks.cpu().numpy()

@@ -25,8 +25,8 @@ _WAVES = 8  # of programs for each processor that splits are to make
 
 
 class _Sizes(NamedTuple):
-    """Of tiles: rows at most, keys, warps of a program, and how many tiles are on their way at once: a block is found in a table
-    first, so 3 keep one of them ahead. As large as registers and shared memory let them be: what the compiler says of each is in
+    """Of tiles: rows at most, keys, warps of a program, and how far ahead tiles are begun: a block is found in a table first,
+    so 3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each is in
     `tests/helpers/compiling.py`."""
 
     rows: int
@@ -54,8 +54,7 @@ class _Sizes(NamedTuple):
         if widest <= 128:
             if pages.key.element_size() == 1:
                 return cls(64, 64, 8)
-            much = device.shared_memory >= 163 << 10
-            return cls(128, 128 if much or widest <= 64 else 64, 8)
+            return cls(64, 64, 4, 5 if device.shared_memory >= 163 << 10 or widest <= 64 else 3)
         return cls(64, 32, 8) if widest <= 256 else cls(16, 16, 8)
 
 

@@ -14,12 +14,13 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer
+from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.recorder import Graphs
+from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary, thin
 from windlass.kernels.triton.graphs import CudaGraphs
@@ -154,6 +155,9 @@ class TritonBackend(TorchBackend):
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return drawing.row_maxima(logits)
+
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        return logprobs.token_logprobs(logits, rows, targets, k, drawing.log_sums)
 
     def drawer(self, vocab_size: int) -> Drawer:
         return drawing.TritonDrawer()

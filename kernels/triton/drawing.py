@@ -52,6 +52,15 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     return places, largest
 
 
+def log_sums(rows: Tensor) -> Tensor:
+    """log(sum(exp(x))) of rows [N, V] float32, as [N, 1]; a row's bits follow from that row alone."""
+    rows = strided(rows)
+    found = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
+    operands = rows, rows.stride(0), rows.shape[1], found
+    launch(programs.log_sums, (rows.shape[0],), rows, *operands, BLOCK=min(2048, _block(rows.shape[1])))
+    return found
+
+
 class TritonDrawer(TorchDrawer):
     """See `Drawer`."""
 

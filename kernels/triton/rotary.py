@@ -13,6 +13,7 @@ from windlass.kernels.triton.launch import as_bytes, launch, power_of_two, strid
 from windlass.kernels.triton.programs import rotary as programs
 
 _PAIRS = 512  # of heads of q that a program turns
+_FEW, _EACH = 1024, 8  # tokens each of which has programs of its own; of more a program takes so many
 
 
 def rotate_and_append(
@@ -21,9 +22,10 @@ def rotate_and_append(
     """See `Backend.rotate_and_append`."""
     k, v, half = strided(k), strided(v), cos.shape[-1]
     tile = max(1, min(power_of_two(q.shape[1]), _PAIRS // power_of_two(half)))
+    each = 1 if q.shape[0] <= _FEW else _EACH
     launch(
         programs.rotate_and_append,
-        (q.shape[0], -(-q.shape[1] // tile) + k.shape[1]),
+        (-(-q.shape[0] // each), -(-q.shape[1] // tile) + k.shape[1]),
         q,
         q,
         q.stride(0),
@@ -38,6 +40,7 @@ def rotate_and_append(
         sin.contiguous(),
         q_scale.contiguous(),
         slots.contiguous(),
+        q.shape[0],
         as_bytes(pages.key),
         as_bytes(pages.value),
         pages.key_scale,
@@ -48,6 +51,7 @@ def rotate_and_append(
         **_sizes(pages, k.shape[2], half),
         BLOCK_V=power_of_two(v.shape[2]),
         TILE=tile,
+        EACH=each,
         num_warps=1,
     )
 

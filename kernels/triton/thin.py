@@ -11,7 +11,6 @@ from windlass.kernels.triton.programs.thin import thin_product
 MOST_ROWS = 4
 _WARPS = 4
 _NUMBERS = 4096  # of a weight at once in a program
-_AHEAD = 4096  # programs: with more of them the first ones end long before the last ones begin
 
 
 def takes(x: Tensor, weight: Tensor) -> bool:
@@ -52,7 +51,6 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
         GATED=activation is not None,
         KIND=activation,
         BIAS=bias is not None,
-        AHEAD=-(-columns // block_n) <= _AHEAD,
         MANY=weight.shape[0] * weight.stride(0) >= 1 << 31,
         BLOCK_R=of_rows,
         BLOCK_N=block_n,

@@ -38,6 +38,7 @@ _TYPES = {
 }
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
 _HALVES = (torch.bfloat16, torch.float16)
+_SHARED = {86: 99 << 10, 90: 227 << 10}  # bytes for the threads of a program
 _seen: set[str] = set()
 
 
@@ -99,8 +100,9 @@ def _compile(capability: int) -> Callable[..., None]:
     return compile_instead
 
 
-def everything() -> None:
+def everything(capability: int) -> None:
     """Every program, in the types and shapes that models bring."""
+    launch.SMALL = launch.Device(132, _SHARED[capability])
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _attention_of_all_kinds(dtype)
         for dim in (64, 128) if dtype == torch.bfloat16 else (128,):
@@ -186,8 +188,13 @@ def _by_element(dtype: torch.dtype) -> None:
 
 
 def _products(dtype: torch.dtype) -> None:
-    from windlass.kernels.triton import products
+    from windlass.kernels.triton import products, thin
 
+    if dtype != torch.float32:
+        for rows in range(1, thin.MOST_ROWS + 1):
+            y = torch.ones(rows, 4096).to(dtype)
+            thin.linear(y, torch.ones(128, 4096).to(dtype), torch.ones(128).to(dtype))
+            thin.linear(y, torch.ones(128, 4096).to(dtype), None, "silu")
     chosen = torch.zeros(300, 2).long()
     for rows in (4, 300):
         y = torch.ones(rows, 256).to(dtype)
@@ -223,6 +230,7 @@ def _draws() -> None:
 
     logits = torch.randn(2, 128_256)
     drawing.row_maxima(logits)
+    drawing.log_sums(logits)
     drawer = drawing.TritonDrawer()
     one, some, numbers = drawer.new(Filters(top_k=5, top_p=0.9), Penalties(1.1)), torch.arange(3), torch.ones(3)
     one.change(LogitsChanges(some, some, some, numbers, some, numbers, some, numbers))
@@ -240,4 +248,4 @@ if __name__ == "__main__":
             name for name in sys.modules if name.startswith("windlass.kernels.triton.") and name != launch.__name__
         ]:
             del sys.modules[name]
-        everything()
+        everything(int(wanted))

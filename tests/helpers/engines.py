@@ -34,6 +34,7 @@ def make_core(directory: Path, **options: Any) -> EngineCore:
         "kv_cache_memory": 8 << 20,
         "max_num_seqs": 8,
         "device": DEVICE,
+        "dtype": "auto" if DEVICE == "cpu" else "float32",  # as it is for models of this size on a CPU
         "target_step_seconds": 0.0,
         "burst_seconds": 0.0,
     }

@@ -105,6 +105,20 @@ def row_maxima(part_places, part_largest, parts, places, largest, BLOCK: tl.cons
     tl.store(largest + row, found)
 
 
+@triton.jit
+def log_sums(x, stride, columns, out, BLOCK: tl.constexpr):
+    """Program (row): the logarithm of the sum of its exponentials, in one order however many rows there are."""
+    follow()
+    row = tl.program_id(0).to(tl.int64)
+    largest, place = largest_of(x + row * stride, columns, BLOCK)
+    base = tl.where(largest == float("-inf"), 0.0, largest)
+    total = tl.zeros([], tl.float32)
+    for begin in range(0, columns, BLOCK):
+        at = begin + tl.arange(0, BLOCK)
+        total += tl.sum(tl.exp(tl.load(x + row * stride + at, mask=at < columns, other=float("-inf")) - base), 0)
+    tl.store(out + row, tl.where(largest == float("inf"), largest, base + tl.log(total)))
+
+
 @triton.jit(do_not_specialize=_OF_CHANGES)
 def change_rows(
     logits,

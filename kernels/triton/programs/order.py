@@ -1,7 +1,7 @@
 """Programs that follow each other: the next one starts while the one before ends, where GPUs can do that (capability 9.0).
 
-`launch` asks for it. So every program says first that the next one may start, and reads nothing that another one wrote before it
-has waited for that one.
+`launch` asks for it. So every program says first that the next one may start, and then waits until those before it have ended. What
+it brings is that the next one is on the device by then; weights that nobody writes were read no sooner by reading them before.
 """
 
 import triton
@@ -10,19 +10,7 @@ from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
-def let_next_start():
+def follow():
     if cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
-
-
-@triton.jit
-def wait_for_last():
-    """Until all programs that were started before have ended."""
-    if cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_wait()
-
-
-@triton.jit
-def follow():
-    let_next_start()
-    wait_for_last()

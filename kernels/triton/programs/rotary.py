@@ -22,7 +22,7 @@ def turned(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
-@triton.jit(do_not_specialize=["q_scale", "slots"])  # how their addresses divide differs from step to step
+@triton.jit(do_not_specialize=["q_scale", "slots", "tokens"])  # how their addresses divide differs from step to step
 def rotate_and_append(
     q,
     q_stride,
@@ -37,6 +37,7 @@ def rotate_and_append(
     sin,
     q_scale,
     slots,
+    tokens,
     keys,
     values,
     key_scales,
@@ -54,56 +55,58 @@ def rotate_and_append(
     BLOCK_REST: tl.constexpr,
     BLOCK_V: tl.constexpr,
     TILE: tl.constexpr,
+    EACH: tl.constexpr,
 ):
-    """Program (token, part): TILE of the Q_HEADS heads of q, or behind all of them a head of the KV_HEADS of k and v."""
+    """Program (EACH tokens, part): TILE of the Q_HEADS heads of q, or behind all of them a head of the KV_HEADS of k and v."""
     follow()
-    token = tl.program_id(0).to(tl.int64)
     Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     part = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
     pair_ok = pair < HALF
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     rest_ok = rest < DIM
-    c = tl.load(cos + token * HALF + pair, mask=pair_ok, other=0.0)
-    s = tl.load(sin + token * HALF + pair, mask=pair_ok, other=0.0)
-    if part < Q_TILES:
-        heads = part * TILE + tl.arange(0, TILE)
-        ok = (heads < Q_HEADS)[:, None] & pair_ok[None, :]
-        at = q + token * q_stride + heads[:, None] * q_head_stride + pair[None, :]
-        first = tl.load(at, mask=ok, other=0.0).to(tl.float32)
-        second = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
-        factor = tl.load(q_scale + token)
-        first, second = turned(first, second, c[None, :], s[None, :])
-        tl.store(at, (first * factor).to(q.dtype.element_ty), mask=ok)
-        tl.store(at + HALF, (second * factor).to(q.dtype.element_ty), mask=ok)
-    else:
-        head = part - Q_TILES
-        slot = tl.load(slots + token)
-        block = slot // SIZE
-        offset = slot % SIZE
-        if slot >= 0:
-            at = k + token * k_stride + head * k_head_stride
-            first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
-            second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
-            plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
-            first, second = turned(first, second, c, s)
-            write_key(
-                first, second, plain, block, offset, head, keys, key_scales,
-                KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
-            )  # fmt: skip
-            dim = tl.arange(0, BLOCK_V)
-            dim_ok = dim < VALUE_DIM
-            value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
-            at_value = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
-            if CODES:
-                wide = value.to(tl.float32)
-                codes, scale = quantized(wide, shown_largest(wide), SMALLEST)
-                tl.store(at_value, codes, mask=dim_ok)
-                tl.store(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
-            elif FLOAT8:
-                tl.store(at_value, to_float8(value.to(tl.float32)), mask=dim_ok)
-            else:
-                tl.store(at_value, value.to(values.dtype.element_ty), mask=dim_ok)
+    begin = tl.program_id(0).to(tl.int64) * EACH
+    for token in range(begin, tl.minimum(begin + EACH, tokens)):
+        c = tl.load(cos + token * HALF + pair, mask=pair_ok, other=0.0)
+        s = tl.load(sin + token * HALF + pair, mask=pair_ok, other=0.0)
+        if part < Q_TILES:
+            heads = part * TILE + tl.arange(0, TILE)
+            ok = (heads < Q_HEADS)[:, None] & pair_ok[None, :]
+            at = q + token * q_stride + heads[:, None] * q_head_stride + pair[None, :]
+            first = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+            second = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
+            factor = tl.load(q_scale + token)
+            first, second = turned(first, second, c[None, :], s[None, :])
+            tl.store(at, (first * factor).to(q.dtype.element_ty), mask=ok)
+            tl.store(at + HALF, (second * factor).to(q.dtype.element_ty), mask=ok)
+        else:
+            head = part - Q_TILES
+            slot = tl.load(slots + token)
+            block = slot // SIZE
+            offset = slot % SIZE
+            if slot >= 0:
+                at = k + token * k_stride + head * k_head_stride
+                first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
+                second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
+                plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
+                first, second = turned(first, second, c, s)
+                write_key(
+                    first, second, plain, block, offset, head, keys, key_scales,
+                    KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
+                )  # fmt: skip
+                dim = tl.arange(0, BLOCK_V)
+                dim_ok = dim < VALUE_DIM
+                value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
+                at_value = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+                if CODES:
+                    wide = value.to(tl.float32)
+                    codes, scale = quantized(wide, shown_largest(wide), SMALLEST)
+                    tl.store(at_value, codes, mask=dim_ok)
+                    tl.store(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+                elif FLOAT8:
+                    tl.store(at_value, to_float8(value.to(tl.float32)), mask=dim_ok)
+                else:
+                    tl.store(at_value, value.to(values.dtype.element_ty), mask=dim_ok)
 
 
 @triton.jit

@@ -4,7 +4,7 @@ pieces, multiplies number by number, and sums at the end. Gates may be opened on
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import let_next_start, wait_for_last
+from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pointwise import activated
 
 
@@ -24,17 +24,13 @@ def thin_product(
     KIND: tl.constexpr,
     BIAS: tl.constexpr,
     MANY: tl.constexpr,
-    AHEAD: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
     """Program (tile of columns): out[ROWS, columns] = x @ weight.T + bias. GATED: weight has as many rows again, whose products the
-    activated ones multiply, both rounded first as they are without it. MANY: offsets into the weight need 64 bits. AHEAD:
-    the weight, which nobody writes, is read before what x comes from has ended."""
-    let_next_start()
-    if not AHEAD:
-        wait_for_last()
+    activated ones multiply, both rounded first as they are without it. MANY: offsets into the weight need 64 bits."""
+    follow()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns
     at_row = column
@@ -45,20 +41,9 @@ def thin_product(
     at_weight = weight + at_row[:, None] * weight_stride
     at_up = weight + (at_row + columns)[:, None] * weight_stride
     at_x = x + row[:, None] * x_stride
-    k = tl.arange(0, BLOCK_K)
-    ok = column_ok[:, None] & (k < inner)[None, :]
-    right = tl.load(at_weight + k[None, :], mask=ok, other=0.0)
-    up = right
-    if GATED:
-        up = tl.load(at_up + k[None, :], mask=ok, other=0.0)
-    if AHEAD:
-        wait_for_last()
-    left = tl.load(at_x + k[None, :], mask=row_ok[:, None] & (k < inner)[None, :], other=0.0).to(tl.float32)
-    total = left[:, None, :] * right.to(tl.float32)[None, :, :]
+    total = tl.zeros([BLOCK_R, BLOCK_N, BLOCK_K], tl.float32)
     up_total = total
-    if GATED:
-        up_total = left[:, None, :] * up.to(tl.float32)[None, :, :]
-    for begin in range(BLOCK_K, inner, BLOCK_K):
+    for begin in range(0, inner, BLOCK_K):
         k = begin + tl.arange(0, BLOCK_K)
         k_ok = k < inner
         ok = column_ok[:, None] & k_ok[None, :]

@@ -18,8 +18,8 @@ LINE = re.compile(r"sm_\d+ (\w+) shared (\d+) registers \d+ spilled (\d+) .*; (\
 MOST_SPILLED, MOST_SPILLED_OF_LATENTS = 400, 900
 NAMES = {
     "attention", "merge_splits", "rotate_and_append", "rerotate_keys", "turn_queries", "rms_norm", "layer_norm", "activation",
-    "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "row_maxima", "change_rows",
-    "draw_tokens",
+    "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "thin_product",
+    "maxima_of_parts", "row_maxima", "log_sums", "change_rows", "draw_tokens",
 }  # fmt: skip
 
 
@@ -30,7 +30,8 @@ NAMES = {
     [(86, 99 << 10), (90, 227 << 10)],  # with the multiplying instructions of 8.0 and least shared memory; Hopper
 )
 def test_for(capability: int, shared: int, tmp_path: Path) -> None:
-    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": str(TESTS)}
+    path = os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH"))))
+    environment = {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path), "PYTHONPATH": path}
     found = subprocess.run(
         [sys.executable, "-W", "ignore", TESTS / "helpers" / "compiling.py", str(capability)],
         env=os.environ | environment,

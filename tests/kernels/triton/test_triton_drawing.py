@@ -124,3 +124,13 @@ def test_the_first_of_the_largest() -> None:
     expected = draw.row_maxima(x)
     assert places.tolist() == expected[0]
     torch.testing.assert_close(largest, torch.tensor(expected[1]), equal_nan=True, rtol=0, atol=0)
+
+
+def test_sums_of_exponentials_follow_from_their_row_alone() -> None:
+    x = logits()
+    found, expected = drawing.log_sums(x), x.logsumexp(-1, keepdim=True)
+    assert found.shape == (len(ROWS), 1)
+    torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
+    for row in range(len(ROWS)):
+        assert torch.equal(drawing.log_sums(x[row : row + 1]).nan_to_num(), found[row : row + 1].nan_to_num())
+    assert float(drawing.log_sums(torch.tensor([[1.0, torch.inf]]))) == torch.inf
