@@ -21,14 +21,15 @@ class Mark(ABC):
 
 
 class CudaMark(Mark):
-    """Made where it stands: on the stream that torch uses now, or the one given."""
+    """Made where it stands: on the stream of the current device that torch uses now, or the one given, of that device too."""
 
     def __init__(self, stream: Any = None) -> None:
         self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
         self._event.record(stream)
+        self._device = torch.cuda.current_device()
 
     def wait(self) -> None:
         self._event.synchronize()
 
     def precede(self) -> None:
-        torch.cuda.current_stream().wait_event(self._event)
+        torch.cuda.current_stream(self._device).wait_event(self._event)

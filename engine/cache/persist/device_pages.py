@@ -12,7 +12,6 @@ So no step waits for the host's memory, unless it evicts more blocks than there 
 from __future__ import annotations
 
 import heapq
-import logging
 import threading
 import time
 from collections import defaultdict
@@ -29,8 +28,6 @@ from windlass.engine.cache.persist.pages import BlockPages
 from windlass.engine.cache.persist.rows import GroupRows, runs
 from windlass.engine.cache.persist.tier import HostBlock, HostTier
 from windlass.kernels import Copies, Mark, is_out_of_memory, sent
-
-_logger = logging.getLogger("windlass.engine")
 
 _LEAVING, _ARRIVING = 64 << 20, 128 << 20  # bytes of rows on the device: twice for what leaves, once for what comes
 _FEWEST = 4  # rows, however large blocks are
@@ -100,7 +97,7 @@ class DevicePages(BlockPages):
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._tier.failed(part)
+                    self._tier.failed(part, error)
 
     def _save(self, group: int, saved: Sequence[SavedBlock]) -> Mark:
         turn, self._turn = self._turn, 1 - self._turn

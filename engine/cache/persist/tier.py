@@ -17,6 +17,7 @@ from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
 from windlass.engine.cache.persist.known import KnownBlocks
 from windlass.kernels import Mark
 
+_CANNOT_COPY = "blocks that the cache evicts cannot be copied to the host's memory"
 _COPY_SECONDS = 1.0  # that a plan with a copy in it may take to begin
 
 
@@ -108,10 +109,12 @@ class HostTier:
                 self._places[one.group][one.digest].mark = mark
                 self._counts.host_saved += 1
                 self._counts.host_saved_bytes += self._block_bytes[one.group]
+            self._counts.succeed(_CANNOT_COPY)
             self._changed.notify_all()
 
-    def failed(self, saved: Sequence[SavedBlock]) -> None:
+    def failed(self, saved: Sequence[SavedBlock], error: Exception) -> None:
         """These could not be copied, and are gone."""
+        self._counts.fail(_CANNOT_COPY, error)
         with self._changed:
             for one in saved:
                 self._counts.host_lost += 1
