@@ -16,12 +16,15 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_folder(config: EngineConfig) -> None:
-    """Make the folder that is asked for, if any is. Raises LoadError where no model at all could be served so."""
+    """Make the folder that is asked for, if any is, and look for the memory. Raises LoadError where no model at all could be served so."""
     for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
         if asked is not None and not config.cache.prefix_caching:
             raise LoadError(
                 f"`cache.{field}` keeps what prompts share, and they share nothing without `cache.prefix_caching`"
             )
+    free, size = available_memory(), config.cache.host_memory
+    if size is not None and free is not None and size > free:
+        raise LoadError(f"`cache.host_memory` is {gib(size)}, and {gib(free)} of main memory are free: lower it")
     if config.cache.persist is not None:
         prepare_folder(config.cache.persist)
 
@@ -51,11 +54,6 @@ def check_keeping(config: EngineConfig, token_bytes: int, *, sees_whole_texts: b
             raise LoadError(
                 f"`cache.{name}` is {gib(size)}, and {_FEWEST_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
             )
-    free = available_memory()
-    if cache.host_memory is not None and free is not None and cache.host_memory > free:
-        raise LoadError(
-            f"`cache.host_memory` is {gib(cache.host_memory)}, and {gib(free)} of main memory are free: lower it"
-        )
 
 
 def prepare_folder(name: str) -> Path:
