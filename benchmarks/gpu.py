@@ -1,6 +1,6 @@
 """Every figure that is asked of a GPU, each beside its bound measured in the same run, and which of them are missed.
 
-    python benchmarks/gpu.py [--device cuda] [--shapes 1b,8b,30b-a3b] [--parts agreement,attention,streams,growth,peer]
+    python benchmarks/gpu.py [--device cuda] [--shapes 1b,8b,30b-a3b] [--parts agreement,attention,streams,growth,tier,peer]
                              [--out gpu.json] [--plot gpu.png] [--tiny]
 
 From a checkout on a machine with a GPU that nothing else uses. Weights are random and made on the device; the 30B shape takes
@@ -29,8 +29,9 @@ from harness.gpu_attention import attention_figures
 from harness.gpu_figures import Bounds, Figure
 from harness.gpu_peer import seconds_of_token
 from harness.gpu_streams import Streams, growth, step_figures, stream_figures
+from harness.gpu_tier import tier_figures
 
-PARTS = ("agreement", "attention", "streams", "growth", "peer")
+PARTS = ("agreement", "attention", "streams", "growth", "tier", "peer")
 _LLAMA: dict[str, Any] = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -158,6 +159,9 @@ def _of_shape(
             # With a step for each token: what is beside the graph shows.
             add(step_figures(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt=prompt, steps=steps))
             _give_back(bounds.device)
+    if "tier" in options.parts:
+        add(tier_figures(name, model, bounds, far=far, tiny=tiny))
+        _give_back(bounds.device)
     if "peer" in options.parts:
         try:
             seconds, note = seconds_of_token(model, bounds, prompt, steps), ""

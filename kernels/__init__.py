@@ -26,9 +26,11 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.pinned import sent
 from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, Ranks, memory_bytes
 from windlass.kernels.layouts.stacked import StackedWeight
+from windlass.kernels.memory.copies import Copies, CopyQueue
 from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
+from windlass.kernels.memory.marks import Mark
 from windlass.kernels.memory.weights import SharedWeights
-from windlass.kernels.recorder import Graphs, Mark, Recorder, Recording
+from windlass.kernels.recorder import Graphs, Recorder, Recording
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
 
@@ -42,6 +44,8 @@ __all__ = [
     "BlockForm",
     "BlockRows",
     "BlockWeight",
+    "Copies",
+    "CopyQueue",
     "DeviceMemory",
     "Draw",
     "DrawStatus",

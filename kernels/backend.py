@@ -33,6 +33,7 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.ranks import Ranks
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.memory.copies import Copies, copies_of
 from windlass.kernels.memory.device import memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
 from windlass.kernels.recorder import RepeatsSteps
@@ -118,6 +119,10 @@ class Backend(RepeatsSteps):
         made = torch.empty(shape, dtype=dtype, device=self.device)
         advise_huge_pages(made)
         return made
+
+    def make_copies(self) -> Copies | None:
+        """What takes cached keys and values to the host's memory and back; None where they lie there."""
+        return copies_of(self.device)
 
     def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
         return self.empty((rows, columns), dtype)

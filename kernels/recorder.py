@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.kernels.draws import RowDraws
+from windlass.kernels.memory.marks import Mark
 from windlass.kernels.step_rows import RowsAhead
 
 
@@ -50,14 +51,6 @@ class Recorder(ABC):
         Tensors that are there before have to outlive the recording where they are. Those made meanwhile hold what was
         written to them until this recorder records something else, or one of its recordings is repeated.
         """
-
-
-class Mark(ABC):
-    """A place in the order of what a device was asked for."""
-
-    @abstractmethod
-    def wait(self) -> None:
-        """Until all that was asked for before this place is done. Raises what the device met until there."""
 
 
 class Graphs(ABC):

@@ -79,7 +79,8 @@ class CacheConfig:
     memory: bytes of all pages, None for what the rest leaves. device_share: of a GPU's memory that the engine may take, weights
     and steps included, None: `DEVICE_SHARE`. block_size: tokens per block, a multiple of 16.
     prefix_caching: whether requests share the blocks of equal prompt starts. persist: folder in which full blocks are kept for
-    later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`.
+    later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`. host_memory: bytes of main memory
+    for blocks that a GPU's cache evicts, None for none.
     """
 
     dtype: str = "auto"
@@ -89,10 +90,12 @@ class CacheConfig:
     prefix_caching: bool = True
     persist: str | None = None
     persist_size: int | None = None
+    host_memory: int | None = None
 
     def __post_init__(self) -> None:
         _check_at_least_one("cache.memory", self.memory)
         _check_at_least_one("cache.persist_size", self.persist_size)
+        _check_at_least_one("cache.host_memory", self.host_memory)
         if self.device_share is not None and not 0 < self.device_share <= 1:
             raise LoadError(f"`cache.device_share` must be above 0 and at most 1, got {self.device_share:g}")
         if self.device_share is not None and self.memory is not None:

@@ -240,7 +240,7 @@ STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 @dataclass(frozen=True, slots=True)
 class PersistStats:
-    """Of cached blocks in files. Blocks are those of one KV group each."""
+    """Of cached blocks in files and, where a device computes, in the host's memory. Blocks are those of one KV group each."""
 
     written_blocks: int = 0
     written_bytes: int = 0
@@ -255,6 +255,16 @@ class PersistStats:
     waiting_blocks: int = 0  # to be written, now
     known_blocks: int = 0  # in files, that this engine may use, as far as it knows
     disk_bytes: int = 0  # of all files in the folder, when it was last measured, and what was written since
+    host_saved_blocks: int = 0  # copied to the host's memory when the device's cache evicted them
+    host_saved_bytes: int = 0
+    host_read_blocks: int = 0  # copied back
+    host_read_bytes: int = 0
+    host_lost_blocks: int = (
+        0  # evicted by the device's cache when there was no place for them, or no copy could be made
+    )
+    host_evicted_blocks: int = 0  # given up for others
+    host_blocks: int = 0  # in the host's memory now
+    host_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)

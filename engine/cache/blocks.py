@@ -14,7 +14,7 @@ from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.passages import PassageIndex
-from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRecord
+from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRecord, passage_of
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
@@ -294,11 +294,11 @@ class BlockManager:
                     record = PassageRecord(parent, position, tuple(tokens), self.passages.scopes_of(digest))
                     self.keeper.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
 
-    def _forget(self, group: int, digest: bytes) -> None:
+    def _forget(self, group: int, block: int, digest: bytes) -> None:
         """A block is evicted."""
-        self.passages.remove(digest)
         if self.keeper is not None:
-            self.keeper.withdraw(BlockKey(group, digest))
+            self.keeper.withdraw(BlockKey(group, digest), block, passage_of(self.passages, digest))
+        self.passages.remove(digest)
 
     def _drop_outside_window(self, handle: CacheHandle) -> None:
         """Release the blocks of window groups that no query still to come can see."""

@@ -73,11 +73,21 @@ class BlockCopy:
 
 @dataclass(frozen=True, slots=True)
 class LoadedBlock:
-    """Put what was read from a file, and is held under this ticket, into a block."""
+    """Put what was read from a file or the host's memory, and is held under this ticket, into a block."""
 
     group: int
     block: int
     ticket: int
+
+
+@dataclass(frozen=True, slots=True)
+class SavedBlock:
+    """Copy a block, which is evicted, to a place in the host's memory before anything else. digest: of what it holds."""
+
+    group: int
+    digest: bytes
+    block: int
+    slot: int
 
 
 @dataclass(frozen=True, slots=True)

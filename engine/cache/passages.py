@@ -140,6 +140,13 @@ class PassageIndex:
         """In which a block is found."""
         return tuple(self._scopes_of.get(digest, ()))
 
+    def said_of(self, digest: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
+        """Parent, position and tokens, as `add` was told them; None of a block that is not found anywhere."""
+        for scope in self._scopes_of.get(digest, ()):
+            block = self._scopes[scope].blocks[digest]
+            return block.parent, block.position, block.token_ids
+        return None
+
     def remove(self, digest: bytes) -> None:
         """Let a block be found no more; one that never could is none of ours."""
         for scope in list(self._scopes_of.get(digest, ())):

@@ -15,7 +15,7 @@ from windlass.engine.cache.layout import KVGroupLayout
 class BlockPool:
     """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id.
 
-    forget: called with the digest of every block that is evicted.
+    forget: called with every block that is evicted, and the digest that it had.
     """
 
     __slots__ = (
@@ -31,7 +31,7 @@ class BlockPool:
         "window",
     )
 
-    def __init__(self, layout: KVGroupLayout, forget: abc.Callable[[bytes], None]) -> None:
+    def __init__(self, layout: KVGroupLayout, forget: abc.Callable[[int, bytes], None]) -> None:
         self.forget = forget
         self.num_blocks = layout.num_blocks
         self.window = layout.window
@@ -58,7 +58,7 @@ class BlockPool:
             assert digest is not None
             del self.cached[digest]
             self.digests[block] = None
-            self.forget(digest)
+            self.forget(block, digest)
         self.ref_counts[block] = 1
         self.private[block] = private
         return block

@@ -78,6 +78,9 @@ def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> Draft
 
 def draft_bytes_per_token(draft: LoadedModel | None) -> int:
     """Of its pages; 0 where there is none."""
-    if draft is None:
-        return 0
-    return sum(bytes_per_token(group, dtype_name(draft.cache_dtype)) for group in draft.decoder.spec.kv_groups)
+    return 0 if draft is None else cache_bytes_per_token(draft)
+
+
+def cache_bytes_per_token(model: LoadedModel) -> int:
+    """Of its pages, of all KV groups."""
+    return sum(bytes_per_token(group, dtype_name(model.cache_dtype)) for group in model.decoder.spec.kv_groups)

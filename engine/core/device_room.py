@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.memory import DEVICE_SHARE, device_kv_budget, gib
+from windlass.engine.cache.persist.device_pages import staging_bytes
+from windlass.engine.core.description import cache_bytes_per_token, draft_bytes_per_token
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.graph_room import bytes_of_graphs
 from windlass.engine.execution.largest_step import bytes_of_largest_step
@@ -65,6 +67,9 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
         ) from None
     finally:
         memory.give_back()
+    if config.cache.persist is not None or config.cache.host_memory is not None:
+        token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
+        step += staging_bytes(config.cache.block_size * token_bytes, saves=config.cache.host_memory is not None)
     share = config.cache.device_share or DEVICE_SHARE
     room = device_kv_budget(memory.total, memory.taken(), memory.free(), share, step)
     if room < 1:

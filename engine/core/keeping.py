@@ -13,12 +13,19 @@ import torch
 
 from windlass._version import __version__
 from windlass.engine.api.config import PERSIST_SIZE, EngineConfig
+from windlass.engine.cache.memory import gib
+from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.device_pages import DevicePages
 from windlass.engine.cache.persist.folder import check_keeping
-from windlass.engine.cache.persist.pages import PersistedPages
-from windlass.engine.cache.persist.store import BlockOrigin, BlockStore
+from windlass.engine.cache.persist.host_source import HostSource
+from windlass.engine.cache.persist.pages import PersistedPages, bytes_of_blocks, planes_of
+from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
+from windlass.engine.cache.persist.tier import HostTier
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel
+from windlass.kernels import is_out_of_memory
 
 _FORMAT = 1  # raise it when the meaning of a kept block changes
 
@@ -33,17 +40,47 @@ class PageOwner:
 
 
 def open_store(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockStore | None:
-    """None where none is asked for. owners: the model and, if there is one, its draft model.
+    """None where nothing is kept. owners: the model and, if there is one, its draft model.
 
     The folder is there: see `check_folder`. Raises LoadError that says what to change.
     """
-    if config.cache.persist is None:
+    cache, decoder = config.cache, owners[0].model.decoder
+    if cache.persist is None and cache.host_memory is None:
         return None
-    decoder, pages = owners[0].model.decoder, PersistedPages([owner.storage for owner in owners])
-    token_bytes = sum(pages.block_bytes) // config.cache.block_size
-    check_keeping(config, str(decoder.device), token_bytes, sees_whole_texts=decoder.spec.sees_whole_texts)
-    size = config.cache.persist_size or PERSIST_SIZE
-    return BlockStore(Path(config.cache.persist), size, _origin(config, owners), pages, config.cache.block_size)
+    copies = decoder.backend.make_copies()
+    planes = planes_of([owner.storage for owner in owners])
+    sizes = bytes_of_blocks(planes)
+    check_keeping(
+        config,
+        sum(sizes) // cache.block_size,
+        sees_whole_texts=decoder.spec.sees_whole_texts,
+        on_device=copies is not None,
+    )
+    folder = None
+    if cache.persist is not None:
+        folder = KeptFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, owners))
+    counts = PersistCounts()
+    if copies is None:
+        return BlockStore(folder, PersistedPages(planes), cache.block_size, counts)
+    tier = None
+    if cache.host_memory is not None:
+        tier = HostTier(cache.host_memory // sum(sizes), sizes, cache.block_size, counts)
+    try:
+        pages = DevicePages(planes, copies, tier)
+    except (MemoryError, RuntimeError) as error:
+        raise LoadError(_no_memory(config, error, on_device=is_out_of_memory(error))) from None
+    host = None if tier is None else HostSource(tier, pages, counts)
+    return BlockStore(folder, pages, cache.block_size, counts, host)
+
+
+def _no_memory(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
+    if on_device and config.cache.host_memory is None:
+        return "no memory is left on the device for the copies of `cache.persist`: lower `cache.memory` or `cache.device_share`"
+    size = gib(config.cache.host_memory or 0)
+    return (
+        f"`cache.host_memory`: the system does not give {size} that a device can copy from, or the device has no room for the "
+        f"copies ({str(error).splitlines()[0]}): lower it, or raise the limit of locked memory"
+    )
 
 
 def _origin(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockOrigin:

@@ -13,7 +13,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.pages import BlockPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
@@ -34,7 +34,7 @@ _PROMPT_LOGPROB_ROWS = 256
 class RankRunner:
     """One model, or a rank's part of one, on one device. `positions_computed` counts the tokens that passed through it.
 
-    persisted: where blocks that plans load come from.
+    persisted: where blocks that plans save go to, and those that they load come from.
     """
 
     def __init__(
@@ -44,7 +44,7 @@ class RankRunner:
         tables: RotaryTables,
         block_size: int,
         adapters: LoadedAdapters | None = None,
-        persisted: PersistedPages | None = None,
+        persisted: BlockPages | None = None,
     ) -> None:
         self.decoder, self.cache, self.tables = decoder, cache, tables
         groups = len(decoder.spec.kv_groups)
@@ -108,15 +108,16 @@ class RankRunner:
         self.sequences.apply(plan)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
+        if self._persisted is not None and plan.saved:
+            self._persisted.save(plan.saved)
         for parked in plan.parked:
             self.cache.park(parked)
         for parked in plan.unparked:
             self.cache.unpark(parked)
         for seq_id in plan.forgotten:
             self.cache.forget_parked(seq_id)
-        if self._persisted is not None:
-            for loaded in plan.loaded:
-                self._persisted.put(loaded)
+        if self._persisted is not None and plan.loaded:
+            self._persisted.put(plan.loaded)
         self.cache.copy_blocks(plan.copies)
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:

@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.pages import BlockPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import NO_MEMORY, DeviceMemoryError, EngineError
 from windlass.engine.execution.burst import Burst
@@ -53,8 +53,9 @@ RankOrder: TypeAlias = TakePart | FollowPlan | Snapshot
 class Runner(RankRunner):
     """The first rank of a model, or its only one: it draws tokens too, and pools.
 
-    draft: the model that proposes tokens where a plan asks for it, if there is one. persisted: where blocks that plans load
-    come from. tell: has the other ranks do their part, where there are any; it returns at once.
+    draft: the model that proposes tokens where a plan asks for it, if there is one. persisted: where blocks that plans
+    save go to, and those that they load come from. tell: has the other ranks do their part, where there are any; it returns
+    at once.
     """
 
     def __init__(
@@ -66,7 +67,7 @@ class Runner(RankRunner):
         block_size: int,
         draft: DraftModel | None = None,
         adapters: LoadedAdapters | None = None,
-        persisted: PersistedPages | None = None,
+        persisted: BlockPages | None = None,
         tell: Callable[[RankOrder], None] | None = None,
     ) -> None:
         super().__init__(decoder, cache, tables, block_size, adapters, persisted)

@@ -20,6 +20,7 @@ from windlass.engine.cache.changes import (
     KeyRerotation,
     LoadedBlock,
     ParkedPages,
+    SavedBlock,
     TableChanges,
 )
 from windlass.engine.cache.runs import PLAIN, SlotLayout
@@ -109,11 +110,12 @@ class SchedulerOutput:
 
     step: counts up by one; whoever misses a number cannot follow any more and needs a `Snapshot`.
     removed: sequences that have ended or lost their places; one of these may come again as a new one, even in this step.
+    saved: blocks that are evicted, which go into the host's memory before anything is written to pages.
     parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
     back, and sequences whose parked pages nobody needs any more.
-    loaded: blocks that were read from files; nobody may have been told of them before.
-    The rest in order: what is parked, what is unparked, what is loaded, the copies, then `set_aside` (copies of originals), then
-    `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
+    loaded: blocks that were read from files or the host's memory; nobody may have been told of them before.
+    The rest in order: what is saved, what is parked, what is unparked, what is loaded, the copies, then `set_aside` (copies of
+    originals), then `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
     before it drew. `sequences` describes the first; the tables have room for all.
     ahead: 0, or how many passes of the plan before this one were not known to be over when it was made. Then every sequence is a
@@ -125,6 +127,7 @@ class SchedulerOutput:
     rotary_rows: tuple[RotaryRow, ...] = ()
     new: tuple[NewSequence, ...] = ()
     forks: tuple[ForkedSequence, ...] = ()
+    saved: tuple[SavedBlock, ...] = ()
     parked: tuple[ParkedPages, ...] = ()
     unparked: tuple[ParkedPages, ...] = ()
     forgotten: tuple[int, ...] = ()

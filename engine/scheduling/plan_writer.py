@@ -15,6 +15,7 @@ from windlass.engine.cache.changes import (
     KeyRerotation,
     LoadedBlock,
     ParkedPages,
+    SavedBlock,
     TableChange,
     TableChanges,
 )
@@ -82,9 +83,10 @@ class _Told:
 
 
 class PlanWriter:
-    """One per scheduler."""
+    """One per scheduler. take_saved: the blocks that a plan has evicted and that are to be kept, once."""
 
-    def __init__(self) -> None:
+    def __init__(self, take_saved: abc.Callable[[], list[SavedBlock]] = list) -> None:
+        self._take_saved = take_saved
         self._step = 0
         self._told: dict[int, _Told] = {}  # by sequence
         self._removed: list[int] = []
@@ -173,6 +175,7 @@ class PlanWriter:
             rotary_rows=tuple(rows),
             new=tuple(new),
             forks=tuple(forks),
+            saved=tuple(self._take_saved()),
             parked=tuple(parked.values()),
             unparked=tuple(unparked.values()),
             forgotten=tuple(forgotten),

@@ -1,6 +1,6 @@
-"""Brings back from files what prompts lack in the cache, before they are admitted.
+"""Brings back what prompts lack in the cache from where blocks are kept, files or a host's memory, before they are admitted.
 
-A waiting sequence whose turn it is looks once: if files hold more of its prefix than the cache does, or passages that it may
+A waiting sequence whose turn it is looks once: if more of its prefix is kept than the cache holds, or passages that it may
 take, it steps aside until they are read. Blocks come into the cache as they arrive, between two steps and few at a time where
 streams run, and nobody holds them: they are what blocks of an ended request are. Then the sequence is admitted as any other is,
 with whatever is there; so a file that is gone, damaged or slow to read costs it a moment and nothing else.
@@ -24,14 +24,13 @@ from windlass.engine.scheduling.sequence import Sequence
 if TYPE_CHECKING:
     from windlass.engine.cache.persist.store import BlockStore
 
-_BESIDE_STREAMS, _ALONE = 8 << 20, 64 << 20  # bytes that come into the cache before one step
 _PATIENCE = 1.0  # seconds that reading may take whatever comes of it
 _SLOWEST = 1000  # tokens a second that it has to bring from then on: few engines compute a prompt more slowly
 
 
 @dataclass(frozen=True, slots=True)
 class _Present:
-    """Blocks of a KV group that the cache or a file holds, by digest."""
+    """Blocks of a KV group that are cached or kept, by digest."""
 
     group: int
     cached: abc.Mapping[bytes, int]
@@ -87,7 +86,7 @@ class Restoring:
     def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
         loaded: list[LoadedBlock] = []
-        room = _BESIDE_STREAMS if streams else _ALONE
+        room = self._store.pages.beside_streams if streams else self._store.pages.alone
         for waiting in list(self._waiting):
             fetch = waiting.fetch
             while fetch.arrived and room > 0:
@@ -100,7 +99,7 @@ class Restoring:
         return loaded
 
     def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
-        """Blocks of its prefix that the cache holds, and what files hold beside."""
+        """Blocks of its prefix that the cache holds, and what is kept beside."""
         if seq.needs_every_row or seq.cache.is_parked or not self._blocks.enable_prefix_caching or seq.cache.private:
             return 0, []
         size = self._blocks.block_size
@@ -144,7 +143,7 @@ class Restoring:
                     yield WantedBlock(BlockKey(group, digest), index)
 
     def _passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
-        """Blocks of the passages that files hold and the cache does not; the first group's last, which say what they are."""
+        """Blocks of the passages that are kept and not cached; the first group's last, which say what they are."""
         found: dict[bytes, None] = {}
         search = self._reuse.search_of(seq)
         if search is not None and seq.cache.chain.scope is not None:
@@ -172,6 +171,7 @@ class Restoring:
         taken = pool.take()
         pool.register(taken, digest)
         pool.release(taken)
+        self._store.note_loaded(group, taken)
         passage = block.passage
         if passage is not None and all(digest in other.cached for other in self._blocks.pools):
             for scope in passage.scopes:

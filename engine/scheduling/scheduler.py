@@ -70,7 +70,7 @@ class Scheduler:
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too.
-    adapter_key: what tells an adapter from others, by its id. store: files that blocks outlive the engine in.
+    adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
@@ -103,7 +103,7 @@ class Scheduler:
             blocks.keeper = store
             self._restoring = self._admission.restoring = Restoring(blocks, store, self._reuse, clock)
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits, adapter_key)
-        self._writer = PlanWriter()
+        self._writer = PlanWriter() if store is None else PlanWriter(store.take_saved)
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
         self._turns = CallerTurns()
         self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held, self._turns)

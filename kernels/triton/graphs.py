@@ -9,17 +9,9 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.draws import RowDraws
-from windlass.kernels.recorder import Graphs, Mark
+from windlass.kernels.memory.marks import CudaMark, Mark
+from windlass.kernels.recorder import Graphs
 from windlass.kernels.triton import drawing
-
-
-class CudaMark(Mark):
-    def __init__(self) -> None:
-        self._event: Any = torch.cuda.Event()  # type: ignore[no-untyped-call]
-        self._event.record()
-
-    def wait(self) -> None:
-        self._event.synchronize()
 
 
 class CudaGraphs(Graphs):

@@ -61,23 +61,40 @@ _COUNTERS = {
     "reused_passages": ("reused_passages", "Cached passages taken up at another place of a prompt."),
     "reused_tokens": ("reused_tokens", "Tokens of them that were not computed again."),
 }
-# Of cached blocks in files: fields of `PersistStats`.
+# Of cached blocks in files and in the host's memory: fields of `PersistStats`.
 _PERSIST_GAUGES = {
     "kv_persist_waiting_blocks": ("persist.waiting_blocks", "KV blocks that wait to be written to files."),
     "kv_persist_known_blocks": ("persist.known_blocks", "KV blocks in files that this engine may use."),
     "kv_persist_disk_bytes": ("persist.disk_bytes", "Bytes of all files in the folder of KV blocks."),
+    "kv_host_blocks": ("persist.host_blocks", "KV blocks of a GPU that the host's memory holds."),
+    "kv_host_bytes": ("persist.host_bytes", "Bytes of them."),
 }
 _PERSIST_COUNTERS = {
     "kv_persist_written_blocks": ("persist.written_blocks", "KV blocks written to files."),
     "kv_persist_written_bytes": ("persist.written_bytes", "Bytes of them."),
     "kv_persist_read_blocks": ("persist.read_blocks", "KV blocks read from files."),
     "kv_persist_read_bytes": ("persist.read_bytes", "Bytes of them."),
-    "kv_persist_restored_tokens": ("persist.restored_tokens", "Prompt tokens whose KV blocks came back from files."),
+    "kv_persist_restored_tokens": (
+        "persist.restored_tokens",
+        "Prompt tokens whose KV blocks came back from files or the host's memory.",
+    ),
     "kv_persist_damaged_blocks": ("persist.damaged_blocks", "Files of KV blocks that their checksum betrayed."),
     "kv_persist_foreign_blocks": ("persist.foreign_blocks", "Files that held another KV block than their name says."),
     "kv_persist_lost_blocks": ("persist.lost_blocks", "KV blocks evicted before they were written."),
     "kv_persist_evicted_blocks": ("persist.evicted_blocks", "Files of KV blocks removed to hold the cap."),
-    "kv_persist_failures": ("persist.failures", "Failures to read or to write files of KV blocks."),
+    "kv_persist_failures": ("persist.failures", "Failures to read, write or copy KV blocks."),
+    "kv_host_saved_blocks": (
+        "persist.host_saved_blocks",
+        "KV blocks copied to the host's memory as a GPU's cache evicted them.",
+    ),
+    "kv_host_saved_bytes": ("persist.host_saved_bytes", "Bytes of them."),
+    "kv_host_read_blocks": ("persist.host_read_blocks", "KV blocks copied back from the host's memory."),
+    "kv_host_read_bytes": ("persist.host_read_bytes", "Bytes of them."),
+    "kv_host_lost_blocks": (
+        "persist.host_lost_blocks",
+        "KV blocks that a GPU's cache evicted and no copy was made of.",
+    ),
+    "kv_host_evicted_blocks": ("persist.host_evicted_blocks", "KV blocks in the host's memory given up for others."),
 }
 
 MOST_ADAPTER_NAMES = 64  # as labels, in the life of a server

@@ -121,6 +121,11 @@ class EngineOptions:
         option("--kv-persist-size", panel=CONTEXT, metavar="SIZE", help="What all files in it may take together; the longest "
                "unused go first. Default: 4GiB."),
     ] = None  # fmt: skip
+    kv_host_memory: Annotated[
+        str | None,
+        option("--kv-host-memory", panel=CONTEXT, metavar="SIZE", help="On a GPU: main memory that takes what the cache evicts, "
+               "and gives it back when a prompt needs it. Default: none."),
+    ] = None  # fmt: skip
     rope_scaling: Annotated[
         str | None,
         option("--rope-scaling", panel=ROTARY, metavar="JSON",
@@ -318,6 +323,9 @@ class EngineOptions:
             "kv_persist_size": None
             if self.kv_persist_size is None
             else read_size("--kv-persist-size", self.kv_persist_size),
+            "kv_host_memory": None
+            if self.kv_host_memory is None
+            else read_size("--kv-host-memory", self.kv_host_memory),
             "rope_scaling": self.parse_rope_scaling(),
             "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),

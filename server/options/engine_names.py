@@ -19,6 +19,7 @@ _RENAMED = {
     "cache.device_share": "gpu_memory_utilization",
     "cache.persist": "kv_persist",
     "cache.persist_size": "kv_persist_size",
+    "cache.host_memory": "kv_host_memory",
     "adapters.sources": "lora",
     "adapters.max_loaded": "max_loras",
     "adapters.max_rank": "max_lora_rank",

@@ -13,6 +13,7 @@ from typing import Any
 from unittest import mock
 
 import torch
+from helpers.played_copies import PlayedCopies
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
@@ -110,6 +111,9 @@ class PlayedMark(Mark):
         self._graphs.waits.append(self._place)
         self._graphs.do_until(self._place)
 
+    def precede(self) -> None:
+        self.wait()
+
 
 class PlayedGraphs(Graphs):
     """done: how much of what was asked for is done. waits: places that the host waited for."""
@@ -171,10 +175,14 @@ class PlayedBackend(RowIndependentBackend):
     def __init__(self, options: BackendOptions, refusal: str | None = None) -> None:
         super().__init__(options, refusal)
         self.played = PlayedGraphs()  # the last that were made
+        self.copies = PlayedCopies()
 
     def make_graphs(self) -> Graphs | None:
         self.played = PlayedGraphs()
         return self.played
+
+    def make_copies(self) -> PlayedCopies:
+        return self.copies
 
     @property
     def reads_host_memory(self) -> bool:

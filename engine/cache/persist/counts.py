@@ -17,6 +17,8 @@ class PersistCounts:
         self.read = self.read_bytes = 0
         self.damaged = self.foreign = self.failed = self.evicted = 0
         self.disk_bytes = 0
+        self.host_saved = self.host_saved_bytes = self.host_read = self.host_read_bytes = 0
+        self.host_lost = self.host_evicted = 0
         self._said: set[str] = set()
 
     def fail(self, what: str, error: Exception) -> None:
@@ -35,7 +37,9 @@ class PersistCounts:
             self._said.discard(what)
             _logger.warning("%s: this is over", what)
 
-    def stats(self, *, lost: int, waiting: int, known: int, tokens: int) -> PersistStats:
+    def stats(
+        self, *, lost: int, waiting: int, known: int, tokens: int, host_blocks: int, host_bytes: int
+    ) -> PersistStats:
         return PersistStats(
             written_blocks=self.written,
             written_bytes=self.written_bytes,
@@ -50,4 +54,12 @@ class PersistCounts:
             waiting_blocks=waiting,
             known_blocks=known,
             disk_bytes=self.disk_bytes,
+            host_saved_blocks=self.host_saved,
+            host_saved_bytes=self.host_saved_bytes,
+            host_read_blocks=self.host_read,
+            host_read_bytes=self.host_read_bytes,
+            host_lost_blocks=self.host_lost,
+            host_evicted_blocks=self.host_evicted,
+            host_blocks=host_blocks,
+            host_bytes=host_bytes,
         )

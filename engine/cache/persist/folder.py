@@ -1,4 +1,4 @@
-"""Whether blocks can be kept: the folder, made if it is not there, and what cannot go with it. Imports no torch."""
+"""Whether blocks can be kept: the folder, made if it is not there, room in memory, what cannot go with it. Imports no torch."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path
 
 from windlass.engine.api.config import PERSIST_SIZE, EngineConfig
-from windlass.engine.cache.memory import gib
+from windlass.engine.cache.memory import available_memory, gib
 from windlass.engine.errors import LoadError
 
 _FEWEST_BLOCKS = 64  # of all KV groups, that the cap has to have room for
@@ -16,35 +16,44 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_folder(config: EngineConfig) -> None:
-    """Make the folder that is asked for, if any is. Raises LoadError where no model at all could be served so."""
-    if config.cache.persist is None:
-        return
-    if not config.cache.prefix_caching:
-        raise LoadError(
-            "`cache.persist` keeps what prompts share, and they share nothing without `cache.prefix_caching`"
-        )
-    prepare_folder(config.cache.persist)
+    """Make the folder that is asked for, if any is, and look for the memory. Raises LoadError where no model at all could be served so."""
+    for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
+        if asked is not None and not config.cache.prefix_caching:
+            raise LoadError(
+                f"`cache.{field}` keeps what prompts share, and they share nothing without `cache.prefix_caching`"
+            )
+    free, size = available_memory(), config.cache.host_memory
+    if size is not None and free is not None and size > free:
+        raise LoadError(f"`cache.host_memory` is {gib(size)}, and {gib(free)} of main memory are free: lower it")
+    if config.cache.persist is not None:
+        prepare_folder(config.cache.persist)
 
 
-def check_keeping(config: EngineConfig, device: str, token_bytes: int, *, sees_whole_texts: bool) -> None:
-    """Raises LoadError where blocks of this model cannot be kept as asked for. token_bytes: of a token in the cache."""
-    if config.cache.persist is None:
-        return
-    if device.partition(":")[0] != "cpu":
+def check_keeping(config: EngineConfig, token_bytes: int, *, sees_whole_texts: bool, on_device: bool) -> None:
+    """Raises LoadError where blocks of this model cannot be kept as asked for. token_bytes: of a token in the cache. on_device:
+    whether the cache lies in a memory of its own."""
+    cache = config.cache
+    if cache.host_memory is not None and not on_device:
         raise LoadError(
-            f"`cache.persist` keeps blocks of main memory, and this model's are on {device}: leave it out, or use "
-            "`compute.device=cpu`"
+            "`cache.host_memory` takes what a GPU's cache evicts, and this cache lies in main memory already: leave it out and "
+            "raise `cache.memory`"
         )
-    if sees_whole_texts:
-        raise LoadError(
-            "`cache.persist` keeps what texts share, and a token of this model sees those behind it: leave it out"
-        )
-    size = config.cache.persist_size or PERSIST_SIZE
-    fewest = _FEWEST_BLOCKS * config.cache.block_size * token_bytes
-    if size < fewest:
-        raise LoadError(
-            f"`cache.persist_size` is {gib(size)}, and {_FEWEST_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
-        )
+    for field, size in (
+        ("persist", None if cache.persist is None else cache.persist_size or PERSIST_SIZE),
+        ("host_memory", cache.host_memory),
+    ):
+        if size is None:
+            continue
+        if sees_whole_texts:
+            raise LoadError(
+                f"`cache.{field}` keeps what texts share, and a token of this model sees those behind it: leave it out"
+            )
+        fewest = _FEWEST_BLOCKS * cache.block_size * token_bytes
+        if size < fewest:
+            name = "persist_size" if field == "persist" else field
+            raise LoadError(
+                f"`cache.{name}` is {gib(size)}, and {_FEWEST_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
+            )
 
 
 def prepare_folder(name: str) -> Path:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
+from windlass.engine.cache.passages import PassageIndex
+
 
 class BlockKey(NamedTuple):
     """A block of one KV group; `digest` as in `cache.prefix`."""
@@ -23,6 +25,12 @@ class PassageRecord:
     scopes: tuple[bytes, ...]
 
 
+def passage_of(passages: PassageIndex, digest: bytes) -> PassageRecord | None:
+    """What an index knows of a block."""
+    said = passages.said_of(digest)
+    return None if said is None else PassageRecord(*said, passages.scopes_of(digest))
+
+
 class BlockKeeper(Protocol):
     """Whom the books tell of blocks that have become full, and of those that are evicted."""
 
@@ -34,6 +42,6 @@ class BlockKeeper(Protocol):
         """A block, of the first KV group, may be found as a passage."""
         ...
 
-    def withdraw(self, key: BlockKey) -> None:
-        """A block is evicted, and overwritten from now on."""
+    def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
+        """A block is evicted, and overwritten from now on. passage: as which it could be found."""
         ...

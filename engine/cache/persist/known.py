@@ -9,7 +9,7 @@ import threading
 from collections.abc import Iterable, Sequence
 
 from windlass.engine.cache.passages import Passage, PassageIndex
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
+from windlass.engine.cache.persist.keys import BlockKey, PassageRecord, passage_of
 
 
 class KnownBlocks:
@@ -60,6 +60,11 @@ class KnownBlocks:
         """Whether its file says that it may be found in this scope."""
         with self._lock:
             return scope in self._passages.scopes_of(digest)
+
+    def passage_of(self, key: BlockKey) -> PassageRecord | None:
+        """As which passage a block is found, if it is."""
+        with self._lock:
+            return None if key.group else passage_of(self._passages, key.digest)
 
     def search(
         self,

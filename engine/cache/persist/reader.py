@@ -1,4 +1,5 @@
-"""Reads blocks from files for requests that wait for them: one thread, which holds no more in memory than it may.
+"""Reads blocks for requests that wait for them, from files and, of a device's, from the host's memory: one thread, which holds
+no more than it may.
 
 What comes first in a text is read first, so whoever stops waiting has a prefix all the same. A file that is not what it should
 be is removed and counted, and what follows it in its text is not read.
@@ -9,6 +10,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
@@ -16,25 +18,26 @@ from windlass.engine.cache.persist.block_file import DamagedBlockError, ForeignB
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.directory import BlockDirectory, minute
 from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
+from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.pages import BlockPages
 
 _logger = logging.getLogger("windlass.engine")
 
-MOST_STAGED = 64 << 20  # bytes that are read ahead of the engine
-
 
 class BlockFileReader:
-    """directory: asked for when something is to be read."""
+    """directory: asked for when something is to be read that is not in the host's memory; see `HostSource`."""
 
     def __init__(
         self,
         directory: Callable[[], BlockDirectory | None],
-        pages: PersistedPages,
+        pages: BlockPages,
         known: KnownBlocks,
         counts: PersistCounts,
+        host: HostSource | None = None,
     ) -> None:
         self._directory, self._pages, self._known, self._counts = directory, pages, known, counts
+        self._host = host
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._changed = threading.Condition()
         self._staged = 0
@@ -89,15 +92,28 @@ class BlockFileReader:
 
     def _read_all(self, fetch: Fetch) -> None:
         broken = False  # the text of a prefix is
-        for wanted in fetch.wanted:
-            if fetch.is_cancelled or self._closed:
-                return
-            if broken and wanted.index is not None:
-                continue
-            if not self._read(fetch, wanted):
-                broken = broken or wanted.index is not None
+        wanted = deque(fetch.wanted)
 
-    def _read(self, fetch: Fetch, wanted: WantedBlock) -> bool:
+        def stop() -> bool:
+            return fetch.is_cancelled or self._closed
+
+        while wanted and not stop():
+            if broken and wanted[0].index is not None:
+                wanted.popleft()
+                continue
+            if self._host is not None:
+                began = time.monotonic()
+                brought = self._host.bring(wanted, stop, skip_prefix=broken)
+                fetch.idle_seconds += time.monotonic() - began  # what it waits for is the engine
+                for block in brought:
+                    self._arrive(fetch, block)
+                if brought:
+                    continue
+            one = wanted.popleft()
+            if not self._read(fetch, one, stop):
+                broken = broken or one.index is not None
+
+    def _read(self, fetch: Fetch, wanted: WantedBlock, stop: Callable[[], bool]) -> bool:
         key, directory = wanted.key, self._directory()
         if directory is None:
             return False
@@ -120,14 +136,21 @@ class BlockFileReader:
             directory.use(key, wanted.index or 0)
         self._counts.read += 1
         self._counts.read_bytes += block.num_bytes
+        waited = time.monotonic()
         with self._changed:
-            waited = time.monotonic()
-            self._changed.wait_for(lambda: self._staged < MOST_STAGED or fetch.is_cancelled or self._closed)
-            fetch.idle_seconds += time.monotonic() - waited
-            if not fetch.is_cancelled:
-                self._staged += block.num_bytes
-                ticket = self._pages.stage(block.planes)
-                fetch.arrived.append(ArrivedBlock(key, ticket, block.num_bytes, block.passage))
-                fetch.num_read += 1
-                self._changed.notify_all()
+            self._changed.wait_for(lambda: self._staged < self._pages.most_staged or stop())
+        ticket = self._pages.stage(key.group, block.planes, stop)
+        fetch.idle_seconds += time.monotonic() - waited
+        if ticket is not None:
+            self._arrive(fetch, ArrivedBlock(key, ticket, block.num_bytes, block.passage))
         return True
+
+    def _arrive(self, fetch: Fetch, block: ArrivedBlock) -> None:
+        with self._changed:
+            if fetch.is_cancelled:
+                self._pages.drop(block.ticket)
+                return
+            self._staged += block.num_bytes
+            fetch.arrived.append(block)
+            fetch.num_read += 1
+            self._changed.notify_all()

@@ -1,7 +1,8 @@
 """The kept blocks of one engine: what its thread tells and asks, in microseconds, and the two threads that do the rest.
 
-Blocks are offered when they become full and withdrawn when they are evicted; in between the writer copies them to files. What a
-prompt lacks in the cache is fetched from files by the reader. See `unwritten`, `writer` and `reader`.
+Blocks are offered when they become full and withdrawn when they are evicted; in between the writer copies them to files. Those of
+a device go into the host's memory when they are evicted, and the writer takes them from there too. What a prompt lacks in the
+cache is fetched by the reader. See `unwritten`, `tier`, `writer` and `reader`.
 """
 
 from __future__ import annotations
@@ -12,14 +13,16 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from windlass.engine.api.request import PersistStats
+from windlass.engine.cache.changes import SavedBlock
 from windlass.engine.cache.passages import Passage
 from windlass.engine.cache.persist.block_file import BlockFormat
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.directory import BlockDirectory
 from windlass.engine.cache.persist.fetch import Fetch, WantedBlock
+from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
 from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.pages import BlockPages
 from windlass.engine.cache.persist.reader import BlockFileReader
 from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
 from windlass.engine.cache.persist.writer import BlockFileWriter
@@ -54,51 +57,96 @@ class BlockOrigin:
         return digest.digest()
 
 
+@dataclass(frozen=True, slots=True)
+class KeptFolder:
+    """root: a folder that `prepare_folder` has seen. most_bytes: of all files in it. origin: what its blocks depend on."""
+
+    root: Path
+    most_bytes: int
+    origin: BlockOrigin
+
+
 class BlockStore:
-    """root: a folder that `prepare_folder` has seen. most_bytes: of all files in it. block_size: tokens of a block."""
+    """folder: for files, None where nothing is written. host: where the host's memory keeps what a device's cache evicts.
+    block_size: tokens of a block. counts: those of `host`, if there is one."""
 
     def __init__(
-        self, root: Path, most_bytes: int, origin: BlockOrigin, pages: PersistedPages, block_size: int
+        self,
+        folder: KeptFolder | None,
+        pages: BlockPages,
+        block_size: int,
+        counts: PersistCounts,
+        host: HostSource | None = None,
     ) -> None:
         self.pages = pages
         self.restored_tokens = 0
         self._is_closed = False
-        self._counts = PersistCounts()
+        self._counts, self._host = counts, host
         self._known = KnownBlocks(block_size)
         self._unwritten = UnwrittenBlocks()
+        self._writer: BlockFileWriter | None = None
+        if folder is not None:
+            self._writer = self._make_writer(folder)
+        self._reader = BlockFileReader(self._directory, pages, self._known, counts, host)
+
+    def _make_writer(self, folder: KeptFolder) -> BlockFileWriter:
+        pages, most_bytes = self.pages, folder.most_bytes
 
         def open_directory(stop: Callable[[], bool]) -> BlockDirectory | None:
-            namespace = origin.namespace(stop)
-            return None if namespace is None else BlockDirectory(root, BlockFormat(namespace, pages.forms), most_bytes)
+            namespace = folder.origin.namespace(stop)
+            return (
+                None
+                if namespace is None
+                else BlockDirectory(folder.root, BlockFormat(namespace, pages.forms), most_bytes)
+            )
 
-        self._writer = BlockFileWriter(open_directory, pages, self._unwritten, self._known, self._counts, most_bytes)
-        self._reader = BlockFileReader(lambda: self._writer.directory, pages, self._known, self._counts)
+        return BlockFileWriter(
+            open_directory, pages, self._unwritten, self._known, self._counts, most_bytes, self._host
+        )
+
+    def _directory(self) -> BlockDirectory | None:
+        return None if self._writer is None else self._writer.directory
 
     def __contains__(self, key: BlockKey) -> bool:
-        """Whether a file holds the block, as far as is known."""
-        return key in self._known
+        """Whether a file or the host's memory holds the block, as far as is known."""
+        return key in self._known or (self._host is not None and key in self._host.tier)
 
     def wait_known(self, seconds: float) -> None:
         """Until it is known which blocks files hold, for so many seconds at most: from then on requests find them."""
-        self._writer.wait_seen(seconds)
+        if self._writer is not None:
+            self._writer.wait_seen(seconds)
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:
         """A block has become full. index: blocks before it in its text."""
-        if key not in self._known:
+        if self._writer is not None and key not in self._known:
             self._unwritten.offer(UnwrittenBlock(key, block, index))
 
     def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
         """A block, of the first KV group, may be found as a passage. It is written once more if its file does not say so."""
-        if any(not self._known.is_passage_of(scope, key.digest) for scope in passage.scopes):
+        if self._writer is not None and any(not self._known.is_passage_of(s, key.digest) for s in passage.scopes):
             self._unwritten.offer(UnwrittenBlock(key, block, index, passage))
 
-    def withdraw(self, key: BlockKey) -> None:
-        """A block is evicted, and overwritten from now on."""
-        self._unwritten.withdraw(key)
+    def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
+        """A block is evicted, and overwritten from now on. The next plan says if it is to be saved."""
+        kept = self._host is not None and self._host.tier.admit(key, block, passage)
+        if self._writer is not None:
+            self._unwritten.withdraw(key, kept=kept)
+
+    def note_loaded(self, group: int, block: int) -> None:
+        """A block is brought in by the plan that is being made."""
+        if self._host is not None:
+            self._host.tier.note_loaded(group, block)
+
+    def take_saved(self) -> list[SavedBlock]:
+        """For the plan that has been made: what is to be copied before anything else."""
+        return [] if self._host is None else self._host.tier.take_leaving()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a text, in order, are of use once more: they are kept longer."""
-        self._writer.note_use(keys)
+        if self._writer is not None:
+            self._writer.note_use(keys)
+        if self._host is not None:
+            self._host.tier.use(keys)
 
     def search(
         self,
@@ -110,8 +158,11 @@ class BlockStore:
         at_least: int,
         spans: Sequence[tuple[int, int]],
     ) -> list[Passage]:
-        """Passages that files hold: see `PassageIndex.search`."""
-        return self._known.search(scope, token_ids, start=start, end=end, at_least=at_least, spans=spans)
+        """Passages that files hold, and those that the host's memory does: see `PassageIndex.search`."""
+        found: list[Passage] = []
+        for known in (self._known,) if self._host is None else (self._host.tier.known, self._known):
+            found += known.search(scope, token_ids, start=start, end=end, at_least=at_least, spans=spans)
+        return found
 
     def fetch(self, wanted: Sequence[WantedBlock]) -> Fetch:
         """Begin to read blocks, in this order."""
@@ -132,11 +183,14 @@ class BlockStore:
             waiting=len(self._unwritten),
             known=len(self._known),
             tokens=self.restored_tokens,
+            host_blocks=0 if self._host is None else self._host.tier.num_blocks,
+            host_bytes=0 if self._host is None else self._host.tier.num_bytes,
         )
 
     def close(self, seconds: float) -> None:
         """Write what is left, for so many seconds at most, and end both threads. Closing twice does nothing more."""
         if not self._is_closed:
             self._is_closed = True
-            self._writer.close(seconds)
+            if self._writer is not None:
+                self._writer.close(seconds)
             self._reader.close()

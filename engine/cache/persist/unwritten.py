@@ -10,19 +10,23 @@ from __future__ import annotations
 import threading
 import time
 from collections import OrderedDict
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
+
+EVICTED = -1
 
 
 @dataclass(frozen=True, slots=True)
 class UnwrittenBlock:
-    """block: where it lies. index: blocks before it in its text."""
+    """block: where it lies, `EVICTED` where the host's memory has it. index: blocks before it in its text. full_since: at least
+    so long, by the monotonic clock."""
 
     key: BlockKey
     block: int
     index: int
     passage: PassageRecord | None = None
+    full_since: float = field(default_factory=time.monotonic)
 
 
 class UnwrittenBlocks:
@@ -30,7 +34,7 @@ class UnwrittenBlocks:
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[BlockKey, UnwrittenBlock] = OrderedDict()
-        self._copied: BlockKey | None = None
+        self._copied: UnwrittenBlock | None = None
         self._changed = threading.Condition()
         self.num_lost = 0
 
@@ -43,13 +47,18 @@ class UnwrittenBlocks:
                 self._blocks[item.key] = item
                 self._changed.notify()
 
-    def withdraw(self, key: BlockKey) -> None:
-        """The block is about to be overwritten."""
+    def withdraw(self, key: BlockKey, *, kept: bool) -> None:
+        """The block is about to be overwritten. kept: the host's memory has it from then on."""
         with self._changed:
-            if self._blocks.pop(key, None) is not None:
-                self.num_lost += 1
-            if self._copied == key:
+            copied = self._copied if self._copied is not None and self._copied.key == key else None
+            if copied is not None:
                 self._copied = None
+            if kept:
+                item = self._blocks.get(key, copied)
+                if item is not None:
+                    self._blocks[key] = replace(item, block=EVICTED)
+            elif self._blocks.pop(key, None) is not None:
+                self.num_lost += 1
 
     def take(self, seconds: float) -> UnwrittenBlock | None:
         """The next one, to be copied now; None where none comes within so many seconds."""
@@ -59,14 +68,14 @@ class UnwrittenBlocks:
                 left = deadline - time.monotonic()
                 if left <= 0 or not self._changed.wait(left):
                     return None
-            key, item = self._blocks.popitem(last=False)
-            self._copied = key
+            _, item = self._blocks.popitem(last=False)
+            self._copied = item
             return item
 
     def put_back(self, item: UnwrittenBlock) -> None:
         """It could not be written, and comes first again, unless it is gone."""
         with self._changed:
-            if self._copied == item.key and item.key not in self._blocks:
+            if self._copied is item and item.key not in self._blocks:
                 self._blocks[item.key] = item
                 self._blocks.move_to_end(item.key, last=False)
             self._copied = None
@@ -74,10 +83,15 @@ class UnwrittenBlocks:
     def is_copied(self, item: UnwrittenBlock) -> bool:
         """Whether the block lay there as it is until now."""
         with self._changed:
-            if self._copied == item.key:
+            if self._copied is item:
                 return True
-            self.num_lost += 1
+            self.num_lost += item.key not in self._blocks  # else it waits once more
             return False
+
+    def lose(self) -> None:
+        """What was taken is nowhere any more."""
+        with self._changed:
+            self.num_lost += 1
 
     def wake(self) -> None:
         """Let `take` return."""

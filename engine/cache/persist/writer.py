@@ -15,13 +15,14 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
-from windlass.engine.cache.persist.block_file import DamagedBlockError
+from windlass.engine.cache.persist.block_file import Bytes, DamagedBlockError
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.directory import BlockDirectory, minute
+from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import PersistedPages
-from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
+from windlass.engine.cache.persist.pages import BlockPages
+from windlass.engine.cache.persist.unwritten import EVICTED, UnwrittenBlock, UnwrittenBlocks
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -36,20 +37,22 @@ _CANNOT_WRITE = "cached blocks cannot be written to {}"
 
 class BlockFileWriter:
     """open_directory: makes what `directory` is from then on; raises OSError. It may take its time, and may return None when
-    what it is given says that nobody needs it any more. most_bytes: of all files together."""
+    what it is given says that nobody needs it any more. most_bytes: of all files together. host: copies of what the pages have
+    lost."""
 
     def __init__(
         self,
         open_directory: Callable[[Callable[[], bool]], BlockDirectory | None],
-        pages: PersistedPages,
+        pages: BlockPages,
         unwritten: UnwrittenBlocks,
         known: KnownBlocks,
         counts: PersistCounts,
         most_bytes: int,
+        host: HostSource | None = None,
     ) -> None:
         self.directory: BlockDirectory | None = None
         self._open, self._pages, self._unwritten = open_directory, pages, unwritten
-        self._known, self._counts, self._most_bytes = known, counts, most_bytes
+        self._known, self._counts, self._most_bytes, self._host = known, counts, most_bytes, host
         self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_USES)
         self._closing: float | None = None  # when it ends at last
         self._looked_at, self._look_seconds, self._changed_at = 0.0, 0.0, 0
@@ -109,9 +112,20 @@ class BlockFileWriter:
         item = self._unwritten.take(0.25)
         if item is None or not self._is_wanted(item):
             return
-        planes = self._pages.copy_of(item.key.group, item.block)
-        if not self._unwritten.is_copied(item):
-            return
+        held = None if self._host is None else self._host.tier.acquire(item.key)
+        if held is not None and self._host is not None:
+            try:
+                self._write(directory, item, self._host.pages.in_host(held))
+            finally:
+                self._host.tier.release(held)
+        elif item.block == EVICTED:
+            self._unwritten.lose()
+        else:
+            planes = self._pages.copy_of(item.key.group, item.block, item.full_since)
+            if self._unwritten.is_copied(item):
+                self._write(directory, item, planes)
+
+    def _write(self, directory: BlockDirectory, item: UnwrittenBlock, planes: list[Bytes]) -> None:
         what = _CANNOT_WRITE.format(directory.folder)
         try:
             size = directory.write(item.key, item.index, item.passage, planes)

@@ -55,10 +55,11 @@ def _check(config: EngineConfig, quantized: str | None) -> None:
         raise LoadError(f"{option} splits weights that are in files: leave `loading.format=dummy` out")
     if config.adapters.sources:
         raise LoadError(f"{option}: adapters are not split: leave `adapters.sources` out, or merge them into the model")
-    if config.cache.persist is not None:
-        raise LoadError(
-            f"{option}: each rank caches heads of its own, which are not kept in files: leave `cache.persist` out"
-        )
+    for field, where in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
+        if where is not None:
+            raise LoadError(
+                f"{option}: each rank caches heads of its own, which are kept nowhere else: leave `cache.{field}` out"
+            )
 
 
 def _uneven(part: ModelPart) -> list[str]:

@@ -101,7 +101,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
         prepared = prepare_model(config, device, reads_narrow=True, multiplies_narrow=True, free=available_memory())
         spec = prepared.model.spec
         token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
-        check_keeping(config, device, token_bytes, sees_whole_texts=spec.sees_whole_texts)
+        check_keeping(config, token_bytes, sees_whole_texts=spec.sees_whole_texts, on_device=False)
         return prepared.model
     if device is not None:
         check_quantization(config)

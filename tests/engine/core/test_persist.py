@@ -456,12 +456,12 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
 ) -> None:
     copy_of, copied = PersistedPages.copy_of, list[int]()
 
-    def slow(pages: PersistedPages, group: int, block: int) -> list[Any]:
-        first = copy_of(pages, group, block)
+    def slow(pages: PersistedPages, group: int, block: int, full_since: float) -> list[Any]:
+        first = copy_of(pages, group, block, full_since)
         if len(copied) % 3 == 0:
             time.sleep(0.01)  # long enough for a few steps
         copied.append(block)
-        second = copy_of(pages, group, block)
+        second = copy_of(pages, group, block, full_since)
         return [*first[:1], *second[1:]]  # keys of before, values of behind
 
     monkeypatch.setattr(PersistedPages, "copy_of", slow)

@@ -102,6 +102,7 @@ ENGINE_ARGUMENTS = {
     "--weight-cache": "/var/cache/windlass",
     "--kv-persist": "/var/cache/windlass/kv",
     "--kv-persist-size": "6GiB",
+    "--kv-host-memory": "12GiB",
     "--block-size": "32",
     "--rope-scaling": YARN,
     "--rope-profile": f"long={YARN}",
@@ -146,6 +147,7 @@ ENGINE_CONFIG = EngineConfig(
         prefix_caching=False,
         persist="/var/cache/windlass/kv",
         persist_size=6 << 30,
+        host_memory=12 << 30,
     ),
     scheduling=SchedulerConfig(
         max_num_batched_tokens=512,
@@ -344,6 +346,7 @@ def test_connection_options(launched, monkeypatch):
         (["--kv-persist", __file__], "is a file: give a folder"),
         (["--kv-persist", "~nobody-of-that-name/x"], "give a folder"),
         (["--kv-persist-size", "much"], "--kv-persist-size: cannot read 'much' as a size"),
+        (["--kv-host-memory", "much"], "--kv-host-memory: cannot read 'much' as a size"),
         (["--kv-persist-size", "1GiB"], "name one with --kv-persist, or leave it out"),
         (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
         (["--speculative-tokens", "17"], "--speculative-tokens must lie between 1 and 16, got 17"),

@@ -198,6 +198,10 @@ OPTIONS = {
         ("--kv-persist", "{folder}", "--kv-persist-size", "1MiB"),
         ("--kv-persist-size is 1.0 MiB", "64 blocks of this model take", "raise it"),
     ),
+    "blocks of a GPU": (
+        ("--device", "cpu", "--kv-host-memory", "1GiB"),
+        ("--kv-host-memory takes what a GPU's cache evicts", "leave it out and raise --kv-cache-memory"),
+    ),
     "quantization": (("--device", "cuda", "--quantization", "int8"), ("--device cpu",)),
 }
 

@@ -46,6 +46,7 @@ def test_a_slice_tells_its_rows_within_each_tensor() -> None:
         ("llama", {}, {"device": "cuda:1"}, "the installed torch has no CUDA"),
         ("llama", {}, {"load_format": "dummy"}, "leave `loading.format=dummy` out"),
         ("llama", {}, {"kv_persist": "/tmp/nowhere"}, "leave `cache.persist` out"),
+        ("llama", {}, {"kv_host_memory": 1 << 30}, "leave `cache.host_memory` out"),
         ("llama", {}, {"tensor_parallel": 33}, "must be at most 32"),
     ],
 )

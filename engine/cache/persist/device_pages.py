@@ -1,0 +1,226 @@
+"""Takes blocks out of a device's pages and puts them back, beside what the device computes.
+
+Each way has rows of its own on the device, in which blocks lie one behind another: between them and the pages the device copies
+by itself, in the order of its steps and at the speed of its memory; between them and the host's memory it copies beside steps.
+So no step waits for the host's memory, unless it evicts more blocks than there are rows for.
+
+* What is evicted is gathered into rows before the step that overwrites it (`save`), and goes to the host's memory then.
+* What is wanted comes into rows first (`bring`, `stage`), and into the pages before the step that reads it (`put`).
+* What is written to files is copied by the writer's thread whenever it likes (`copy_of`); see `unwritten`.
+"""
+
+from __future__ import annotations
+
+import heapq
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from windlass.engine.cache.changes import LoadedBlock, SavedBlock
+from windlass.engine.cache.persist.block_file import Bytes
+from windlass.engine.cache.persist.host_rows import HostRows
+from windlass.engine.cache.persist.pages import BlockPages
+from windlass.engine.cache.persist.rows import GroupRows, runs
+from windlass.engine.cache.persist.tier import HostBlock, HostTier
+from windlass.kernels import Copies, Mark, is_out_of_memory, sent
+
+_LEAVING, _ARRIVING = 64 << 20, 128 << 20  # bytes of rows on the device: twice for what leaves, once for what comes
+_FEWEST = 4  # rows, however large blocks are
+_POLL_SECONDS = 0.05
+
+
+def staging_bytes(block_bytes: int, *, saves: bool) -> int:
+    """That all rows take on the device, at most. block_bytes: of the largest block. saves: whether what is evicted is kept."""
+    arriving, leaving = max(_ARRIVING, _FEWEST * block_bytes), 2 * max(_LEAVING, block_bytes)
+    return arriving + block_bytes + (leaving if saves else 0)
+
+
+class DevicePages(BlockPages):
+    """planes: see `planes_of`. tier: the books of what is kept in the host's memory; None where nothing is.
+
+    Raises what torch raises where there is no memory.
+    """
+
+    def __init__(self, planes: Sequence[Sequence[Tensor]], copies: Copies, tier: HostTier | None) -> None:
+        super().__init__(planes)
+        self._copies, self._tier = copies, tier
+        self._rows = [GroupRows(of_group) for of_group in planes]
+        self._device = device = planes[0][0].device
+        largest, blocks = max(self.block_bytes), sum(of_group[0].shape[1] for of_group in planes)
+
+        def rows(num_bytes: int, fewest: int) -> Tensor:
+            """[rows, words] of the largest block, on the device."""
+            count = max(fewest, min(num_bytes // largest, blocks))
+            return torch.empty((count, -(-largest // 8)), dtype=torch.int64, device=device)
+
+        self._host = []
+        self._leaving: list[Tensor] = []
+        if tier is not None:
+            for group in self._rows:
+                self._host.append(HostRows(copies, tier.num_slots, group.num_words, group.dtype))
+            self._leaving = [rows(_LEAVING, 1) for _ in range(2)]
+        self._left: list[Mark | None] = [None, None]  # behind the copies from these rows
+        self._turn = 0
+        self._arriving = rows(_ARRIVING, _FEWEST)
+        self.most_staged = self._arriving.nbytes
+        self.beside_streams = self.alone = self._arriving.nbytes
+        self.most_at_once = max(1, min(16, len(self._arriving) // 2))  # blocks
+        self._free = list(range(len(self._arriving)))
+        self._put: list[Mark | None] = [None] * len(self._arriving)  # behind the copies from these rows
+        self._staged: dict[int, int] = {}  # row by ticket
+        self._changed = threading.Condition()
+        self._read = copies.host_memory((self._arriving.shape[1],), torch.int64)
+        self._writing, self._written = rows(0, 1)[0], copies.host_memory((self._arriving.shape[1],), torch.int64)
+        self._out, self._in, self._aside = copies.queue(), copies.queue(), copies.queue()
+        self._computed, self._computed_at = copies.mark(), time.monotonic()
+
+    # -- by the engine's thread ------------------------------------------------------------------------------------
+
+    def save(self, saved: Sequence[SavedBlock]) -> None:
+        """Where the device has no memory for that the blocks are lost, and nothing else."""
+        assert self._tier is not None
+        by_group: dict[int, list[SavedBlock]] = defaultdict(list)
+        for one in saved:
+            by_group[one.group].append(one)
+        most = len(self._leaving[0])
+        for group, of_group in by_group.items():
+            of_group.sort(key=lambda one: one.slot)
+            for first in range(0, len(of_group), most):
+                part = of_group[first : first + most]
+                try:
+                    self._tier.filled(part, self._save(group, part))
+                except RuntimeError as error:
+                    if not is_out_of_memory(error):
+                        raise
+                    self._tier.failed(part, error)
+
+    def _save(self, group: int, saved: Sequence[SavedBlock]) -> Mark:
+        turn, self._turn = self._turn, 1 - self._turn
+        before = self._left[turn]
+        if before is not None:
+            before.precede()
+        rows = self._of(group, self._leaving[turn])[: len(saved)]
+        self._rows[group].gather(self._numbers([one.block for one in saved]), rows)
+        host, slots = self._host[group], [one.slot for one in saved]
+        mark = self._left[turn] = self._out.ask(lambda: host.receive(slots, rows), [self._copies.mark()])
+        return mark
+
+    def put(self, loaded: Sequence[LoadedBlock]) -> None:
+        by_group: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        taken = []
+        for one in loaded:
+            row = self._staged.pop(one.ticket)
+            taken.append(row)
+            by_group[one.group].append((row, one.block))
+        for group, pairs in by_group.items():
+            pairs.sort()
+            rows, blocks = [row for row, _ in pairs], self._numbers([block for _, block in pairs])
+            arrived = self._of(group, self._arriving)
+            for first, end in runs(rows):
+                self._rows[group].scatter(blocks[first:end], arrived[rows[first] : rows[first] + end - first])
+        self._give_back(taken, self._copies.mark())
+
+    def drop(self, ticket: int) -> None:
+        row = self._staged.pop(ticket, None)
+        if row is not None:
+            self._give_back([row], self._put[row])
+
+    # -- by the reader's thread ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def bring(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
+        """Tickets of blocks that the host's memory holds, at most `most_at_once`; None where `stop` came before."""
+
+        def copy(rows: Sequence[int]) -> None:
+            for row, block in zip(rows, held, strict=True):
+                target = self._of(block.key.group, self._arriving)[row]
+                self._host[block.key.group].send([block.slot], [target])
+
+        return self._arrive(len(held), copy, [block.mark for block in held], stop)
+
+    @torch.inference_mode()
+    def stage(self, group: int, planes: tuple[Bytes, ...], stop: Callable[[], bool]) -> int | None:
+        flat = self._read.view(torch.uint8).numpy()
+        np.concatenate([plane.reshape(-1) for plane in planes], out=flat[: self.block_bytes[group]])
+
+        def copy(rows: Sequence[int]) -> None:
+            self._arriving[rows[0]].copy_(self._read, non_blocking=True)
+
+        tickets = self._arrive(1, copy, [], stop)
+        return None if tickets is None else tickets[0]
+
+    def _arrive(
+        self, count: int, copy: Callable[[Sequence[int]], None], after: Sequence[Mark], stop: Callable[[], bool]
+    ) -> list[int] | None:
+        rows = self._take_rows(count, stop)
+        if rows is None:
+            return None
+        try:
+            marks = dict.fromkeys([*after, *(mark for row in rows if (mark := self._put[row]) is not None)])
+            self._in.ask(lambda: copy(rows), list(marks)).wait()
+        except BaseException:
+            self._give_back(rows, None)
+            raise
+        tickets = [next(self._tickets) for _ in rows]
+        self._staged.update(zip(tickets, rows, strict=True))
+        return tickets
+
+    def _take_rows(self, count: int, stop: Callable[[], bool]) -> list[int] | None:
+        with self._changed:
+            while len(self._free) < count:
+                if stop():
+                    return None
+                self._changed.wait(_POLL_SECONDS)
+            return [heapq.heappop(self._free) for _ in range(count)]
+
+    def _give_back(self, rows: Sequence[int], mark: Mark | None) -> None:
+        """mark: behind what still reads them."""
+        with self._changed:
+            for row in rows:
+                self._put[row] = mark
+                heapq.heappush(self._free, row)
+            self._changed.notify_all()
+
+    # -- by the writer's thread ------------------------------------------------------------------------------------
+
+    @torch.inference_mode()
+    def copy_of(self, group: int, block: int, full_since: float) -> list[Bytes]:
+        if full_since >= self._computed_at:  # the step that has filled it may be under way
+            self._computed_at = time.monotonic()
+            self._computed = self._copies.mark()
+        row = self._of(group, self._writing)
+
+        def copy() -> None:
+            self._rows[group].copy_of(block, row)
+            self._written.copy_(self._writing, non_blocking=True)
+
+        self._aside.ask(copy, [self._computed]).wait()
+        return self._planes_in(group, self._written)
+
+    def in_host(self, block: HostBlock) -> list[Bytes]:
+        """The bytes of a block that the host's memory holds, as `copy_of` has them, until it is given back."""
+        block.mark.wait()
+        return self._planes_in(block.key.group, self._host[block.key.group].row(block.slot))
+
+    def _planes_in(self, group: int, row: Tensor) -> list[Bytes]:
+        flat: Bytes = row.view(torch.uint8).numpy()
+        planes, first = [], 0
+        for form in self.forms[group]:
+            planes.append(flat[first : first + form.num_bytes].reshape(form.shape[0], -1))
+            first += form.num_bytes
+        return planes
+
+    # --------------------------------------------------------------------------------------------------------------
+
+    def _of(self, group: int, rows: Tensor) -> Tensor:
+        """The part of rows [..., words] that a block of this group fills, in its words."""
+        own = self._rows[group]
+        return rows.view(own.dtype)[..., : own.num_words]
+
+    def _numbers(self, numbers: Sequence[int]) -> Tensor:
+        return sent(torch.tensor(numbers), self._device)

@@ -1,0 +1,349 @@
+"""Blocks of a device that come back from the host's memory, and from files: the bits of a run that never lost them."""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.eventually import eventually
+from helpers.persisting import keeping, written
+from helpers.played_copies import PlayedCopies
+from helpers.played_engines import graphed, played_device
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.request import PersistStats
+from windlass.engine.cache.persist import device_pages
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling import RopeScaling
+
+__all__ = ["played_device"]
+_NUMBERS = random.Random(5)
+_BLOCKS = 20  # of each KV group on the device
+
+
+def tokens(count: int) -> list[int]:
+    return [_NUMBERS.randrange(3, 128) for _ in range(count)]
+
+
+PROMPT = tokens(103)
+FULL = 96  # tokens of its whole blocks
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    names = ("llama", "gemma3", "smollm3", "deepseek_v3")
+    return {name: make_model(name, tmp_path_factory.mktemp(name)) for name in names}
+
+
+def block_bytes(model: Path, **options: Any) -> int:
+    """Of all KV groups."""
+    core = make_core(model, **options)
+    return core.info.kv_bytes_per_token * core.info.block_size
+
+
+def small(model: Path, blocks: int = _BLOCKS, host: int = 200, **options: Any) -> dict[str, Any]:
+    """Options of an engine with so many blocks on the device and so many in the host's memory."""
+    size = block_bytes(model, **options)
+    sizes: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 2, "deterministic": True}
+    return {**sizes, "kv_cache_memory": blocks * size, "kv_host_memory": host * size, **options}
+
+
+def ask(core: EngineCore, prompt: list[int] = PROMPT, max_tokens: int = 12, **fields: Any) -> Finished:
+    return run(core, [greedy("a", prompt, max_tokens, **fields)], every_logit=False)["a", 0]
+
+
+def cached(got: Finished) -> int:
+    return got.outputs[-1].cached_tokens
+
+
+def same(one: Finished, other: Finished) -> bool:
+    return one.token_ids == other.token_ids and all(
+        torch.equal(a, b) for a, b in zip(one.logits, other.logits, strict=True)
+    )
+
+
+def push_out(core: EngineCore, times: int = 4) -> None:
+    """Have the cache of the device filled with other texts."""
+    for _ in range(times):
+        ask(core, tokens(150), 4)
+
+
+def stats(core: EngineCore) -> PersistStats:
+    return core.stats().persist
+
+
+@pytest.fixture
+def ended() -> Iterator[list[EngineCore]]:
+    """Engines that are closed behind a test."""
+    cores: list[EngineCore] = []
+    yield cores
+    for core in cores:
+        core.close()
+
+
+KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "float32": ("llama", {}, {}),
+    "bfloat16": ("llama", {"kv_cache_dtype": "bfloat16"}, {}),
+    "int8": ("llama", {"kv_cache_dtype": "int8"}, {}),
+    "windows": ("gemma3", {}, {}),
+    "windows, int8": ("gemma3", {"kv_cache_dtype": "int8"}, {}),
+    "layers without rotation": ("smollm3", {}, {}),
+    "latent": ("deepseek_v3", {}, {}),
+    "latent, int8": ("deepseek_v3", {"kv_cache_dtype": "int8"}, {}),
+    "larger blocks": ("llama", {"block_size": 32}, {}),
+    "salt": ("llama", {}, {"cache_salt": "one"}),
+    "scaling": ("llama", {}, {"rope_scaling": RopeScaling.from_dict({"rope_type": "yarn", "factor": 4})}),
+    "window of the request": ("llama", {}, {"context": ContextRule(attention_window=40, attention_sinks=4)}),
+    "drafting": ("llama", {"speculative_model": "itself", "speculative_adaptive": False}, {}),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_same_bits_from_the_host_and_from_files(
+    kind: str, models: dict[str, Path], tmp_path: Path, ended: list[EngineCore]
+) -> None:
+    family, options, fields = KINDS[kind]
+    model = models[family]
+    options = {name: str(model) if value == "itself" else value for name, value in options.items()}
+    right = ask(make_core(model, deterministic=True, **options), **fields)
+    given = small(model, 60 if family == "gemma3" else _BLOCKS, **options)
+    with keeping(model, tmp_path, **given) as core:
+        first = ask(core, **fields)
+        push_out(core, 8)
+        before = stats(core)
+        again = ask(core, **fields)
+        after = stats(core)
+        assert cached(first) == 0 and cached(again) == FULL
+        assert after.host_read_blocks > before.host_read_blocks and after.read_blocks == 0
+        assert after.host_lost_blocks == 0 and after.host_blocks <= after.host_saved_blocks
+    with keeping(model, tmp_path, **{**given, "kv_host_memory": None}) as core:
+        restarted = ask(core, **fields)
+        assert cached(restarted) == FULL and stats(core).read_blocks > 0
+    for got in (first, again, restarted):
+        assert got.token_ids == right.token_ids
+        assert kind == "drafting" or same(got, right)
+
+
+def test_texts_at_random_over_little_memory(models: dict[str, Path], ended: list[EngineCore]) -> None:
+    """Several streams, prefixes in common, blocks that go and come at every step."""
+    plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
+    core = make_core(models["llama"], **small(models["llama"], 24, 64, max_num_seqs=4, max_num_batched_tokens=48))
+    ended += [plenty, core]
+    heads = [tokens(64) for _ in range(7)]
+    for turn in range(20):
+        sent = [
+            greedy(f"{turn} {i}", [*_NUMBERS.choice(heads), *tokens(_NUMBERS.randrange(1, 30))], 20) for i in range(3)
+        ]
+        got, right = (run(one, sent, every_logit=False) for one in (core, plenty))
+        assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in right.items()}
+    said = stats(core)
+    assert said.host_read_blocks > 20 and said.host_evicted_blocks > 20 and said.host_blocks <= 64
+    assert said.restored_tokens > 300 and said.host_bytes == said.host_blocks * block_bytes(models["llama"])
+
+
+@pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+def test_steps_under_way_evict_too(burst_seconds: float, models: dict[str, Path], ended: list[EngineCore]) -> None:
+    """Captured steps that are planned before the one before them is over take blocks that others were cached in."""
+    given = small(models["llama"], 24, 100, deterministic=False, burst_seconds=burst_seconds, max_num_seqs=3)
+    core, device = graphed(models["llama"], **given)
+    plenty = make_core(models["llama"], kv_cache_memory=64 << 20)
+    ended += [plenty, core]
+    start, ahead = core.runner.start, list[int]()
+
+    def watched(plan: Any) -> Any:
+        ahead.append(len(plan.saved) if plan.ahead else 0)
+        return start(plan)
+
+    core.runner.start = watched  # type: ignore[method-assign]
+    pairs = [[greedy(f"{i}", [*tokens(70), i], 60) for i in range(2)] for _ in range(3)]
+    sent = [*pairs, *pairs, *pairs[:2]]
+    for requests in sent:
+        got, right = (run(one, requests, every_logit=False) for one in (core, plenty))
+        assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in right.items()}
+    assert sum(ahead) > 5 and device.replays > 50
+    assert stats(core).host_read_blocks > 4 and stats(core).host_lost_blocks == 0
+
+
+def test_a_step_that_evicts_more_than_there_are_rows_for(
+    models: dict[str, Path], monkeypatch: pytest.MonkeyPatch, ended: list[EngineCore]
+) -> None:
+    """Rows are taken again once what was in them has gone; so where little comes back at once."""
+    size = block_bytes(models["llama"])
+    monkeypatch.setattr(device_pages, "_LEAVING", 2 * size)
+    monkeypatch.setattr(device_pages, "_ARRIVING", 4 * size)
+    core = make_core(models["llama"], **small(models["llama"]))
+    ended.append(core)
+    right = ask(core)
+    push_out(core)
+    again = ask(core)
+    assert same(again, right) and cached(again) == FULL
+    assert stats(core).host_saved_blocks > 20 and stats(core).host_read_blocks == FULL // 16
+
+
+def test_the_longest_unused_goes_first(models: dict[str, Path], ended: list[EngineCore]) -> None:
+    core = make_core(models["llama"], **small(models["llama"], host=64))
+    ended.append(core)
+    often, once = tokens(103), tokens(103)
+    ask(core, once)
+    ask(core, often)
+    for _ in range(8):
+        push_out(core, 2)
+        assert cached(ask(core, often)) == FULL
+    assert cached(ask(core, once)) == 0
+    assert stats(core).host_blocks <= 64 and stats(core).host_evicted_blocks > 0
+
+
+def test_no_memory_for_a_copy_loses_the_blocks_and_nothing_else(
+    models: dict[str, Path], ended: list[EngineCore], caplog: pytest.LogCaptureFixture
+) -> None:
+    core = make_core(models["llama"], **small(models["llama"]))
+    ended.append(core)
+    backend: Any = core.runner.decoder.backend
+    copies: PlayedCopies = backend.copies
+    right = ask(core)
+
+    def refuse() -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    copies.before_ask = refuse
+    push_out(core)
+    lost = stats(core).host_lost_blocks
+    assert lost > 20 and stats(core).host_blocks == 0 and len(caplog.records) == 1
+    copies.before_ask = lambda: None
+    again = ask(core)
+    assert same(again, right) and cached(again) == 0
+    push_out(core)
+    again = ask(core)
+    assert same(again, right) and cached(again) == FULL and stats(core).host_lost_blocks == lost
+
+
+def test_what_does_not_come_back_is_computed(models: dict[str, Path], ended: list[EngineCore]) -> None:
+    """And what the reader had taken for it is free again."""
+    core = make_core(models["llama"], **small(models["llama"]))
+    ended.append(core)
+    backend: Any = core.runner.decoder.backend
+    right = ask(core)
+    push_out(core)
+
+    def refuse() -> None:
+        backend.copies.before_ask = lambda: None
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    backend.copies.before_ask = refuse
+    again = ask(core)
+    assert same(again, right) and cached(again) == 0
+    pages: Any = core._store.pages  # type: ignore[union-attr]
+    eventually(lambda: len(pages._free) == len(pages._arriving) and pages._staged == {}, 30)
+    push_out(core)
+    assert cached(ask(core)) == FULL
+
+
+def test_requests_that_end_while_blocks_come_leave_nothing(models: dict[str, Path], ended: list[EngineCore]) -> None:
+    core = make_core(models["llama"], **small(models["llama"]))
+    ended.append(core)
+    right = ask(core)
+    push_out(core)
+    for number in range(5):
+        core.add(greedy(str(number), PROMPT, 12))
+        core.step()
+        core.abort(str(number))
+    pages: Any = core._store.pages  # type: ignore[union-attr]
+    eventually(lambda: len(pages._free) == len(pages._arriving) and pages._staged == {}, 30)
+    assert same(ask(core), right)
+
+
+def test_what_is_evicted_before_it_is_written_is_written_from_the_host(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    gate, copy_of = threading.Event(), device_pages.DevicePages.copy_of
+
+    def waiting(pages: Any, *given: Any) -> Any:
+        gate.wait(60)
+        return copy_of(pages, *given)
+
+    monkeypatch.setattr(device_pages.DevicePages, "copy_of", waiting)
+    given = small(models["llama"])
+    with keeping(models["llama"], tmp_path, **given) as core:
+        right = ask(core)
+        push_out(core)
+        assert stats(core).waiting_blocks > 20 and stats(core).lost_blocks == 0
+        gate.set()
+        written(core)
+        assert stats(core).lost_blocks == 0
+    with keeping(models["llama"], tmp_path, **given) as core:
+        again = ask(core)
+        assert same(again, right) and cached(again) == FULL and stats(core).host_read_blocks == 0
+
+
+def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
+    models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
+    copy_of = device_pages.DevicePages.copy_of
+
+    def slow(pages: Any, group: int, block: int, full_since: float) -> Any:
+        first = [plane.copy() for plane in copy_of(pages, group, block, full_since)]
+        time.sleep(0.01)  # long enough for a few steps
+        return [*first[:1], *copy_of(pages, group, block, full_since)[1:]]  # keys of before, values of behind
+
+    monkeypatch.setattr(device_pages.DevicePages, "copy_of", slow)
+    prompts = [tokens(130) for _ in range(10)]
+    plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
+    right = [ask(plenty, prompt, 4) for prompt in prompts]
+    given = {**small(models["llama"]), "kv_host_memory": None}
+    with keeping(models["llama"], tmp_path, **given) as core:
+        for prompt in prompts:
+            ask(core, prompt, 4)
+        assert stats(core).lost_blocks > 0
+    monkeypatch.setattr(device_pages.DevicePages, "copy_of", copy_of)
+    with keeping(models["llama"], tmp_path, **given) as core:
+        assert all(same(ask(core, prompt, 4), wanted) for prompt, wanted in zip(prompts, right, strict=True))
+
+
+def test_passages_come_back_from_the_host(models: dict[str, Path], ended: list[EngineCore]) -> None:
+    """Wherever they stand now, by those of their scope and by nobody else."""
+    document = tokens(70)
+    given = small(models["llama"], deterministic=False, max_num_batched_tokens=40)
+    core = make_core(models["llama"], **given)
+    ended.append(core)
+    source, turned = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]
+    ask(core, source, reuse=PassageReuse(0, scope="me"))
+    push_out(core)
+    assert cached(ask(core, turned, reuse=PassageReuse(32, scope="you"))) == 0
+    push_out(core)
+    again = ask(core, [*tokens(5), *turned], reuse=PassageReuse(32, scope="me"))
+    assert cached(again) >= 70 and stats(core).host_read_blocks >= 4
+
+
+REFUSED = [
+    ({"kv_host_memory": 1000}, "`cache.host_memory` is 0.0 MiB, and 64 blocks of this model take .*: raise it"),
+    ({"kv_host_memory": 0}, "`cache.host_memory` must be at least 1"),
+    ({"kv_host_memory": 1 << 60}, "GiB of main memory are free: lower it"),
+    ({"kv_host_memory": 1 << 20, "prefix_caching": False}, "`cache.host_memory` keeps what prompts share"),
+]
+
+
+@pytest.mark.parametrize(("options", "message"), REFUSED)
+def test_options_that_do_not_fit(options: dict[str, Any], message: str, models: dict[str, Path]) -> None:
+    with pytest.raises(LoadError, match=message):
+        make_core(models["llama"], **options)
+
+
+def test_main_memory_that_the_system_does_not_give(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_: Any) -> Any:
+        raise RuntimeError("CUDA error: OS call failed or operation not supported on this OS")
+
+    monkeypatch.setattr(PlayedCopies, "host_memory", refuse)
+    with pytest.raises(
+        LoadError, match=r"`cache.host_memory`: the system does not give .* OS call failed .*: lower it"
+    ):
+        make_core(models["llama"], kv_host_memory=1 << 20)
