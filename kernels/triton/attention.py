@@ -16,7 +16,8 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
-from windlass.kernels.triton.programs.attention import attention, merge_splits
+from windlass.kernels.triton.programs.attention import attention
+from windlass.kernels.triton.programs.merge import merge_splits
 
 SPLIT_KEYS = 512  # of a split whose size shall not depend on the batch
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
@@ -25,9 +26,9 @@ _WAVES = 8  # of programs for each processor that splits are to make
 
 
 class _Sizes(NamedTuple):
-    """Of tiles: rows at most, keys, warps of a program, and how far ahead tiles are begun: a block is found in a table first,
-    so 3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each is in
-    `tests/helpers/compiling.py`."""
+    """Of tiles: rows at most, keys, warps of a program, and how far ahead tiles are begun: a block is found in a table first, so
+    3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each is
+    in `tests/helpers/compiling.py`."""
 
     rows: int
     keys: int

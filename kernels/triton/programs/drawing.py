@@ -110,7 +110,7 @@ def log_sums(x, stride, columns, out, BLOCK: tl.constexpr):
     """Program (row): the logarithm of the sum of its exponentials, in one order however many rows there are."""
     follow()
     row = tl.program_id(0).to(tl.int64)
-    largest, place = largest_of(x + row * stride, columns, BLOCK)
+    largest, _ = largest_of(x + row * stride, columns, BLOCK)
     base = tl.where(largest == float("-inf"), 0.0, largest)
     total = tl.zeros([], tl.float32)
     for begin in range(0, columns, BLOCK):
@@ -213,7 +213,8 @@ def draw_tokens(
     BLOCK: tl.constexpr,
 ):
     """Program (draw). rows: of the logits. changed_rows: int64, its row of `changed`, below 0 for none. places, maxima: of the
-    largest of each row of logits. floors: int32, the magnitude up to which min-p keeps. top_ps, uniforms: float64. statuses: of `DrawStatus`."""
+    largest of each row of logits. floors: int32, the magnitude up to which min-p keeps. top_ps, uniforms: float64. statuses: of
+    `DrawStatus`."""
     follow()
     draw = tl.program_id(0)
     row_at = tl.load(rows + draw)

@@ -1,7 +1,8 @@
 """Programs that follow each other: the next one starts while the one before ends, where GPUs can do that (capability 9.0).
 
-`launch` asks for it. So every program says first that the next one may start, and then waits until those before it have ended. What
-it brings is that the next one is on the device by then; weights that nobody writes were read no sooner by reading them before.
+`launch` asks for it. So every program says first that the next one may start, and then waits until those before it have ended.
+What that brings is that the next one is on the device by then. Nothing was won by reading weights, which nobody writes, before
+the wait.
 """
 
 import triton

@@ -1,0 +1,166 @@
+"""What attention does with one tile of keys: which of them a query sees, and the softmax's state behind it."""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
+
+LOG2_E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def first_seen(index, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    first = index * 0
+    if WINDOW:
+        first = tl.maximum(index - (window - 1), 0)
+    if CHUNK:
+        first = tl.maximum(first, index // chunk * chunk)
+    return first
+
+
+@triton.jit
+def end_seen(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+    end = index + 1
+    if not CAUSAL:
+        end = index * 0 + length
+    if WINDOW:
+        end = tl.minimum(end, index + window)
+    if CHUNK:
+        end = tl.minimum(end, index // chunk * chunk + chunk)
+    return end
+
+
+@triton.jit
+def meet(
+    query,
+    row_scale,
+    slope,
+    index,
+    first,
+    end,
+    largest,
+    weight,
+    summed,
+    tile,
+    low,
+    stop,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    num_blocks,
+    table,
+    kv_head,
+    soft_cap,
+    reach,
+    gap,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAP: tl.constexpr,
+    SLOPES: tl.constexpr,
+    RANGES: tl.constexpr,
+    WHOLE: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """The softmax's state (largest score in powers of two, weight, sum of values) after one more tile of keys. WHOLE: all rows
+    see all of them. row_scale: in powers of two, unless scores are bent or lowered before."""
+    place = tl.arange(0, BLOCK_N)
+    key = tile + place
+    key_ok = (key >= low) & (key < stop)
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    offset = place % SIZE  # tiles begin with blocks, or are parts of them
+    if BLOCK_N % SIZE == 0:
+        # One after the other, as numbers of the whole program: nothing is looked up for each key.
+        block = place * 0
+        is_block = place >= 0
+        missing = 0.0
+        for part in tl.static_range(BLOCK_N // SIZE):
+            begin = tile + part * SIZE
+            if WHOLE:
+                own = tl.load(table + tile // SIZE + part)
+            else:
+                own = tl.load(table + tile // SIZE + part, mask=(begin + SIZE > low) & (begin < stop), other=0)
+            there = (own >= 0) & (own < num_blocks)
+            block = tl.where(place // SIZE == part, tl.where(there, own, 0), block)
+            is_block = is_block & (there | (place // SIZE != part))
+            missing = tl.where(there, missing, float("nan"))
+    else:
+        offset = key % SIZE
+        block = tl.load(table + key // SIZE, mask=key_ok, other=0)
+        is_block = (block >= 0) & (block < num_blocks)
+        block = tl.where(is_block, block, 0)
+    KEY_PAGE: tl.constexpr = KV_HEADS * SIZE * ((DIM + 3) // 4 * 4 if CODES else DIM)
+    VALUE_PAGE: tl.constexpr = KV_HEADS * SIZE * VALUE_DIM
+    block = block.to(tl.int64)
+    in_key = key_place(0, offset[None, :], kv_head, dims[:, None], KV_HEADS, SIZE, DIM, CODES)
+    at_key = keys + (block * KEY_PAGE)[None, :] + in_key
+    if not WHOLE:
+        tile_keys = tl.load(at_key, mask=(dims < DIM)[:, None] & key_ok[None, :], other=0)
+    elif BLOCK_D == DIM:
+        tile_keys = tl.load(at_key)
+    else:
+        tile_keys = tl.load(at_key, mask=(dims < DIM)[:, None], other=0)
+    if FLOAT8:
+        tile_keys = from_float8(tile_keys)
+    scores = tl.dot(query, tile_keys.to(DOT), input_precision=PRECISION)
+    if CODES:
+        at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
+        scores = scores * tl.load(key_scales + at_scale, mask=key_ok, other=0.0)[None, :]
+    if WHOLE and not (CAP or SLOPES):
+        # No score is scaled before it is weighed, as scales are not below 0 here. A block that is none lets its whole tile show.
+        own_scale = row_scale
+        if BLOCK_N % SIZE == 0:
+            own_scale = row_scale + missing
+        else:
+            scores = scores + tl.where(is_block, 0.0, float("nan"))[None, :]
+        larger = tl.maximum(largest, tl.max(scores, 1) * own_scale)
+        base = larger
+        shares = tl.exp2(scores * own_scale[:, None] - base[:, None])
+    else:
+        mark = tl.where(is_block, 0.0, float("nan"))
+        scores = scores * row_scale[:, None]
+        if CAP:
+            grown = tl.exp2(tl.abs(scores) / soft_cap * (-2.0 * LOG2_E))
+            bent = soft_cap * (1.0 - grown) / (1.0 + grown)
+            scores = tl.where(scores < 0, -bent, bent)
+        if SLOPES:
+            distance = (index[:, None] - key[None, :] + gap).to(tl.float32)
+            scores = scores - slope[:, None] * distance
+        if CAP or SLOPES:
+            scores = scores * LOG2_E
+        scores = scores + mark[None, :]
+        if not WHOLE:
+            if RANGES:
+                back = index[:, None] - key[None, :]
+                seen = (back >= 0) & (((reach > 0) & (back < reach)) | ((reach < 0) & (back >= -reach)))
+            else:
+                seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+            scores = tl.where(seen & key_ok[None, :], scores, float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        shares = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(largest - base)
+    weight = weight * kept + tl.sum(shares, 1)
+    in_value = value_place(0, offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES)
+    at_value = values + (block * VALUE_PAGE)[:, None] + in_value
+    if not WHOLE:
+        tile_values = tl.load(at_value, mask=key_ok[:, None] & (value_dims < VALUE_DIM)[None, :], other=0)
+    elif BLOCK_V == VALUE_DIM:
+        tile_values = tl.load(at_value)
+    else:
+        tile_values = tl.load(at_value, mask=(value_dims < VALUE_DIM)[None, :], other=0)
+    if FLOAT8:
+        tile_values = from_float8(tile_values)
+    if CODES:
+        shares = shares * tl.load(value_scales + at_scale, mask=key_ok, other=0.0)[None, :]
+    summed = tl.dot(shares.to(DOT), tile_values.to(DOT), summed * kept[:, None], input_precision=PRECISION)
+    return larger, weight, summed
