@@ -140,6 +140,36 @@ def test_what_is_not_there_shows() -> None:
         paged_attention(q[:2], pages, call)
 
 
+def test_a_block_that_is_none_in_the_midst_of_others_shows() -> None:
+    """In tiles that all rows see whole, of prompts and of single tokens."""
+    case = PrefillCase([(70, 3), (80, 1)], dim=16)
+    call = call_of(case)
+    sound = paged_attention(case.q, case.all_pages, call)
+    for sequence, rows in ((0, slice(0, 3)), (1, slice(3, 4))):
+        tables = call.block_tables.clone()
+        tables[sequence, 1] = case.all_pages.key.shape[0]
+        found = paged_attention(case.q, case.all_pages, replace(call, block_tables=tables))
+        assert found[rows].isnan().all()
+        found[rows] = sound[rows]
+        assert torch.equal(found, sound)
+
+
+def test_scores_may_be_turned_round() -> None:
+    """Scales below 0 make the least product the largest score."""
+    case = PrefillCase([(70, 3), (80, 1)], dim=16, spread=40.0)
+    case.scale = -case.scale
+    assert_near(paged_attention(case.q, case.all_pages, call_of(case)).double(), case.expected())
+
+
+@pytest.mark.parametrize("block_size", [32, 64, 128])
+def test_blocks_of_other_sizes(block_size: int) -> None:
+    """Several in a tile of keys, one, and several tiles in one."""
+    case = PrefillCase([(130, 3), (200, 1)], dim=16, block_size=block_size, window=90)
+    for deterministic in (False, True):
+        found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
+        assert_near(found.double(), case.expected())
+
+
 def test_nothing_in_nothing_out() -> None:
     """No sequences, and sequences of no keys."""
     case = PrefillCase([(3, 2)], dim=16)

@@ -190,7 +190,7 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
         prepared = prepare_model(engine_config(model), "cpu", reads_narrow=True, multiplies_narrow=True, free=None)
         assert prepared.compute_dtype == expected
     monkeypatch.setattr(kernels, "multiplies_narrow_rows", lambda device: True)
-    loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16"))
+    loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16", device="cpu"))
     assert loaded.cache_dtype == torch.bfloat16 and dtypes.ROUNDED in loaded.notices
 
 
