@@ -27,8 +27,8 @@ _WAVES = 8  # of programs for each processor that splits are to make
 
 class _Sizes(NamedTuple):
     """Of tiles: rows at most, keys, warps of a program, and how far ahead tiles are begun: a block is found in a table first, so
-    3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each is
-    in `tests/helpers/compiling.py`."""
+    3 keep one of them on its way and 5 two. As large as registers and shared memory let them be: what the compiler says of each
+    is in `tests/helpers/compiling.py`."""
 
     rows: int
     keys: int

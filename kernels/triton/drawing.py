@@ -19,8 +19,9 @@ from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 
 # A row is drawn from by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
-_BLOCK, _LIST = 8192, 512
+_BLOCK, _LIST = 8192, 512  # _LIST: of changed tokens at once
 _PART = 4096  # columns of which a program finds the largest
+_MOST, _FEW = 8192, 1024  # tokens near the largest that a draw lists, and of that list at once
 _WARPS = 16
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
 
@@ -130,7 +131,11 @@ def _launch(
         *draws,
         found[0],
         found[1],
+        torch.empty(rows.shape[0], _MOST, dtype=torch.float32, device=logits.device),
+        torch.empty(rows.shape[0], _MOST, dtype=torch.int32, device=logits.device),
         BLOCK=_block(columns),
+        FEW=_FEW,
+        MOST=_MOST,
         **_EXACT,
     )
     return found
