@@ -217,28 +217,21 @@ def attention(
             if (whole_end <= whole) | (tl.min(row_scale, 0) < 0):
                 whole = begin
                 whole_end = begin
-            if WINDOW or CHUNK or RANGES:
-                for tile in range(begin, whole, BLOCK_N):
-                    largest, weight, summed = meet(
-                        query, own_scale, slope, index, first, end, largest, weight, summed, tile, low, stop, keys, values,
-                        key_scales, value_scales, num_blocks, table, kv_head, soft_cap, reach, gap,
-                        KV_HEADS, SIZE, DIM, VALUE_DIM, CODES, FLOAT8, DOT, PRECISION, CAP, SLOPES, RANGES, False,
-                        BLOCK_N, BLOCK_D, BLOCK_V,
-                    )  # fmt: skip
-            for tile in range(whole, whole_end, BLOCK_N):
-                largest, weight, summed = meet(
-                    query, own_scale, slope, index, first, end, largest, weight, summed, tile, low, stop, keys, values,
-                    key_scales, value_scales, num_blocks, table, kv_head, soft_cap, reach, gap,
-                    KV_HEADS, SIZE, DIM, VALUE_DIM, CODES, FLOAT8, DOT, PRECISION, CAP, SLOPES, RANGES, True,
-                    BLOCK_N, BLOCK_D, BLOCK_V,
-                )  # fmt: skip
-            for tile in range(whole_end, stop, BLOCK_N):
-                largest, weight, summed = meet(
-                    query, own_scale, slope, index, first, end, largest, weight, summed, tile, low, stop, keys, values,
-                    key_scales, value_scales, num_blocks, table, kv_head, soft_cap, reach, gap,
-                    KV_HEADS, SIZE, DIM, VALUE_DIM, CODES, FLOAT8, DOT, PRECISION, CAP, SLOPES, RANGES, False,
-                    BLOCK_N, BLOCK_D, BLOCK_V,
-                )  # fmt: skip
+            for phase in tl.static_range(3):
+                if phase == 0:
+                    from_tile, to_tile = begin, whole
+                elif phase == 1:
+                    from_tile, to_tile = whole, whole_end
+                else:
+                    from_tile, to_tile = whole_end, stop
+                if phase > 0 or WINDOW or CHUNK or RANGES:
+                    for tile in range(from_tile, to_tile, BLOCK_N):
+                        largest, weight, summed = meet(
+                            query, own_scale, slope, index, first, end, largest, weight, summed, tile, low, stop, keys,
+                            values, key_scales, value_scales, num_blocks, table, kv_head, soft_cap, reach, gap,
+                            KV_HEADS, SIZE, DIM, VALUE_DIM, CODES, FLOAT8, DOT, PRECISION, CAP, SLOPES, RANGES,
+                            phase == 1, BLOCK_N, BLOCK_D, BLOCK_V,
+                        )  # fmt: skip
 
     if SPLITS:
         at = (place * (KV_HEADS * GROUP) + head) * num_splits + split
