@@ -84,10 +84,11 @@ UNROTATED = """
 
 These models are served to compare with. Nothing scales here: a `rope_scaling` is refused with the reason.
 
-* **ALiBi** (BLOOM, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
+* **ALiBi** (BLOOM, Falcon-RW, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
   [used anywhere](endless-context.md). Tests compare that with transformers on the text that is left, with one layer, whose keys
   know nothing of what was dropped. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
-  of them.
+  of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds ALiBi twice, and
+  without the bfloat16 that transformers rounds it to.
 * **Learned positions** are part of every key and value. So there is no shift, there are no passages from elsewhere, and no
   context goes beyond the table.
 

@@ -257,7 +257,7 @@ def _layers(
                 names=family.attention_names,
                 sinks=family.sinks,
                 causal=family.causal,
-                alibi=family.positions == "alibi",
+                alibi=0.0 if family.positions != "alibi" else scale if family.scaled_alibi else 1.0,
                 chunked=family.chunked and layer.window is not None,
             ),
             feed_forward=feed_forward,
