@@ -39,7 +39,8 @@ are what holds where config.json does not say. Share is the part of a head that 
 ENCODERS = """
 The same body may come with another ending in `architectures`:
 
-* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify).
+* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token` in
+  config.json it is a causal model [that ranks by its answer](embeddings.md#rerankers-that-answer).
 * `…ForTokenClassification` tells [those of each token](embeddings.md#classes-of-tokens).
 * `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 

@@ -131,6 +131,13 @@ async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | 
     state, found = job.state, None
     if state.settings.ranking is not None:
         found = await state.text.on_thread(state.text.pairs.template)
+        if found is None and job.info.classifier is None:
+            raise bad_request(
+                "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
+                "with --rerank-template",
+                "model",
+                "no_score",
+            )
     if instruction is not None and (found is None or found.instructed is None):
         raise bad_request(
             "this model scores pairs without an instruction: leave it out, or say it in the query",

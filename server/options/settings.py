@@ -50,7 +50,7 @@ class RankSettings:
     """How pairs of texts are scored by a model that reads both.
 
     template: what puts them into a prompt, in Jinja; None: the model's chat template, where it shows a query and a document.
-    needs_template: whether no pair is scored without. tokens: of a model that answers, the one whose logit counts, and perhaps
+    needs_template: whether nothing is served without. tokens: of a model that answers, the one whose logit counts, and perhaps
     one whose logit is taken off it, by text or id; empty: a head of classes scores. instruction: of requests that bring none;
     None: what the template has.
     """

@@ -47,7 +47,8 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
             f"--rerank-template {server.rerank_template}: the model's files do not say which tokens it answers with: say it with "
             "--rerank-tokens, such as no,yes"
         )
-    return RankSettings(template=template, needs_template=True, tokens=tokens, instruction=instruction)
+    asked = bool(given) or template is not None  # what files alone say keeps nobody from generating
+    return RankSettings(template=template, needs_template=asked, tokens=tokens, instruction=instruction)
 
 
 def _check(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -11,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 import torch
+from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 from helpers.tiny_rerankers import (
     PAIR_TEMPLATE,
@@ -155,11 +157,12 @@ def test_the_files_of_sentence_transformers_say_it_all(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_one_token_alone_scores_by_its_logit(tmp_path: Path) -> None:
+@pytest.mark.parametrize("option", ["--rerank-template", "--chat-template"])
+def test_one_token_alone_scores_by_its_logit(option: str, tmp_path: Path) -> None:
     directory = make_reranker(tmp_path)
     template = tmp_path / "pair.jinja"
     template.write_text("{{ messages[0].content }}|{{ messages[1].content }}|")
-    with serve("--rerank-tokens", "yes", "--rerank-template", str(template), model=directory) as server:
+    with serve("--rerank-tokens", "yes", option, str(template), model=directory) as server:
         wanted = scores_of(directory, [f"{QUERY}|{text}|" for text in DOCUMENTS], no=None)
         close(ranked(server), wanted)
         error = refused(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS, instruction="a")
@@ -206,3 +209,20 @@ def test_starts_that_are_refused(options: tuple[str, ...], says: str, original: 
     command = [windlass, "serve", str(original), "--port", "0", *given]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_rankings_are_recorded_and_repeated_to_the_bit(original: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recorded"
+    options = ("--rerank-template", "qwen3", "--deterministic")
+    with serve(*options, "--record", str(file), "--record-text", model=original) as server:
+        ranked(server)
+        ranked(server, instruction="Find code")
+        eventually(lambda: len(file.read_text().splitlines()) == 3, 20)
+    with serve(*options, model=original) as server:
+        windlass = str(Path(sys.executable).with_name("windlass"))
+        command = [windlass, "replay", str(file), "--url", server.url, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["compared"], found["equal"], found["failed"], found["mismatches"]) == (2, 2, [], [])

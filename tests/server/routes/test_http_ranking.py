@@ -153,6 +153,11 @@ def test_a_chat_template_that_takes_no_pair_leaves_a_head_to_join_them() -> None
             live.state.text.wait_loaded()
         error = live.refuse("/v1/rerank", {"query": "a", "documents": ["b"]}, 503)
         assert "--rerank-template" in error["message"]
+    declared = RankSettings(tokens=("yes",))
+    with live_server(ranking=declared, backend=tokenizer(), template="{{ messages[0].content }}") as live:
+        error = live.refuse("/v1/rerank", {"query": "a", "documents": ["b"]})
+        assert error["code"] == "no_score" and "--rerank-template" in error["message"]
+        assert live.complete("a")["choices"]
 
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
