@@ -164,6 +164,14 @@ async def _in_prompt(
     pairs = _pairs(first, second)
     special = job.body.add_special_tokens is True  # the prompt has its own
     asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
+    # One query of a small body stands in the prompt of every document: together they are bounded as a body is.
+    size, most = sum(prompt.length + len(a) + len(b) for a, b in pairs), job.state.settings.max_body_bytes
+    if size > most:
+        raise bad_request(
+            f"the prompts of these {len(pairs)} pairs hold {size} characters, at most {most} are taken: send fewer at once",
+            names[1],
+            "too_many",
+        )
     prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
     rule = PoolingRule("classify") if classifier is not None else PoolingRule("answer", answers=job.state.answer_ids)
     rows = await pool(prompts, rule)

@@ -33,6 +33,11 @@ class PairPrompt:
     gaps: tuple[Gap, ...]
     trimmed: tuple[bool, ...]
 
+    @property
+    def length(self) -> int:
+        """Characters around the gaps."""
+        return sum(map(len, self.texts))
+
     def fill(self, given: Mapping[Gap, str]) -> tuple[str, int, str]:
         """The whole text; where in it the document begins, first of all places, and what of it stands there."""
         parts, size = [self.texts[0]], len(self.texts[0])

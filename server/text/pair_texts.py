@@ -83,7 +83,7 @@ class PairTexts:
         """The token ids of the prompt with each pair of query and document in it. Cuts and raises as `join` does."""
         await self._refuse_long(len(instruction), job.most, truncated=False, param="instruction")
         await self._refuse(pairs, job)
-        around = sum(map(len, prompt.texts)) + len(instruction)
+        around = prompt.length + len(instruction)
         found: list[list[int]] = []
         for batch in batches([first + second for first, second in pairs]):
             start = len(found)

@@ -128,6 +128,16 @@ def test_the_files_instruction_stands_where_requests_bring_none() -> None:
             assert live.engine.requests[-1].prompt_token_ids == wanted
 
 
+def test_prompts_are_bounded_together_as_a_body_is() -> None:
+    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes",))
+    engine = ScriptedEngine(info=model_info(max_model_len=512))
+    with live_server(engine, backend=tokenizer(), ranking=ranking, max_body_bytes=40_000) as live:
+        assert len(ask(live, "/v1/rerank", query="a" * 50, documents=["b"] * 80)["results"]) == 80
+        live.engine.requests.clear()
+        error = live.refuse("/v1/rerank", {"query": "a" * 50, "documents": ["b"] * 120})
+        assert (error["param"], error["code"]) == ("documents", "too_many") and live.engine.requests == []
+
+
 def test_rows_of_answers_are_told_by_pooling_too(answerer: Live) -> None:
     raw = ask(answerer, "/pooling", input=[[5, 6, 7], [8]], task="classify", use_activation=False)
     assert [(item["data"], item["shape"]) for item in raw["data"]] == [([-3], [1, 1]), ([-1], [1, 1])]
