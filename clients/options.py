@@ -259,9 +259,10 @@ class ClassifyOptions(PromptOptions, total=False):
 
 
 class ScoreOptions(PromptOptions, total=False):
-    """Those of `score`."""
+    """Those of `score`. instruction: what pairs are judged by, of a model whose prompt has room for it."""
 
     pooling: str | None
+    instruction: str | None
 
 
 class RerankOptions(ScoreOptions, total=False):

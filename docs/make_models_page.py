@@ -39,7 +39,8 @@ are what holds where config.json does not say. Share is the part of a head that 
 ENCODERS = """
 The same body may come with another ending in `architectures`:
 
-* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify).
+* `…ForSequenceClassification` tells [the classes of texts](embeddings.md#models-that-classify). With `classifier_from_token` in
+  config.json it is a causal model [that ranks by its answer](embeddings.md#rerankers-that-answer).
 * `…ForTokenClassification` tells [those of each token](embeddings.md#classes-of-tokens).
 * `…Model`, saved without a head that is not the embedding, makes vectors and generates nothing.
 
@@ -84,10 +85,11 @@ UNROTATED = """
 
 These models are served to compare with. Nothing scales here: a `rope_scaling` is refused with the reason.
 
-* **ALiBi** (BLOOM, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
+* **ALiBi** (BLOOM, Falcon-RW, and Baichuan's 13B models) depends only on distances. So its contexts shift, and its passages are
   [used anywhere](endless-context.md). Tests compare that with transformers on the text that is left, with one layer, whose keys
   know nothing of what was dropped. Sinks in front of a window are refused: scores fall with distance, so nothing would be seen
-  of them.
+  of them. Falcon-RW (`"alibi": true`) is compared with transformers' sdpa attention, since its eager one adds ALiBi twice, and
+  without the bfloat16 that transformers rounds it to.
 * **Learned positions** are part of every key and value. So there is no shift, there are no passages from elsewhere, and no
   context goes beyond the table.
 

@@ -6,9 +6,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 # How the states behind the final norm become one row: the last token's, the mean of all, the first token's. "all": a row for
-# each token. "classify": what the model's classification head makes of the text; "classify tokens": of each token.
-PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens"]
-POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens")
+# each token. "classify": what the model's classification head makes of the text; "classify tokens": of each token. "answer": how
+# much likelier the model goes on with one token than with another.
+PoolingKind = Literal["last", "mean", "first", "all", "classify", "classify tokens", "answer"]
+POOLING_KINDS: tuple[PoolingKind, ...] = ("last", "mean", "first", "all", "classify", "classify tokens", "answer")
 
 
 @dataclass(frozen=True, slots=True)
@@ -16,12 +17,14 @@ class PoolingRule:
     """dimensions: leading values of each row that are kept, None for all. normalize: to length 1, after that.
 
     second_from: the token with which the second text of a pair begins, for models that tell the two apart; None: there is one.
+    answers: of "answer", the token whose logit behind the prompt is told, and perhaps one whose logit is taken off it.
     """
 
     kind: PoolingKind = "last"
     dimensions: int | None = None
     normalize: bool = False
     second_from: int | None = None
+    answers: tuple[int, ...] = ()
 
     @property
     def reads_every_token(self) -> bool:

@@ -27,7 +27,7 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
         raise RequestError("rope_update must be frozen, recompute or rotate", "rope_update")
     _check_sampling(request.sampling, vocab_size)
     if request.pooling is not None:
-        _check_pooling(request.pooling, request.sampling)
+        _check_pooling(request.pooling, request.sampling, vocab_size)
     if request.reuse is not None:
         _check_reuse(request.reuse, len(request.prompt_token_ids))
 
@@ -35,7 +35,7 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
 def check_task(request: EngineRequest, info: ModelInfo) -> None:
     """Raise RequestError for what the model has no head for."""
     classifier, kind = info.classifier, None if request.pooling is None else request.pooling.kind
-    if kind is None and not info.generates:
+    if kind in (None, "answer") and not info.generates:
         instead = "/v1/embeddings, /v1/score or /v1/rerank"
         if classifier is not None:
             instead = "/pooling" if classifier.per_token else "/classify, /v1/score or /v1/rerank"
@@ -74,13 +74,16 @@ def check_distances(request: EngineRequest, rotation: RotaryPlan) -> None:
             )
 
 
-def _check_pooling(rule: PoolingRule, sampling: SamplingParams) -> None:
+def _check_pooling(rule: PoolingRule, sampling: SamplingParams, vocab_size: int) -> None:
     if rule.kind not in POOLING_KINDS:
         raise RequestError(f"pooling must be one of {', '.join(POOLING_KINDS)}", "pooling")
     if rule.dimensions is not None and rule.dimensions < 1:
         raise RequestError(f"dimensions must be at least 1, got {rule.dimensions}", "dimensions")
     if rule.second_from is not None and rule.second_from < 0:
         raise RequestError(f"second_from must be a token's index, got {rule.second_from}", "pooling")
+    if len(rule.answers) not in ((1, 2) if rule.kind == "answer" else (0,)):
+        raise RequestError(f"pooling {rule.kind!r} was given {len(rule.answers)} tokens to answer with", "pooling")
+    _check_ids("pooling", rule.answers, vocab_size)
     if sampling.max_tokens or sampling.n != 1 or sampling.prompt_logprobs is not None:
         raise RequestError("a prompt that is pooled generates nothing and has no log-probabilities", "pooling")
 

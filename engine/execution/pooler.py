@@ -16,7 +16,7 @@ from windlass.engine.errors import EngineError
 from windlass.engine.model.decoder import Decoder
 
 _LOST = "what was pooled of this prompt so far is lost: send it again"
-_NOT_FINITE = "the model's hidden states of this prompt are not finite: it cannot be pooled"
+_NOT_FINITE = "what the model makes of this prompt is not finite: it cannot be pooled"
 
 
 class Pooler:
@@ -28,9 +28,12 @@ class Pooler:
         """The sequence has ended or starts anew; unknown ones are ignored."""
         self._kept.pop(seq_id, None)
 
-    def take(self, seq_id: int, rule: PoolingRule, rows: Tensor, start: int, length: int) -> PooledRows | None:
+    def take(
+        self, seq_id: int, rule: PoolingRule, rows: Tensor, start: int, length: int, logits: Tensor | None = None
+    ) -> PooledRows | None:
         """Take the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
 
+        logits: [V] behind the last token, where the rule is of answers.
         Returns the result with the last of them. Raises EngineError where the chunks before are unknown, or what comes of
         them is not finite.
         """
@@ -50,6 +53,10 @@ class Pooler:
                 pooled = pooled / length
         elif not last:
             return None
+        elif rule.kind == "answer":
+            assert logits is not None
+            wanted, *other = logits[list(rule.answers)].double()
+            pooled = (wanted - sum(other))[None, None]
         elif rule.kind == "classify":
             pooled = self._decoder.classes.pooled_logits(rows)  # all of them where others than the last count
         else:

@@ -98,6 +98,7 @@ class RankRunner:
         for item, rows_of_prompt in self._prompt_rows(plan, hidden):
             for _ in self._prompt_logits(item, rows_of_prompt):
                 pass
+        self._answer_logits(plan, hidden)
 
     @torch.inference_mode()
     def follow(self, plan: SchedulerOutput) -> None:
@@ -181,6 +182,20 @@ class RankRunner:
             if item.prompt_logprobs is not None:
                 yield item, hidden[first : first + item.num_tokens]
             first += item.num_tokens
+
+    def _answer_logits(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, Tensor]:
+        """By sequence id: the logits [V] behind prompts that end in this step and whose answers are compared."""
+        rows: dict[int, int] = {}
+        end = 0
+        for item in plan.sequences:
+            end += item.num_tokens
+            rule = self.sequences.pooled.get(item.seq_id)
+            if rule is not None and rule.answers and item.start + item.num_tokens == item.num_known_tokens:
+                rows[item.seq_id] = end - 1
+        if not rows:
+            return {}
+        chosen = hidden[sent(torch.tensor(list(rows.values())), hidden.device)]
+        return dict(zip(rows, self.decoder.logits(chosen), strict=True))
 
     def _prompt_logits(self, item: ScheduledSequence, hidden: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:
         """The next tokens of a chunk of a prompt, some at a time, and the logits [R, V] that predict them."""

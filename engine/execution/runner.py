@@ -229,6 +229,7 @@ class Runner(RankRunner):
     def _pooled(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
         """By sequence id: of every prompt that is pooled and ends in this step, and of those that cannot be."""
         results: dict[int, StepResult] = {}
+        answers = self._answer_logits(plan, hidden)
         end = 0
         for item in plan.sequences:
             end += item.num_tokens
@@ -236,7 +237,8 @@ class Runner(RankRunner):
             if rule is not None:
                 rows = hidden[end - item.num_tokens : end]
                 try:
-                    pooled = self._pooler.take(item.seq_id, rule, rows, item.start, item.num_known_tokens)
+                    known = item.num_known_tokens
+                    pooled = self._pooler.take(item.seq_id, rule, rows, item.start, known, answers.get(item.seq_id))
                 except EngineError as error:
                     results[item.seq_id] = StepResult(item.seq_id, error=error)
                     continue

@@ -24,6 +24,7 @@ from windlass.server.exchange.recording import RecordingCollector, WorkloadRecor
 from windlass.server.exchange.response_store import ResponseStore
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
+from windlass.server.text.answer_tokens import answer_ids
 from windlass.server.text.parsing.reasoning.model import ThinkingModel
 from windlass.server.text.service import TextService
 
@@ -70,6 +71,8 @@ class ServerState:
         self.draining = False
         self.created = int(time.time())
         self.text = TextService(tokenizer, settings)
+        # By which token the model judges a pair of texts, and perhaps by which other one; empty: it does not.
+        self.answer_ids = () if settings.ranking is None else answer_ids(tokenizer, settings.ranking.tokens)
         self.thinking = ThinkingModel(settings.reasoning_parser, tokenizer)
         self.responses = ResponseStore(most=MOST_RESPONSES, max_bytes=settings.response_store_bytes)
         self.shown_cache: Recent[bytes] = Recent()

@@ -1,4 +1,4 @@
-"""Scores of pairs of texts: cosines of their vectors, or what a model with one class says of a pair.
+"""Scores of pairs of texts: cosines of their vectors, or what a model says of a pair, by its head of one class or its answer.
 
 Knows pooled rows; knows no JSON layouts and no HTTP.
 """
@@ -24,6 +24,8 @@ from windlass.server.generation.pooling import (
     telling_what_bounds,
 )
 from windlass.server.protocol.retrieval import MAX_INPUTS
+from windlass.server.text.pair_prompt import PairTemplate
+from windlass.server.text.pair_texts import PairJob
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +58,10 @@ def check_texts(value: Any, param: str) -> list[str]:
 def check_head(job: PoolingJob, pooling: str | None) -> None:
     """Raise ApiError where this model cannot score pairs."""
     classifier = job.info.classifier
-    if classifier is None:
+    if classifier is None and job.state.answer_ids:
+        if pooling is not None:
+            raise bad_request("pooling goes with a model that embeds: this one answers whether a pair fits", "pooling")
+    elif classifier is None:
         embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     elif classifier.per_token:
         raise bad_request(
@@ -79,10 +84,17 @@ async def score_pairs(
     second: Sequence[str],
     names: tuple[str, str],
     pooling: str | None,
+    instruction: str | None,
     pool: Pool,
 ) -> Scores:
-    """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from."""
+    """The scores of first[i] and second[i], or of first[0] and each. names: of the fields that they came from.
+
+    instruction: what pairs are judged by, for models whose prompt has room for it. Raises ApiError where there is none.
+    """
     classifier = job.info.classifier
+    template = await _template(job, instruction)
+    if template is not None:
+        return await _in_prompt(job, first, second, names, template, instruction, pool)
     if classifier is not None and job.info.sees_whole_texts:
         return await _by_encoder(job, first, second, names, classifier.activation, pool)
     ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
@@ -104,22 +116,83 @@ async def _by_encoder(
     pool: Pool,
 ) -> Scores:
     """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
-    if len(first) == 1:
-        first = [first[0]] * len(second)
-    wheres = [f"{names[1]}[{index}]" if len(second) > 1 else names[1] for index in range(len(second))]
+    pairs = _pairs(first, second)
+    special = job.body.add_special_tokens is not False
     with telling_what_bounds(job):
-        joined = await job.state.text.encode_pairs(
-            list(zip(first, second, strict=True)),
-            add_special_tokens=job.body.add_special_tokens is not False,
-            max_model_len=job.longest,
-            truncate=job.truncate,
-            params=(names[0], wheres),
-            caller=job.caller,
-        )
+        joined = await job.state.text.pairs.join(pairs, _pair_job(job, names, len(pairs), add_special_tokens=special))
     rules = [PoolingRule("classify", second_from=begin) for _, begin in joined]
     rows = await pool([ids for ids, _ in joined], rules)
     values = [probabilities(numbers(row)[0], activation)[0] for row in rows]
     return Scores(values, sum(len(ids) for ids, _ in joined))
+
+
+async def _template(job: PoolingJob, instruction: str | None) -> PairTemplate | None:
+    """What is put around pairs, None where nothing is. Raises ApiError for an instruction without a place."""
+    state, found = job.state, None
+    if state.settings.ranking is not None:
+        found = await state.text.on_thread(state.text.pairs.template)
+        if found is None and job.info.classifier is None:
+            raise bad_request(
+                "this model ranks by its answer, and its chat template shows no query and document: the server has to be started "
+                "with --rerank-template",
+                "model",
+                "no_score",
+            )
+    if instruction is not None and (found is None or found.instructed is None):
+        raise bad_request(
+            "this model scores pairs without an instruction: leave it out, or say it in the query",
+            "instruction",
+            "unsupported_value",
+        )
+    return found
+
+
+async def _in_prompt(
+    job: PoolingJob,
+    first: Sequence[str],
+    second: Sequence[str],
+    names: tuple[str, str],
+    template: PairTemplate,
+    instruction: str | None,
+    pool: Pool,
+) -> Scores:
+    """Pairs in the prompt that the model was trained with, by the token that it goes on with or by its head."""
+    classifier, ranking = job.info.classifier, job.state.settings.ranking
+    if instruction is None and ranking is not None and template.instructed is not None:
+        instruction = ranking.instruction
+    prompt = template.plain if instruction is None or template.instructed is None else template.instructed
+    pairs = _pairs(first, second)
+    special = job.body.add_special_tokens is True  # the prompt has its own
+    asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
+    # One query of a small body stands in the prompt of every document: together they are bounded as a body is.
+    size, most = sum(prompt.length + len(a) + len(b) for a, b in pairs), job.state.settings.max_body_bytes
+    if size > most:
+        raise bad_request(
+            f"the prompts of these {len(pairs)} pairs hold {size} characters, at most {most} are taken: send fewer at once",
+            names[1],
+            "too_many",
+        )
+    prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
+    rule = PoolingRule("classify") if classifier is not None else PoolingRule("answer", answers=job.state.answer_ids)
+    rows = await pool(prompts, rule)
+    activation = "sigmoid" if classifier is None else classifier.activation
+    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+
+
+def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
+    return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairJob:
+    return PairJob(
+        most=job.longest,
+        truncate=job.truncate,
+        keep_first=job.body.truncation_side != "left",
+        add_special_tokens=add_special_tokens,
+        first=names[0],
+        seconds=[f"{names[1]}[{index}]" if count > 1 else names[1] for index in range(count)],
+        caller=job.caller,
+    )
 
 
 async def _by_head(

@@ -14,7 +14,7 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RecordSettings, RopePolicy, ServerSettings
-from windlass.server.options.spelling import choose, option, read_size, split
+from windlass.server.options.spelling import choose, option, read_size, read_template_file, split
 
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
@@ -34,8 +34,6 @@ TOOL_CALL_PARSERS = (
     "granite",
     "plain_json",
 )
-
-MAX_TEMPLATE_BYTES = 1024 * 1024
 
 
 @dataclass(slots=True, kw_only=True)
@@ -87,6 +85,16 @@ class ServerOptions:
             help="A chat template (Jinja) in place of the model's own.",
         ),
     ] = None
+    rerank_tokens: Annotated[
+        list[str] | None,
+        option("--rerank-tokens", panel=ANSWERS, metavar="NO,YES", help="Rank documents by which of these tokens the model "
+               "goes on with, such as no,yes; one alone: by that one's logit. Default: what the model's files say."),
+    ] = None  # fmt: skip
+    rerank_template: Annotated[
+        str | None,
+        option("--rerank-template", panel=ANSWERS, metavar="FILE", help="The prompt of a query and a document (Jinja), or "
+               "qwen3: that of Qwen3-Reranker. Default: the model's chat template, where it takes both."),
+    ] = None  # fmt: skip
     generation_config: Annotated[
         str,
         option("--generation-config", panel=ANSWERS, help="Whether the sampling in the model's generation_config.json holds "
@@ -345,14 +353,7 @@ class ServerOptions:
 
     def read_chat_template(self) -> str | None:
         """The text of --chat-template; raises LoadError where it cannot be read."""
-        if self.chat_template is None:
-            return None
-        try:
-            if self.chat_template.stat().st_size > MAX_TEMPLATE_BYTES:
-                raise LoadError(f"--chat-template {self.chat_template} is larger than {MAX_TEMPLATE_BYTES} bytes")
-            return self.chat_template.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError) as error:
-            raise LoadError(f"cannot read --chat-template {self.chat_template}: {error}") from None
+        return None if self.chat_template is None else read_template_file("--chat-template", self.chat_template)
 
     def _plain_keys(self) -> tuple[str, ...]:
         keys = split(self.api_key)

@@ -46,6 +46,22 @@ class RecordSettings:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class RankSettings:
+    """How pairs of texts are scored by a model that reads both.
+
+    template: what puts them into a prompt, in Jinja; None: the model's chat template, where it shows a query and a document.
+    needs_template: whether nothing is served without. tokens: of a model that answers, the one whose logit counts, and perhaps
+    one whose logit is taken off it, by text or id; empty: a head of classes scores. instruction: of requests that bring none;
+    None: what the template has.
+    """
+
+    template: str | None = None
+    needs_template: bool = False
+    tokens: tuple[str | int, ...] = ()
+    instruction: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class ServerSettings:
     """All options of the HTTP server. Sizes are bytes and times are seconds unless the name says otherwise.
 
@@ -83,6 +99,7 @@ class ServerSettings:
     attention_maps: whether /v1/attention answers.
     otel_endpoint: the collector that spans go to, None for none.
     record: the file that requests are recorded in, None for none.
+    ranking: how pairs of texts are scored; None: as models without a prompt for them are.
     recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
@@ -137,6 +154,7 @@ class ServerSettings:
     record: RecordSettings | None = None
     otel_endpoint: str | None = None
     recommended_sampling: Mapping[str, float] = field(default_factory=dict)
+    ranking: RankSettings | None = None
 
     @property
     def asks_for_keys(self) -> bool:

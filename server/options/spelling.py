@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -15,6 +16,7 @@ from windlass.engine.api.config import parse_dtype, parse_size
 from windlass.engine.errors import LoadError, did_you_mean
 
 LOG_FORMATS = ("text", "json")
+MAX_TEMPLATE_BYTES = 1024 * 1024
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Choice = TypeVar("Choice", bound=str)
@@ -73,6 +75,16 @@ def read_size(name: str, value: str) -> int:
         return parse_size(value)
     except LoadError as error:
         raise LoadError(f"{name}: {error}") from error
+
+
+def read_template_file(name: str, path: Path) -> str:
+    """The text of a file with a template; raises LoadError for one that cannot be read or is too large."""
+    try:
+        if path.stat().st_size > MAX_TEMPLATE_BYTES:
+            raise LoadError(f"{name} {path} is larger than {MAX_TEMPLATE_BYTES} bytes")
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise LoadError(f"cannot read {name} {path}: {error}") from None
 
 
 def split(values: list[str] | None) -> list[str]:

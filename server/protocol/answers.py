@@ -279,6 +279,13 @@ class Model(StrictModel):
         list[Literal["generate", "infill", "embed", "score", "classify", "token_classify"]] | None,
         Field(description="What it can be asked for."),
     ]
+    scored_by: Annotated[
+        Literal["answer", "head", "vectors"] | None,
+        Field(
+            description="What scores and rerankings come from: the token that the model answers with, its head of one class, or "
+            "the cosine of vectors; null: it gives none."
+        ),
+    ]
     embedding: EmbeddingFacts | None
     classes: ClassFacts | None
     vocab_size: Annotated[int | None, Field(description="Token ids that the model knows.")]

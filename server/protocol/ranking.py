@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import INT32_MAX, StrictModel
-from windlass.server.protocol.retrieval import Input, PoolingField, PromptRequest, PromptUsage
+from windlass.server.protocol.retrieval import MAX_INSTRUCTION, Input, PoolingField, PromptRequest, PromptUsage
 
 
 def _texts(value: Any) -> Any:
@@ -42,6 +42,15 @@ _DOCUMENT = {
 }
 
 
+_InstructionField = Annotated[
+    Annotated[str, Field(min_length=1, max_length=MAX_INSTRUCTION)] | None,
+    Field(
+        description="What pairs are judged by, of a model whose prompt has room for it, such as Qwen3-Reranker. "
+        "Default: what its prompt or its files say."
+    ),
+]
+
+
 class ScoreRequest(PromptRequest):
     """Pairs of texts: as many on both sides, or one on the first side."""
 
@@ -49,6 +58,7 @@ class ScoreRequest(PromptRequest):
         "input": "scores take text_1 and text_2",
         "query": "scores take text_1 and text_2; /v1/rerank takes query and documents",
         "documents": "scores take text_1 and text_2; /v1/rerank takes query and documents",
+        "instruct": "here it is called instruction",
     }
 
     text_1: Annotated[
@@ -62,6 +72,7 @@ class ScoreRequest(PromptRequest):
         Field(description="A text, or a list of at most 2,048.", json_schema_extra=_STRINGS),
     ]
     pooling: PoolingField = None
+    instruction: _InstructionField = None
 
 
 class PairScore(StrictModel):
@@ -71,7 +82,10 @@ class PairScore(StrictModel):
     index: Annotated[int, Field(description="The pair's place, from 0.")]
     score: Annotated[
         float,
-        Field(description="The cosine of the texts' vectors; of a model with one class, its probability for the pair."),
+        Field(
+            description="The cosine of the texts' vectors; of a model with one class, its probability for the pair; of one "
+            "that answers yes or no, that of yes."
+        ),
     ]
 
 
@@ -93,6 +107,7 @@ class RerankRequest(PromptRequest):
         "input": "rerankings take query and documents",
         "text_1": "it belongs to /v1/score; rerankings take query and documents",
         "texts": "here it is called documents",
+        "instruct": "here it is called instruction",
     }
 
     query: Annotated[str, Field(min_length=1, description="What the documents are ranked by.")]
@@ -112,6 +127,7 @@ class RerankRequest(PromptRequest):
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
     pooling: PoolingField = None
+    instruction: _InstructionField = None
 
 
 class RankedText(StrictModel):

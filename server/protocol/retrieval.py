@@ -16,6 +16,7 @@ from windlass.server.protocol.base import (
 )
 
 MAX_INPUTS = 2048  # as OpenAI has it
+MAX_INSTRUCTION = 16_384  # characters: it stands in the prompt of every pair
 _TOKEN = {"type": "integer", "minimum": 0}
 
 

@@ -93,6 +93,7 @@ def describe_model(state: ServerState) -> dict[str, Any]:
     described["template"] = _template(state)
     described["rotary_auto"] = None if info is None else describe_ladder(info)
     described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
+    described["scored_by"] = None if info is None else _scored_by(info, answers=bool(state.answer_ids))
     return described
 
 
@@ -133,6 +134,14 @@ def _beyond_generating(info: ModelInfo | None, *, fills_in: bool) -> dict[str, A
     if classifier is not None:
         classes = {"labels": classifier.labels, "activation": classifier.activation, "per_token": classifier.per_token}
     return {"tasks": tasks, "embedding": embedding, "classes": classes}
+
+
+def _scored_by(info: ModelInfo, *, answers: bool) -> str | None:
+    """What the score of a pair of texts comes from; None: it has none."""
+    classifier = info.classifier
+    if classifier is not None:
+        return "head" if len(classifier.labels) == 1 and not classifier.per_token else None
+    return "answer" if answers else "vectors"
 
 
 def _json(payload: dict[str, Any]) -> Response:

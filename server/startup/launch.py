@@ -48,6 +48,7 @@ from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
+from windlass.server.startup.ranking import rank_settings
 from windlass.server.startup.shown_options import not_default
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 from windlass.server.startup.unix_socket import listen_unix
@@ -55,6 +56,7 @@ from windlass.server.startup.unix_socket import listen_unix
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
+    from windlass.engine.model.spec import ModelSpec
     from windlass.server.http.server import HttpServer
 
 
@@ -123,7 +125,8 @@ def prepare(
     name, path = choose_model(model)
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
-    check_model(engine, path, server, replicas)
+    spec = check_model(engine, path, server, replicas)
+    settings = replace(settings, ranking=rank_settings(path, server, spec))
     path = with_tokenizer(path)
     if server.generation_config == "auto":
         settings = replace(settings, sampling=read_defaults(path))
@@ -145,17 +148,21 @@ def read_template(server: ServerOptions) -> str | None:
     return source
 
 
-def check_model(engine: EngineOptions, path: Path, server: ServerOptions | None = None, replicas: int = 1) -> None:
+def check_model(
+    engine: EngineOptions, path: Path, server: ServerOptions | None = None, replicas: int = 1
+) -> ModelSpec | None:
     """Refuse, before anything is started, what files and options tell cannot be served; raises LoadError, one line.
 
-    server: None where no requests come from outside.
+    server: None where no requests come from outside. Returns what the model is, None where none is loaded.
     """
-    if CORE_VARIABLE not in os.environ:  # such a core loads no model
-        model = check_start(replace(engine.to_config(path), replicas=replicas))
-        check_profiles(engine.profiles(), model.own_groups)
-        if server is not None:
-            _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
-            _check_context(server, context_refusals(model.spec))
+    if CORE_VARIABLE in os.environ:  # such a core loads no model
+        return None
+    model = check_start(replace(engine.to_config(path), replicas=replicas))
+    check_profiles(engine.profiles(), model.own_groups)
+    if server is not None:
+        _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
+        _check_context(server, context_refusals(model.spec))
+    return model.spec
 
 
 def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:

@@ -26,6 +26,8 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--shift-context {engine.shift_context}", engine.shift_context is not None),
             (f"--max-total-tokens {engine.max_total_tokens}", engine.max_total_tokens is not None),
             (f"--chat-template {server.chat_template}", server.chat_template is not None),
+            (f"--rerank-tokens {','.join(server.rerank_tokens or ())}", bool(server.rerank_tokens)),
+            (f"--rerank-template {server.rerank_template}", server.rerank_template is not None),
             (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
             (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
             (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),

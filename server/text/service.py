@@ -7,7 +7,7 @@ lock. Knows the tokenizer's facts and the pool; knows nothing of endpoints or th
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypeVar
@@ -17,6 +17,7 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.fill_in import FillIn
 from windlass.server.text.history import prepare_history
+from windlass.server.text.pair_texts import PairTexts, batches
 from windlass.server.text.parsing.tools.formats import format_of
 from windlass.server.text.pool_errors import told
 from windlass.server.text.template_facts import TemplateFacts
@@ -32,7 +33,6 @@ MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
 MAX_GRAMMARS_KEPT = 64  # agents send one schema again and again
 GRAMMARS_AT_ONCE = 2
 GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
-BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class TextService:
         }
         self.fill_in = FillIn.of(tokenizer)
         self._pool = TextPool(
-            TextSource.of(tokenizer),
+            TextSource.of(tokenizer, settings.ranking),
             short=settings.text_processes,
             large=1,
             templates=settings.max_concurrent_templates,
@@ -68,6 +68,7 @@ class TextService:
         )
         self._text_limits = Limits(settings.text_seconds, settings.text_memory)
         self._template_limits = Limits(settings.template_seconds, settings.template_memory)
+        self.pairs = PairTexts(self._pool, self._text_limits, self.refuse_long)
         self._breakers: dict[tuple[str, ...], tuple[frozenset[int], frozenset[tuple[int, ...]]]] = {}
         self._grammars: dict[tuple[str, str, str], str] = {}
         self._threads = ThreadPoolExecutor(2, thread_name_prefix="windlass-answers")
@@ -123,7 +124,7 @@ class TextService:
         for text, name in zip(texts, names, strict=True):
             await self.refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
         prompts: list[Prompt] = []
-        for batch in _batches(texts):
+        for batch in batches(texts):
             with told(param, "tokenizing this text", self._text_limits):
                 packed = await self._pool.run(
                     "encode",
@@ -143,46 +144,6 @@ class TextService:
                 token_ids = await self.on_thread(unpack_ids, kept) if many else unpack_ids(kept)
                 prompts.append(Prompt(token_ids, None if cut else text))
         return prompts
-
-    async def encode_pairs(
-        self,
-        pairs: Sequence[tuple[str, str]],
-        *,
-        add_special_tokens: bool,
-        max_model_len: int,
-        truncate: int | None,
-        params: tuple[str, Sequence[str]],
-        caller: str,
-    ) -> list[tuple[list[int], int]]:
-        """Tokenize pairs of texts as the tokenizer joins them, each with where the second begins.
-
-        truncate: the second is cut at its end so that both have so many tokens. params: what the first text is called, and the
-        second of each pair. Raises ApiError for a pair that cannot fit, before tokenizing it where its length tells.
-        """
-        whose, names = params
-        for (first, second), name in zip(pairs, names, strict=True):
-            await self.refuse_long(len(first), max_model_len, truncated=False, param=whose)
-            await self.refuse_long(len(second), max_model_len, truncated=truncate is not None, param=name)
-        found: list[tuple[list[int], int]] = []
-        start = 0
-        for batch in _batches([first + second for first, second in pairs]):
-            part = pairs[start : start + len(batch)]
-            with told(whose, "tokenizing this text", self._text_limits):
-                packed = await self._pool.run(
-                    "encode_pairs",
-                    part,
-                    add_special_tokens,
-                    truncate,
-                    size=sum(map(len, batch)),
-                    limits=self._text_limits,
-                    caller=caller,
-                )
-            for (ids, begin), name in zip(packed, names[start:], strict=False):
-                if count_ids(ids) > max_model_len:
-                    raise context_length_exceeded(max_model_len, count_ids(ids), param=name)
-                found.append((unpack_ids(ids), begin))
-            start += len(batch)
-        return found
 
     async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
         """Id sequences of words as they begin a text and as they stand after a space."""
@@ -362,20 +323,6 @@ class TextService:
 
 def _count(found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
     return len(found[0]) + len(found[1])
-
-
-def _batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Short texts together, a long one alone."""
-    batch: list[str] = []
-    size = 0
-    for text in texts:
-        if batch and (len(batch) == BATCH or size + len(text) > LARGE_JOB):
-            yield batch
-            batch, size = [], 0
-        batch.append(text)
-        size += len(text)
-    if batch:
-        yield batch
 
 
 def _prepare(

@@ -26,7 +26,7 @@ def make(directory: Path, family: str) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["gpt2", "bloom"])
+@pytest.fixture(scope="module", params=["gpt2", "bloom", "falcon_rw"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp(request.param), request.param)
 

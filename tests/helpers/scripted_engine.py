@@ -46,11 +46,15 @@ def logprobs_of(token_id: int, top: int) -> TokenLogprobs:
 
 
 def pooled_rows(request: EngineRequest, classes: int | None = None) -> PooledRows:
-    """A row is its token (that of all: the last one) and then 1, 2, …; for `classify` minus the number of tokens, and so on."""
+    """A row is its token (that of all: the last one) and then 1, 2, …; for `classify` minus the number of tokens, and so on.
+
+    For `answer` it is that alone.
+    """
     rule, ids = request.pooling, request.prompt_token_ids
     assert rule is not None
-    width = (classes or 0) if rule.kind == "classify" else min(rule.dimensions or 8, 8)
-    first = [-len(ids)] if rule.kind == "classify" else ids if rule.kind == "all" else ids[-1:]
+    widths = {"classify": classes or 0, "answer": 1}
+    width = widths.get(rule.kind, min(rule.dimensions or 8, 8))
+    first = [-len(ids)] if rule.kind in widths else ids if rule.kind == "all" else ids[-1:]
     values = [value for token in first for value in (token, *range(1, width))]
     return PooledRows(struct.pack(f"<{len(values)}f", *values), width)
 

@@ -10,11 +10,14 @@ import torch
 import transformers
 from helpers import tiny_plain
 
+_FALCON = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "alibi": True}
 # Names as tests and docs/models.md have them: the class, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
     "bloom": ("BloomForCausalLM", {"hidden_size": 64, "n_layer": 4, "n_head": 4}),
     "bloom_six_heads": ("BloomForCausalLM", {"hidden_size": 96, "n_layer": 4, "n_head": 6}),
+    "falcon_rw": ("FalconForCausalLM", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
+    "falcon_rw_six_heads": ("FalconForCausalLM", {**_FALCON, "hidden_size": 96, "num_attention_heads": 6}),
     "baichuan_13b": ("BaichuanForCausalLM", {}),  # of `tiny_plain`
 }
 
@@ -44,7 +47,16 @@ def logits_of(directory: Path, ids: list[int]) -> torch.Tensor:
     """What transformers, or `tiny_plain`, makes of the whole text, [T, V] float32."""
     if json.loads((directory / "config.json").read_text())["architectures"][0] in tiny_plain.ARCHITECTURES:
         return tiny_plain.PlainModel(directory).logits(ids, torch.zeros(1, dtype=torch.float64))
-    model = transformers.AutoModelForCausalLM.from_pretrained(
-        directory, dtype=torch.float32, attn_implementation="eager"
-    )
-    return model.eval()(torch.tensor([ids]), use_cache=False).logits[0]
+    return reference(directory)(torch.tensor([ids]), use_cache=False).logits[0]
+
+
+def reference(directory: Path, auto: Any = transformers.AutoModelForCausalLM) -> transformers.PreTrainedModel:
+    """transformers' model in float32. Falcon's eager attention adds ALiBi twice there, once with the mask; sdpa adds it once."""
+    falcon = json.loads((directory / "config.json").read_text())["model_type"] == "falcon"
+    kernel = "sdpa" if falcon else "eager"
+    return auto.from_pretrained(directory, dtype=torch.float32, attn_implementation=kernel).eval()
+
+
+def exact_falcon_alibi(mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """`build_alibi_tensor` of transformers' Falcon as its BLOOM has it: without a rounding to bfloat16."""
+    return transformers.models.bloom.modeling_bloom.build_alibi_tensor(mask, num_heads, dtype)

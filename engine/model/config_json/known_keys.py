@@ -45,7 +45,8 @@ _READ = frozenset(
     "compression_config layer_norm_eps norm_epsilon norm_eps use_qkv_bias use_parallel_residual "
     "num_nextn_predict_layers id2label num_labels problem_type layer_norm_epsilon activation activation_function bias "
     "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave "
-    "scale_emb scale_depth dim_model_base first_k_dense_replace mlp_layer_types".split()
+    "scale_emb scale_depth dim_model_base first_k_dense_replace mlp_layer_types "
+    "classifier_from_token method is_original_qwen3_reranker".split()
 ) | frozenset(OLDER_NAMES)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(

@@ -1,11 +1,15 @@
-"""Falcon: fused projections, norms around the mean, and three ways to place them, which config.json tells apart."""
+"""Falcon: fused projections, norms around the mean, and three ways to place them, which config.json tells apart.
+
+Falcon-RW does not rotate: its scores lose by the distance (ALiBi) before they are divided by the root of a head's size, so that
+the slopes are divided, too. transformers rounds what is lost to bfloat16; here it is not rounded.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import unrotated_layers
 from windlass.engine.model.config_json.rules import ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
 from windlass.engine.model.families.family import Family, FamilyHead, Flag
@@ -35,9 +39,8 @@ def _rewrite(config: Config) -> dict[str, Any]:
 
 def _variant(family: Family, config: Config) -> Family:
     if read_flag(config, "alibi"):
-        raise LoadError(
-            "config.json sets alibi=true: a Falcon with ALiBi (Falcon-RW) has no rotary positions and is not supported"
-        )
+        rules = replace(family.rules, layer_pattern=unrotated_layers)
+        family = replace(family, positions="alibi", scaled_alibi=True, rules=rules)
     if read_flag(config, "new_decoder_architecture"):
         norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
         return replace(family, attention_names=replace(_FUSED, qkv_order="groups"), norms=norms)
@@ -48,7 +51,7 @@ def _variant(family: Family, config: Config) -> Family:
 
 FALCON = Family(
     architecture="FalconForCausalLM",
-    title="Falcon",
+    title="Falcon, Falcon-RW",
     model_type="falcon",
     rules=ConfigRules(
         max_position_embeddings=2048,
@@ -71,5 +74,5 @@ FALCON = Family(
     outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
     token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
     variant=_variant,
-    reads=frozenset({"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn"}),
+    reads=frozenset({"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}),
 )

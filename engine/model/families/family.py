@@ -178,6 +178,7 @@ class Family:
     )
     token_types: bool = False
     positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    scaled_alibi: bool = False
     chunked: bool = False
     norms_rotated: bool = False
     unrotated_temperature: Callable[[Config], tuple[float, int] | None] | None = None

@@ -12,6 +12,7 @@ from typing import cast
 
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.answers import answers_as_classifier
 from windlass.engine.model.config_json.classes import read_classifier
 from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
@@ -148,6 +149,8 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
         )
     architecture = str(found)
     family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
+    if family is not None and family.causal and architecture == family.classifier and answers_as_classifier(config):
+        return family, family.architecture  # its head is two rows of the vocabulary's
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
     if family is None and headless is not None:
         tied = read_flag(config, "tie_word_embeddings", headless.rules.tie_word_embeddings)
@@ -254,7 +257,7 @@ def _layers(
                 names=family.attention_names,
                 sinks=family.sinks,
                 causal=family.causal,
-                alibi=family.positions == "alibi",
+                alibi=0.0 if family.positions != "alibi" else scale if family.scaled_alibi else 1.0,
                 chunked=family.chunked and layer.window is not None,
             ),
             feed_forward=feed_forward,

@@ -89,12 +89,15 @@ class _LayerKind(NamedTuple):
     chunked: bool = False
 
 
-def _slopes(heads: int) -> tuple[float, ...]:
-    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one."""
+def _slopes(heads: int, factor: float) -> tuple[float, ...]:
+    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one.
+
+    factor: of all of them.
+    """
     even = 1 << (heads.bit_length() - 1)
     slopes = [2.0 ** (-8 * h / even) for h in range(1, even + 1)]
     slopes += [2.0 ** (-4 * h / even) for h in range(1, 2 * (heads - even), 2)]
-    return tuple(slopes)
+    return tuple([slope * factor for slope in slopes])
 
 
 def _one_range(batch: ForwardBatch) -> dict[str, Any]:
@@ -126,7 +129,7 @@ class SharedAttention:
                 spec.soft_cap,
                 spec.rotary_group is not None,
                 spec.causal,
-                _slopes(spec.num_heads) if spec.alibi else None,
+                _slopes(spec.num_heads, spec.alibi) if spec.alibi else None,
                 spec.chunked,
             )
             for spec in specs

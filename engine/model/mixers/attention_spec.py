@@ -49,8 +49,8 @@ class AttentionSpec:
     interleaved_dims: how many dims of each head the checkpoint holds as pairs (2j, 2j + 1);
     0: its pairs are (j, j + d/2) already. swapped_dims: how many it holds as pairs (j + d/2, j). sinks: it has
     learned sink logits. causal: keys behind a query are hidden from it; else it sees `window` keys from itself on as well.
-    alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409). chunked: a query sees the keys of its
-    own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
+    alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409) times this; 0: they do not. chunked:
+    a query sees the keys of its own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
     """
 
     num_heads: int
@@ -71,7 +71,7 @@ class AttentionSpec:
     swapped_dims: int = 0
     sinks: bool = False
     causal: bool = True
-    alibi: bool = False
+    alibi: float = 0.0
     chunked: bool = False
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:

@@ -12,7 +12,7 @@ from windlass.server.cli.replay.reading import RecordedLine, RecordedRows
 # Of one client or one moment: a repetition has its own.
 _NOT_AGAIN = ("request_id", "timeout", "user", "metadata", "stream_options", "model", "safety_identifier")
 
-_TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify"}
+_TASKS = {"all": "token_embed", "classify": "classify", "classify tokens": "token_classify", "answer": "classify"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ router = APIRouter()
 
 _ITEM_BYTES = 80  # of JSON around a vector
 _EACH_TOKEN = ("all", "classify tokens")  # kinds of pooling with a row for each token
-_CLASSES = ("classify", "classify tokens")
+_CLASSES = ("classify", "classify tokens", "answer")
 _BATCH = 256 * 1024  # numbers written before others get their turn
 
 
@@ -72,6 +72,8 @@ def _rule(job: PoolingJob, body: PoolingRequest) -> PoolingRule:
     for field in ("pooling", "normalize", "dimensions"):
         if getattr(body, field) is not None:
             raise bad_request(f"{field} goes with states: {task} gives classes, so leave it out", field)
+    if task == "classify" and classifier is None and job.state.answer_ids:
+        return PoolingRule("answer", answers=job.state.answer_ids)
     wanted = "…ForTokenClassification" if task == "token_classify" else "…ForSequenceClassification"
     if classifier is None or classifier.per_token != (task == "token_classify"):
         raise bad_request(
@@ -97,9 +99,11 @@ def _answer(
     """
     classifier = job.info.classifier
     width = rule.dimensions or job.info.hidden_size
-    if rule.kind in _CLASSES and classifier is not None:
-        width = len(classifier.labels)
-    activation = classifier.activation if activated and classifier is not None else "none"
+    if rule.kind in _CLASSES:
+        width = 1 if classifier is None else len(classifier.labels)
+    activation: Activation = "none"
+    if activated:
+        activation = "sigmoid" if classifier is None else classifier.activation
     _check_size(job, len(given), len(given), width, base64=base64)
 
     async def work(exchange: Exchange) -> None:

@@ -34,7 +34,9 @@ async def create_score(request: Request) -> Response:
         )
 
     async def work(exchange: Exchange) -> None:
-        scores = await score_pairs(job, first, second, ("text_1", "text_2"), body.pooling, following(exchange, job))
+        names = ("text_1", "text_2")
+        pool = following(exchange, job)
+        scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pool)
         data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
         answer = {**envelope("score", job), "data": data, "usage": usage(scores.tokens)}
         await exchange.send_json([to_json(answer)])
@@ -52,9 +54,9 @@ async def create_reranking(request: Request) -> Response:
     documents = _documents(body.documents)
 
     async def work(exchange: Exchange) -> None:
-        scores = await score_pairs(
-            job, [body.query], documents, ("query", "documents"), body.pooling, following(exchange, job)
-        )
+        names = ("query", "documents")
+        pool = following(exchange, job)
+        scores = await score_pairs(job, [body.query], documents, names, body.pooling, body.instruction, pool)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]

@@ -44,6 +44,8 @@ T = TypeVar("T")
 # Of the server's options those that say how requests are read and answered.
 ANSWER_OPTIONS = (
     "chat_template",
+    "rerank_tokens",
+    "rerank_template",
     "generation_config",
     "tool_call_parser",
     "reasoning_parser",
@@ -234,6 +236,10 @@ def _spelt(name: str, value: Any) -> Any:
         return [f"{profile}={json.dumps(dict(scaling))}" for profile, scaling in value.items()]
     if name == "chat_template" and value is not None:
         return Path(value)
+    if name == "rerank_template" and value is not None:
+        return str(value)
+    if name == "rerank_tokens" and value is not None:
+        return [value] if isinstance(value, str) else list(value)
     return value
 
 

@@ -22,10 +22,12 @@ from pydantic_core import to_json
 
 from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
+from windlass.server.text.pair_prompt import may_take_pairs
+from windlass.server.text.pair_template import cut_pairs
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
-from windlass.server.text.workers.frames import Done, Refused
+from windlass.server.text.workers.frames import Done, Refused, TextSource
 from windlass.server.text.workers.tasks import TextTasks
 from windlass.server.text.workers.worker import limit_memory, serve
 
@@ -63,7 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _load(control: socket.socket) -> TextTasks | None:
-    """Says Done when the tokenizer is loaded and again when the template is compiled: each has a time of its own."""
+    """Says Done when the tokenizer is loaded, when the templates are compiled, and, with what came of it, when that of pairs has
+    been cut: each has a time of its own."""
     source = frames.receive(control)
     if source is None:
         return None
@@ -84,8 +87,32 @@ def _load(control: socket.socket) -> TextTasks | None:
             limit_memory(None)
     tasks = TextTasks(tokenizer, *templates)
     frames.send(control, Done())
+    pairs = _cut_for_pairs(source, templates[0])
+    frames.send(control, pairs)
+    if isinstance(pairs, Refused):
+        return None
     tasks.prepare_grammars()  # a start does not wait for it
     return tasks
+
+
+def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None) -> Done | Refused:
+    """The `PairTemplate`; Done without one where no template takes pairs and none has to."""
+    text = source.pair_template
+    if text is None and not source.needs_pairs and (chat is None or not may_take_pairs(chat.source)):
+        return Done()
+    limit_memory(COMPILE_MEMORY)
+    try:
+        if text is None and chat is None:
+            raise ChatTemplateError("this model has no chat template")
+        template = chat if text is None else ChatTemplate(text, source.special_tokens)
+        assert template is not None
+        return Done(cut_pairs(template))
+    except (ChatTemplateError, MemoryError) as error:
+        if not source.needs_pairs:
+            return Done()
+        return Refused(str(error) or "it takes too much memory")
+    finally:
+        limit_memory(None)
 
 
 def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:

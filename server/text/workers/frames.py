@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from windlass.server.options.settings import RankSettings
     from windlass.server.text.tokenizer import Tokenizer
 
 _LENGTH = struct.Struct("!Q")
@@ -25,19 +26,23 @@ _IDS_AT_ONCE = 100_000  # packed or unpacked in one go, which holds the interpre
 class TextSource:
     """What a text process loads: tokenizer.json as text, named special tokens, and the chat template, if there is one.
 
-    tool_template: of chats with functions, where that is another one.
+    tool_template: of chats with functions, where that is another one. pair_template: of pairs of texts, None: the chat template,
+    where it takes them, as it has to if `needs_pairs`.
     """
 
     tokenizer: str
     special_tokens: dict[str, str]
     chat_template: str | None
     tool_template: str | None = None
+    pair_template: str | None = None
+    needs_pairs: bool = False
 
     @classmethod
-    def of(cls, tokenizer: Tokenizer) -> TextSource:
-        """What this tokenizer was loaded from."""
+    def of(cls, tokenizer: Tokenizer, ranking: RankSettings | None = None) -> TextSource:
+        """What this tokenizer was loaded from, and how pairs are put to the model."""
         parts = tokenizer.special_tokens, tokenizer.chat_template, tokenizer.tool_template
-        return cls(tokenizer.backend.to_str(), *parts)
+        pairs = (None, False) if ranking is None else (ranking.template, ranking.needs_template)
+        return cls(tokenizer.backend.to_str(), *parts, *pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +56,7 @@ class Job:
 
 @dataclass(frozen=True, slots=True)
 class Done:
-    """A job's result; as the answer to a `TextSource`: it is loaded."""
+    """A job's result; as an answer to a `TextSource`: that much of it is loaded."""
 
     value: Any = None
 

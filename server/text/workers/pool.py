@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TextSource
 from windlass.server.text.workers.lanes import Lane
@@ -73,6 +74,11 @@ class TextPool:
         """Load, and wait for it; blocks. Raises LoadError where the tokenizer or the chat template cannot be used."""
         with self._lock:
             self._ensure_server()
+
+    def pairs(self) -> PairTemplate | None:
+        """How pairs of texts are put to the model, if a template says so; blocks until it is loaded, raises as `run` does."""
+        with self._lock:
+            return self._ensure_server().pairs
 
     async def run(
         self, task: str, *args: Any, size: int, limits: Limits, caller: str = "", lane: Lane | None = None

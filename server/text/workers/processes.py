@@ -14,8 +14,10 @@ import subprocess
 import sys
 import threading
 import time
+from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
 from windlass.server.text.workers.frames import Done, Refused, Result, TextSource
@@ -44,10 +46,14 @@ class ForkError(Exception):
 
 
 class ForkServer:
-    """A running `windlass.server.text.workers.fork_server`; it begins to load at once. Thread-safe."""
+    """A running `windlass.server.text.workers.fork_server`; it begins to load at once. Thread-safe.
+
+    pairs: once it has loaded, how pairs of texts are put to the model, if a template says so.
+    """
 
     def __init__(self, source: TextSource) -> None:
         self._source = source
+        self.pairs: PairTemplate | None = None
         self._lock = threading.RLock()  # held by whoever waits on the control socket
         self._control, theirs = socket.socketpair()
         with theirs:
@@ -62,16 +68,20 @@ class ForkServer:
             )
 
     def wait_loaded(self) -> None:
-        """Wait until it can fork. Raises LoadError where the chat template cannot be used."""
+        """Wait until it can fork. Raises LoadError where a template cannot be used."""
         with self._lock:
             self._control.settimeout(LOAD_SECONDS)
             with contextlib.suppress(OSError):  # it is gone: found out when it does not answer
                 frames.send(self._control, self._source)
             self._expect("the tokenizer cannot be loaded in a process of its own", LOAD_SECONDS)
             self._expect("the chat template cannot be used", COMPILE_SECONDS)
+            whose = "the chat template of this model" if self._source.pair_template is None else "its template"
+            hint = "name another with --rerank-template" if self._source.pair_template is None else "change it"
+            problem = f"pairs of texts cannot be ranked by {whose} ({hint})"
+            self.pairs = self._expect(problem, COMPILE_SECONDS)
             self._control.settimeout(CONTROL_SECONDS)
 
-    def _expect(self, problem: str, seconds: float) -> None:
+    def _expect(self, problem: str, seconds: float) -> Any:
         self._control.settimeout(seconds)
         reason = "its process ended"
         try:
@@ -83,6 +93,7 @@ class ForkServer:
         if not isinstance(answer, Done):
             self.kill()
             raise LoadError(f"{problem}: {answer.message if isinstance(answer, Refused) else reason}")
+        return answer.value
 
     def fork(self) -> TextProcess:
         """A new text process. Raises ForkError, or OSError when the fork server is gone or does not answer."""

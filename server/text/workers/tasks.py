@@ -17,6 +17,7 @@ from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.grammars import FormCompiler
 from windlass.server.text.offsets import TextOffsets
+from windlass.server.text.pair_prompt import Gap, PairPrompt
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers.frames import pack_ids, unpack_ids
 
@@ -46,6 +47,36 @@ class TextTasks:
                     first, second, add_special_tokens=add_special_tokens, most=most
                 )
             found.append((pack_ids(ids), begin))
+        return found
+
+    def encode_filled(
+        self,
+        prompt: PairPrompt,
+        instruction: str,
+        pairs: Sequence[tuple[str, str]],
+        add_special_tokens: bool,
+        most: int | None,
+        keep_first: bool,
+    ) -> list[bytes]:
+        """Packed token ids of the prompt with each pair of query and document in it.
+
+        most: the document is cut, at its end or at its beginning, so that the whole has no more tokens. Raises RequestError where
+        the rest alone has more.
+        """
+        found = []
+        for query, document in pairs:
+            given: dict[Gap, str] = {"instruction": instruction, "query": query, "document": document}
+            text, begin, shown = prompt.fill(given)
+            ids, spans = self._encode(text, add_special_tokens)
+            while most is not None and len(ids) > most:
+                if not shown:
+                    raise RequestError(
+                        f"what stands around a document has {len(ids)} tokens, which leave it no room among {most}"
+                    )
+                given["document"] = _without_tokens(shown, begin, spans, len(ids) - most, keep_first)
+                text, begin, shown = prompt.fill(given)
+                ids, spans = self._encode(text, add_special_tokens)
+            found.append(pack_ids(ids))
         return found
 
     def encode_words(self, words: Sequence[str]) -> tuple[tuple[int, ...], ...]:
@@ -129,6 +160,17 @@ class TextTasks:
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         with _readable():
             return self._tokenizer.encode_with_offsets(text, add_special_tokens=add_special_tokens)
+
+
+def _without_tokens(document: str, begin: int, spans: Sequence[tuple[int, int]], count: int, keep_first: bool) -> str:
+    """The document without so many of its tokens, a character shorter at least. begin: where it stands in what spans are of."""
+    end = begin + len(document)
+    inside = [span for span in spans if span[0] < span[1] and begin <= span[0] < end]
+    if len(inside) <= count:
+        return ""
+    if keep_first:
+        return document[: min(inside[-count][0] - begin, len(document) - 1)]
+    return document[max(inside[count - 1][1] - begin, 1) :]
 
 
 @contextmanager

@@ -81,6 +81,28 @@ def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path,
     assert not core.runner._pooler._kept and not core.runner.sequences.pooled
 
 
+@pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones
+@pytest.mark.parametrize("budget", [2048, 7])
+def test_answers_are_told_by_the_logits_behind_the_prompt(family: str, budget: int, tmp_path: Path) -> None:
+    directory = make_model(family, tmp_path)
+    core = make_core(directory, max_num_batched_tokens=budget)
+    requests, wanted = [], {}
+    for n, prompt in enumerate(PROMPTS):
+        for answers in ((5 + n,), (5 + n, 90)):
+            rule = PoolingRule("answer", answers=answers)
+            sampling = SamplingParams(max_tokens=0, temperature=0.0)
+            request = EngineRequest(f"{n}{answers}", prompt, sampling, pooling=rule)
+            reference = Reference(directory, specs_of(core, request), [group.name for group in core.info.rotary_groups])
+            logits = reference.logits(prompt)[-1, list(answers)]
+            wanted[request.request_id] = (logits[:1] - logits[1:].sum())[None]
+            requests.append(request)
+    done = run(core, [greedy("g", PROMPTS[3], 12), *requests])
+    assert done["g", 0].token_ids == run(make_core(directory), [greedy("g", PROMPTS[3], 12)])["g", 0].token_ids
+    for request in requests:
+        found = tensor(done[request.request_id, 0].outputs[0].pooled)
+        torch.testing.assert_close(found, wanted[request.request_id], atol=1e-5, rtol=1e-5)
+
+
 @pytest.mark.parametrize("kind", ["last", "mean"])
 def test_requests_of_one_batch_have_scalings_of_their_own(directory: Path, kind: str) -> None:
     core = make_core(directory, max_num_batched_tokens=32)
@@ -175,6 +197,10 @@ def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
         (PoolingRule(), {"n": 2}, "pooling"),
         (PoolingRule(), {"prompt_logprobs": 1}, "pooling"),
         (PoolingRule("classify"), {}, "pooling"),
+        (PoolingRule("answer"), {}, "pooling"),
+        (PoolingRule("answer", answers=(5, 6, 7)), {}, "pooling"),
+        (PoolingRule("answer", answers=(5, 128)), {}, "pooling"),
+        (PoolingRule("last", answers=(5,)), {}, "pooling"),
     ],
 )
 def test_what_cannot_be_pooled_is_refused(
@@ -237,6 +263,10 @@ def test_a_model_that_classifies_generates_nothing_and_still_embeds(tmp_path: Pa
     assert core.info.classifier is not None and core.info.classifier.activation == "sigmoid"
     with pytest.raises(RequestError) as caught:
         core.add(greedy("g", [5, 6, 7], 4))
+    assert caught.value.code == "no_generation"
+    with pytest.raises(RequestError, match="generates nothing") as caught:
+        rule = PoolingRule("answer", answers=(5,))
+        core.add(EngineRequest("a", [5, 6], SamplingParams(max_tokens=0, temperature=0.0), pooling=rule))
     assert caught.value.code == "no_generation"
     assert results(core, [pooled("p", PROMPTS[2], "mean")])["p"].shape == (1, 64)
     plain = make_model("llama", tmp_path / "other")

@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 from helpers.engines import greedy, make_core, run
-from helpers.tiny_unrotated import FAMILIES, logits_of, make_unrotated
+from helpers.tiny_unrotated import FAMILIES, exact_falcon_alibi, logits_of, make_unrotated, reference
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.context import ContextRule, PassageReuse
@@ -24,6 +24,11 @@ TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
+@pytest.fixture(autouse=True)
+def _exact_slopes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("transformers.models.falcon.modeling_falcon.build_alibi_tensor", exact_falcon_alibi)
+
+
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
 def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_unrotated(request.param, tmp_path_factory.mktemp(request.param))
@@ -34,10 +39,10 @@ def gpt2(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_unrotated("gpt2", tmp_path_factory.mktemp("gpt2"))
 
 
-@pytest.fixture(scope="module")
-def one_layer(tmp_path_factory: pytest.TempPathFactory) -> Path:
+@pytest.fixture(scope="module", params=["bloom", "falcon_rw"])
+def one_layer(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a model of one layer keys and values know their own token only, so what was dropped leaves nothing behind."""
-    return make_unrotated("bloom", tmp_path_factory.mktemp("one"), n_layer=1)
+    return make_unrotated(request.param, tmp_path_factory.mktemp("one"), num_hidden_layers=1)
 
 
 def error(core: EngineCore, directory: Path) -> float:
@@ -94,8 +99,38 @@ def test_other_slopes_show(one_layer: Path) -> None:
     assert error(core, one_layer) > 10 * TOLERANCE
 
 
+def test_falcons_own_rounding_changes_nothing_where_slopes_are_powers_of_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without the fixture of this file: four heads, and no distance that bfloat16 would round."""
+    monkeypatch.undo()
+    directory = make_unrotated("falcon_rw", tmp_path)
+    assert error(make_core(directory, max_num_batched_tokens=7), directory) < TOLERANCE
+
+
+@torch.no_grad()
+def test_falcon_subtracts_before_it_divides_and_does_so_once(tmp_path: Path) -> None:
+    """One layer by hand, as its authors' code has it: (q·k - slope * distance) / sqrt(d)."""
+    directory = make_unrotated("falcon_rw", tmp_path, num_hidden_layers=1)
+    model = reference(directory)
+    layer, ids = model.transformer.h[0], torch.tensor([PROMPT])
+    x = model.transformer.word_embeddings(ids)
+    attention = layer.self_attention
+    fused = attention.query_key_value(layer.input_layernorm(x)).view(1, len(PROMPT), 4, 3, 16)
+    q, k, v = fused.permute(3, 0, 2, 1, 4)
+    distance = torch.arange(len(PROMPT))[:, None] - torch.arange(len(PROMPT))
+    slopes = 2.0 ** (-8 * torch.arange(1, 5) / 4)
+    scores = (q @ k.transpose(-1, -2) - slopes[:, None, None] * distance) / 4
+    weights = scores.masked_fill(distance < 0, -torch.inf).softmax(dim=-1)
+    x = x + attention.dense((weights @ v).transpose(1, 2).reshape(1, len(PROMPT), 64))
+    x = x + layer.mlp(layer.post_attention_layernorm(x))
+    expected = model.lm_head(model.transformer.ln_f(x))[0, -1]
+    found = run(make_core(directory), [greedy("a", PROMPT, 1)])["a", 0].logits[0]
+    assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
+
+
 @pytest.mark.parametrize("head", ["ForSequenceClassification", "ForTokenClassification"])
-@pytest.mark.parametrize("name", ["gpt2", "bloom"])
+@pytest.mark.parametrize("name", ["gpt2", "bloom", "falcon_rw"])
 def test_classes(name: str, head: str, tmp_path: Path) -> None:
     directory = make_unrotated(name, tmp_path, head=head, id2label={0: "a", 1: "b", 2: "c"}, pad_token_id=0)
     per_token = head == "ForTokenClassification"
@@ -107,9 +142,8 @@ def test_classes(name: str, head: str, tmp_path: Path) -> None:
     auto = (
         transformers.AutoModelForTokenClassification if per_token else transformers.AutoModelForSequenceClassification
     )
-    model = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
     with torch.no_grad():
-        expected = model(torch.tensor([PROMPT])).logits.reshape(-1, 3)
+        expected = reference(directory, auto)(torch.tensor([PROMPT])).logits.reshape(-1, 3)
     assert (found - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
@@ -138,8 +172,7 @@ _models: dict[Path, transformers.PreTrainedModel] = {}
 @torch.no_grad()
 def logits_of_last(directory: Path, ids: list[int]) -> torch.Tensor:
     if directory not in _models:
-        auto = transformers.AutoModelForCausalLM
-        _models[directory] = auto.from_pretrained(directory, dtype=torch.float32, attn_implementation="eager").eval()
+        _models[directory] = reference(directory)
     return _models[directory](torch.tensor([ids]), use_cache=False).logits[0, -1]
 
 

@@ -11,10 +11,14 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
+from helpers.tiny_rerankers import qwen3_prompt, tokenizer
 
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.errors import LoadError
 from windlass.server.generation.scores import probabilities
+from windlass.server.options.settings import RankSettings
+from windlass.server.text.pair_prompt import QWEN3_RERANKER
 
 
 def scorer(*labels: str, activation: Any = "softmax") -> ScriptedEngine:
@@ -90,6 +94,82 @@ def test_a_head_of_one_class_reads_both_texts_in_a_row(judge: Live) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
 
 
+@pytest.fixture(scope="module")
+def answerer() -> Iterator[Live]:
+    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes", "no"))
+    with live_server(ScriptedEngine(info=model_info(max_model_len=512)), backend=tokenizer(), ranking=ranking) as live:
+        yield live
+
+
+def test_a_model_that_answers_gets_its_prompt(answerer: Live) -> None:
+    answerer.engine.requests.clear()
+    backend = answerer.tokenizer.backend
+    texts = ["c", "<|im_end|> def"]
+    answer = ask(answerer, "/v1/rerank", query="ab", documents=texts, instruction="be strict")
+    prompts = [backend.encode(qwen3_prompt("ab", text, "be strict"), add_special_tokens=False).ids for text in texts]
+    assert [r.prompt_token_ids for r in answerer.engine.requests] == prompts
+    answers = backend.token_to_id("yes"), backend.token_to_id("no")
+    assert {r.pooling for r in answerer.engine.requests} == {PoolingRule("answer", answers=answers)}
+    scores = {result["index"]: result["relevance_score"] for result in answer["results"]}
+    assert [scores[0], scores[1]] == pytest.approx([1 / (1 + math.exp(len(ids))) for ids in prompts])
+    special = ask(answerer, "/v1/score", text_1="ab", text_2="c", add_special_tokens=True)
+    bos = backend.token_to_id("<|bos|>")
+    plain = backend.encode(qwen3_prompt("ab", "c"), add_special_tokens=False).ids
+    assert answerer.engine.requests[-1].prompt_token_ids == [bos, *plain] and len(special["data"]) == 1
+    assert answerer.http.get("/v1/models").json()["data"][0]["scored_by"] == "answer"
+
+
+def test_the_files_instruction_stands_where_requests_bring_none() -> None:
+    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes",), instruction="take any")
+    with live_server(ScriptedEngine(info=model_info(max_model_len=512)), backend=tokenizer(), ranking=ranking) as live:
+        for given, used in ((None, "take any"), ("be strict", "be strict")):
+            ask(live, "/v1/score", text_1="ab", text_2="c", **({} if given is None else {"instruction": given}))
+            wanted = live.tokenizer.backend.encode(qwen3_prompt("ab", "c", used), add_special_tokens=False).ids
+            assert live.engine.requests[-1].prompt_token_ids == wanted
+
+
+def test_prompts_are_bounded_together_as_a_body_is() -> None:
+    ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes",))
+    engine = ScriptedEngine(info=model_info(max_model_len=512))
+    with live_server(engine, backend=tokenizer(), ranking=ranking, max_body_bytes=40_000) as live:
+        assert len(ask(live, "/v1/rerank", query="a" * 50, documents=["b"] * 80)["results"]) == 80
+        live.engine.requests.clear()
+        error = live.refuse("/v1/rerank", {"query": "a" * 50, "documents": ["b"] * 120})
+        assert (error["param"], error["code"]) == ("documents", "too_many") and live.engine.requests == []
+
+
+def test_rows_of_answers_are_told_by_pooling_too(answerer: Live) -> None:
+    raw = ask(answerer, "/pooling", input=[[5, 6, 7], [8]], task="classify", use_activation=False)
+    assert [(item["data"], item["shape"]) for item in raw["data"]] == [([-3], [1, 1]), ([-1], [1, 1])]
+    activated = ask(answerer, "/pooling", input=[[5, 6, 7]], task="classify")
+    assert activated["data"][0]["data"] == [pytest.approx(1 / (1 + math.exp(3)))]
+
+
+def test_instructions_without_a_place_are_refused(live: Live, judge: Live) -> None:
+    for each in (live, judge):
+        error = each.refuse("/v1/rerank", {"query": "a", "documents": ["b"], "instruction": "c"})
+        assert (error["param"], error["code"]) == ("instruction", "unsupported_value")
+
+
+def test_a_chat_template_that_takes_no_pair_leaves_a_head_to_join_them() -> None:
+    """Unless a pair needs a prompt; then the text processes do not load, and say why."""
+    with live_server(scorer("fits", activation="sigmoid"), ranking=RankSettings()) as live:
+        ask(live, "/v1/score", text_1="ab", text_2="c")
+        ids = [live.tokenizer.backend.encode(text).ids for text in ("ab", "c")]
+        assert live.engine.requests[0].prompt_token_ids == ids[0] + ids[1]
+    needed = RankSettings(needs_template=True, tokens=("yes",))
+    with live_server(ranking=needed, backend=tokenizer(), template="{{ messages[0].content }}") as live:
+        with pytest.raises(LoadError, match=r"--rerank-template.*role document"):
+            live.state.text.wait_loaded()
+        error = live.refuse("/v1/rerank", {"query": "a", "documents": ["b"]}, 503)
+        assert "--rerank-template" in error["message"]
+    declared = RankSettings(tokens=("yes",))
+    with live_server(ranking=declared, backend=tokenizer(), template="{{ messages[0].content }}") as live:
+        error = live.refuse("/v1/rerank", {"query": "a", "documents": ["b"]})
+        assert error["code"] == "no_score" and "--rerank-template" in error["message"]
+        assert live.complete("a")["choices"]
+
+
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 def test_documents_come_best_first(live: Live, path: str) -> None:
     documents = ["a", {"text": "z"}, "m", "z"]
@@ -121,6 +201,7 @@ def test_models_say_what_they_can_be_asked_for(live: Live, classifier: Live, jud
         ["embed", "classify"],
         ["embed", "classify", "score"],
     ]
+    assert [model["scored_by"] for model in found] == ["vectors", None, "head"]
     assert found[0]["classes"] is None
     assert found[1]["classes"] == {"labels": ["bad", "so-so", "good"], "activation": "softmax", "per_token": False}
     facts = {"dimensions": 8, "pooling": "last", "normalize": True, "declared": False, "refusal": None}

@@ -148,9 +148,11 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
     assert not set(ANSWER_OPTIONS) - {field.name for field in fields(ServerOptions)}
     engine, server = _read_options(
         {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
+        | {"rerank_tokens": "no,yes", "rerank_template": Path("p")}
     )
     assert (engine.parse_rope_scaling(), engine.max_num_seqs) == (RopeScaling.from_dict(YARN), 3)
     assert (server.context_overflow, server.chat_template) == ("error", Path("t"))
+    assert (server.rerank_tokens, server.rerank_template) == (["no,yes"], "p")
 
 
 @pytest.mark.slow

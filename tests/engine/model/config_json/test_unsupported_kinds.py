@@ -53,7 +53,10 @@ def test_the_reason_is_told(architecture: str) -> None:
 
 
 VARIANTS = {
-    "falcon": ({"architectures": ["FalconForCausalLM"], "model_type": "falcon", "alibi": True}, "alibi=true.*ALiBi"),
+    "alibi": (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "alibi": True},
+        "alibi=True, which changes",
+    ),
     "chatglm": (
         {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "position_encoding_2d": True},
         "the first ChatGLM, whose positions are of two dimensions",

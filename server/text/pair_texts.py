@@ -1,0 +1,131 @@
+"""Tokenizing pairs of texts: as the model's tokenizer joins them, or in the prompt that a template puts around them.
+
+A part of `TextService`. Knows its pool; knows nothing of endpoints or the engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Protocol
+
+from windlass.server.errors import context_length_exceeded
+from windlass.server.text.pair_prompt import PairPrompt, PairTemplate
+from windlass.server.text.pool_errors import told
+from windlass.server.text.workers.frames import count_ids, unpack_ids
+from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
+
+BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
+
+
+class RefuseLong(Protocol):
+    """See `TextService.refuse_long`."""
+
+    async def __call__(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None: ...
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PairJob:
+    """What holds for all pairs of a request. most: tokens that a pair may have. truncate: to which its second text is cut.
+
+    keep_first: whether it is cut at its end. first, seconds: what the texts are called, the second of each pair.
+    """
+
+    most: int
+    truncate: int | None
+    keep_first: bool
+    add_special_tokens: bool
+    first: str
+    seconds: Sequence[str]
+    caller: str
+
+
+class PairTexts:
+    """refuse_long: refuses a text by its length, before it is tokenized."""
+
+    def __init__(self, pool: TextPool, limits: Limits, refuse_long: RefuseLong) -> None:
+        self._pool, self._limits, self._refuse_long = pool, limits, refuse_long
+
+    def template(self) -> PairTemplate | None:
+        """How pairs are put to the model, if a template says so; blocks while the text processes load. Raises ApiError."""
+        with told("model", "loading the chat template", self._limits, "template"):
+            return self._pool.pairs()
+
+    async def join(self, pairs: Sequence[tuple[str, str]], job: PairJob) -> list[tuple[list[int], int]]:
+        """The token ids of pairs as the tokenizer joins them, each with where the second text begins.
+
+        The second is cut at its end so that both have no more than `truncate` tokens. Raises ApiError for a pair that cannot fit,
+        before tokenizing it where its length tells.
+        """
+        await self._refuse(pairs, job)
+        found: list[tuple[list[int], int]] = []
+        start = 0
+        for batch in batches([first + second for first, second in pairs]):
+            part = pairs[start : start + len(batch)]
+            with told(job.first, "tokenizing this text", self._limits):
+                packed = await self._pool.run(
+                    "encode_pairs",
+                    part,
+                    job.add_special_tokens,
+                    job.truncate,
+                    size=sum(map(len, batch)),
+                    limits=self._limits,
+                    caller=job.caller,
+                )
+            for (ids, begin), name in zip(packed, job.seconds[start:], strict=False):
+                found.append((_within(ids, job.most, name), begin))
+            start += len(batch)
+        return found
+
+    async def fill(
+        self, prompt: PairPrompt, instruction: str, pairs: Sequence[tuple[str, str]], job: PairJob
+    ) -> list[list[int]]:
+        """The token ids of the prompt with each pair of query and document in it. Cuts and raises as `join` does."""
+        await self._refuse_long(len(instruction), job.most, truncated=False, param="instruction")
+        await self._refuse(pairs, job)
+        around = prompt.length + len(instruction)
+        found: list[list[int]] = []
+        for batch in batches([first + second for first, second in pairs]):
+            start = len(found)
+            with told(job.first, "tokenizing this text", self._limits):
+                packed = await self._pool.run(
+                    "encode_filled",
+                    prompt,
+                    instruction,
+                    pairs[start : start + len(batch)],
+                    job.add_special_tokens,
+                    job.truncate,
+                    job.keep_first,
+                    size=sum(around + len(texts) for texts in batch),
+                    limits=self._limits,
+                    caller=job.caller,
+                )
+            found += [_within(ids, job.most, name) for ids, name in zip(packed, job.seconds[start:], strict=False)]
+        return found
+
+    async def _refuse(self, pairs: Sequence[tuple[str, str]], job: PairJob) -> None:
+        for (first, second), name in zip(pairs, job.seconds, strict=True):
+            await self._refuse_long(len(first), job.most, truncated=False, param=job.first)
+            await self._refuse_long(len(second), job.most, truncated=job.truncate is not None, param=name)
+
+
+def batches(texts: Sequence[str]) -> Iterator[list[str]]:
+    """Short texts together, a long one alone."""
+    batch: list[str] = []
+    size = 0
+    for text in texts:
+        if batch and (len(batch) == BATCH or size + len(text) > LARGE_JOB):
+            yield batch
+            batch, size = [], 0
+        batch.append(text)
+        size += len(text)
+    if batch:
+        yield batch
+
+
+def _within(packed: bytes, most: int, param: str) -> list[int]:
+    """The ids; raises ApiError where there are too many."""
+    count = count_ids(packed)
+    if count > most:
+        raise context_length_exceeded(most, count, param=param)
+    return unpack_ids(packed)

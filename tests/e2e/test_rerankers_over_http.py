@@ -1,0 +1,228 @@
+"""Causal models that judge pairs by the word they go on with, through real servers: their scores are those of transformers."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+import torch
+from helpers.eventually import eventually
+from helpers.real_server import RealServer, serve
+from helpers.tiny_rerankers import (
+    PAIR_TEMPLATE,
+    add_logit_score,
+    make_classifier,
+    make_reranker,
+    qwen3_prompt,
+    say_in_config,
+    scores_of,
+    tokenizer,
+)
+
+QUERY = "who runs away?"
+DOCUMENTS = [
+    "The fox runs away, quickly!",
+    "def main(argument):\n    return 1",
+    " naïve café ",
+    "東京は日本の首都です。",
+]
+WORDS = tokenizer()
+YES, NO = WORDS.token_to_id("yes"), WORDS.token_to_id("no")
+VLLM = {
+    "architectures": ["Qwen3ForSequenceClassification"],
+    "classifier_from_token": ["no", "yes"],
+    "is_original_qwen3_reranker": True,
+}
+
+
+@pytest.fixture(scope="module")
+def original(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_reranker(tmp_path_factory.mktemp("original"))
+
+
+@pytest.fixture(scope="module")
+def server(original: Path) -> Iterator[RealServer]:
+    with serve("--rerank-template", "qwen3", "--served-model-name", "ranker", model=original) as server:
+        yield server
+
+
+def post(server: RealServer, path: str, **body: object) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 200, answer.text
+    return answer.json()
+
+
+def refused(server: RealServer, path: str, **body: object) -> dict[str, Any]:
+    answer = httpx.post(f"{server.url}{path}", json=body, timeout=60)
+    assert answer.status_code == 400, answer.text
+    return answer.json()["error"]
+
+
+def ranked(server: RealServer, **body: object) -> torch.Tensor:
+    """The scores of DOCUMENTS in their own order; their ranks have to agree."""
+    results = post(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS, **body)["results"]
+    scores = [result["relevance_score"] for result in results]
+    assert scores == sorted(scores, reverse=True)
+    return torch.tensor([score for _, score in sorted(zip((r["index"] for r in results), scores, strict=True))])
+
+
+def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
+    assert wanted.min() > 0.02 and wanted.max() < 0.98 and wanted.max() - wanted.min() > 0.02, wanted  # it tells apart
+    torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
+
+
+def test_an_original_checkpoint_ranks_by_its_answer(server: RealServer, original: Path) -> None:
+    close(ranked(server), scores_of(original, [qwen3_prompt(QUERY, text) for text in DOCUMENTS]))
+    other = [qwen3_prompt(QUERY, text, "Find <code>") for text in DOCUMENTS]
+    close(ranked(server, instruction="Find <code>"), scores_of(original, other))
+    pairs = list(zip(DOCUMENTS, reversed(DOCUMENTS), strict=True))
+    answer = post(server, "/v1/score", text_1=[a for a, _ in pairs], text_2=[b for _, b in pairs])
+    wanted = scores_of(original, [qwen3_prompt(*pair) for pair in pairs])
+    close(torch.tensor([item["score"] for item in answer["data"]]), wanted)
+    assert answer["usage"]["prompt_tokens"] == sum(
+        len(WORDS.encode(qwen3_prompt(*pair), add_special_tokens=False).ids) for pair in pairs
+    )
+
+
+def test_it_goes_on_generating_and_says_how_it_scores(server: RealServer) -> None:
+    model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+    assert (model["tasks"], model["scored_by"]) == (["generate", "embed", "score"], "answer")
+    assert post(server, "/v1/completions", prompt="The fox", max_tokens=3)["usage"]["completion_tokens"] == 3
+    ids = WORDS.encode(qwen3_prompt(QUERY, DOCUMENTS[0]), add_special_tokens=False).ids
+    row = post(server, "/pooling", input=ids, task="classify")["data"][0]
+    assert row["data"] == [pytest.approx(float(ranked(server)[0]), abs=1e-6)] and row["shape"] == [1, 1]
+
+
+@pytest.mark.parametrize(("side", "kept"), [("right", "The dog "), ("left", " hello ")])
+def test_a_long_document_is_cut_and_nothing_else(server: RealServer, original: Path, side: str, kept: str) -> None:
+    long = "The dog sleeps; " * 20 + "hello " * 20 + "hello "
+    error = refused(server, "/v1/rerank", query=QUERY, documents=["a", long * 10])
+    assert (error["param"], error["code"]) == ("documents[1]", "context_length_exceeded")
+    around = len(WORDS.encode(qwen3_prompt(QUERY, ""), add_special_tokens=False).ids)
+    most = around + 12
+    answer = post(
+        server, "/v1/rerank", query=QUERY, documents=[long], truncate_prompt_tokens=most, truncation_side=side
+    )
+    used = answer["usage"]["prompt_tokens"]
+    assert most - 2 <= used <= most
+    texts = [long[:end] if side == "right" else long[-end:] for end in range(1, 200)]
+    fitting = [
+        t
+        for t in texts
+        if len(WORDS.encode(qwen3_prompt(QUERY, t), add_special_tokens=False).ids) == used and kept in t
+    ]
+    wanted = scores_of(original, [qwen3_prompt(QUERY, text) for text in fitting])
+    assert (wanted - answer["results"][0]["relevance_score"]).abs().min() < 1e-5
+    error = refused(server, "/v1/rerank", query=QUERY, documents=["abc"], truncate_prompt_tokens=around - 5)
+    assert "no room" in error["message"]
+
+
+def test_what_does_not_go_together_is_refused(server: RealServer) -> None:
+    pair = {"query": "a", "documents": ["b"]}
+    assert refused(server, "/v1/rerank", **pair, pooling="mean")["param"] == "pooling"
+    assert "instruction" in refused(server, "/v1/rerank", **pair, instruct="a")["message"]
+    assert refused(server, "/v1/rerank", **pair, instruction="")["param"] == "instruction"
+    assert refused(server, "/v1/rerank", **pair, instruction="a" * 20_000)["param"] == "instruction"
+    assert refused(server, "/v1/rerank", **pair, instruction="a b " * 3000)["param"] == "instruction"
+    assert refused(server, "/classify", input="a")["code"] == "no_classifier"
+
+
+@pytest.mark.slow
+def test_vllms_keys_in_config_json_say_the_same(tmp_path: Path) -> None:
+    directory = make_reranker(tmp_path)
+    wanted = scores_of(directory, [qwen3_prompt(QUERY, text) for text in DOCUMENTS])
+    with serve(model=say_in_config(directory, **VLLM)) as server:
+        close(ranked(server), wanted)
+        model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert (model["architecture"], model["scored_by"]) == ("Qwen3ForCausalLM", "answer")
+        assert "not understood" not in server.log.read_text()
+
+
+@pytest.mark.slow
+def test_the_files_of_sentence_transformers_say_it_all(tmp_path: Path) -> None:
+    directory = add_logit_score(make_reranker(tmp_path, chat_template=PAIR_TEMPLATE), YES, NO, "take any")
+
+    def prompts(instruction: str) -> list[str]:
+        return [f"<|im_start|>{instruction}\nq: {QUERY}\nd: {text.strip()}<|im_end|>" for text in DOCUMENTS]
+
+    with serve(model=directory) as server:
+        close(ranked(server), scores_of(directory, prompts("take any")))
+        close(ranked(server, instruction="be strict"), scores_of(directory, prompts("be strict")))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("option", ["--rerank-template", "--chat-template"])
+def test_one_token_alone_scores_by_its_logit(option: str, tmp_path: Path) -> None:
+    directory = make_reranker(tmp_path)
+    template = tmp_path / "pair.jinja"
+    template.write_text("{{ messages[0].content }}|{{ messages[1].content }}|")
+    with serve("--rerank-tokens", "yes", option, str(template), model=directory) as server:
+        wanted = scores_of(directory, [f"{QUERY}|{text}|" for text in DOCUMENTS], no=None)
+        close(ranked(server), wanted)
+        error = refused(server, "/v1/rerank", query=QUERY, documents=DOCUMENTS, instruction="a")
+        assert error["param"] == "instruction"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("given", ["option", "chat_template"])
+def test_a_converted_checkpoint_gets_the_prompt_too(given: str, tmp_path: Path) -> None:
+    source = make_reranker(tmp_path / "source", chat_template=PAIR_TEMPLATE if given == "chat_template" else None)
+    options = ("--rerank-template", "qwen3") if given == "option" else ()
+    prompts = [qwen3_prompt(QUERY, text) for text in DOCUMENTS]
+    if given == "chat_template":
+        prompts = [f"<|im_start|>find what fits\nq: {QUERY}\nd: {text.strip()}<|im_end|>" for text in DOCUMENTS]
+    with serve(*options, model=make_classifier(tmp_path / "classifier", source)) as server:
+        close(ranked(server), scores_of(source, prompts))
+        assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["scored_by"] == "head"
+
+
+@pytest.mark.slow
+def test_two_ranks_score_as_one(original: Path) -> None:
+    wanted = scores_of(original, [qwen3_prompt(QUERY, text) for text in DOCUMENTS])
+    with serve("--rerank-template", "qwen3", "--tensor-parallel", "2", model=original) as server:
+        close(ranked(server), wanted)
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--rerank-tokens", "no,yes"), "this model has no chat template"),
+        (("--rerank-tokens", "no,yes,perhaps"), "takes one token or two"),
+        (("--rerank-tokens", "no,no", "--rerank-template", "qwen3"), "one and the same"),
+        (("--rerank-tokens", "no,yes indeed", "--rerank-template", "qwen3"), "'yes indeed' is"),
+        (("--rerank-template", "/no/such/file"), "cannot read --rerank-template"),
+        (("--rerank-template", "FILE"), "--rerank-tokens, such as no,yes"),
+        (("--rerank-template", "CHAT", "--rerank-tokens", "no,yes"), "no message of the role document"),
+    ],
+)
+def test_starts_that_are_refused(options: tuple[str, ...], says: str, original: Path, tmp_path: Path) -> None:
+    (tmp_path / "FILE").write_text("{{ messages[0].content }} {{ messages[1].content }}")
+    (tmp_path / "CHAT").write_text("{{ messages[0].content }}")
+    given = [str(tmp_path / option) if option in ("FILE", "CHAT") else option for option in options]
+    windlass = str(Path(sys.executable).with_name("windlass"))
+    command = [windlass, "serve", str(original), "--port", "0", *given]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 2 and says in done.stderr and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.slow
+def test_rankings_are_recorded_and_repeated_to_the_bit(original: Path, tmp_path: Path) -> None:
+    file = tmp_path / "recorded"
+    options = ("--rerank-template", "qwen3", "--deterministic")
+    with serve(*options, "--record", str(file), "--record-text", model=original) as server:
+        ranked(server)
+        ranked(server, instruction="Find code")
+        eventually(lambda: len(file.read_text().splitlines()) == 3, 20)
+    with serve(*options, model=original) as server:
+        windlass = str(Path(sys.executable).with_name("windlass"))
+        command = [windlass, "replay", str(file), "--url", server.url, "--json"]
+        done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    assert (found["compared"], found["equal"], found["failed"], found["mismatches"]) == (2, 2, [], [])
