@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -288,21 +287,25 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
-    copy_of = device_pages.DevicePages.copy_of
+    copy_of, copied, asked = device_pages.DevicePages.copy_of, list[int](), list[int]()
+    prompts = [tokens(130) for _ in range(10)]
 
     def slow(pages: Any, group: int, block: int, full_since: float) -> Any:
         first = [plane.copy() for plane in copy_of(pages, group, block, full_since)]
-        time.sleep(0.01)  # long enough for a few steps
+        if len(copied) % 8 == 0:  # until others are where it was
+            seen = len(asked)
+            eventually(lambda: len(asked) in (*range(seen + 3, 99), len(prompts)), 60)
+        copied.append(block)
         return [*first[:1], *copy_of(pages, group, block, full_since)[1:]]  # keys of before, values of behind
 
     monkeypatch.setattr(device_pages.DevicePages, "copy_of", slow)
-    prompts = [tokens(130) for _ in range(10)]
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     right = [ask(plenty, prompt, 4) for prompt in prompts]
     given = {**small(models["llama"]), "kv_host_memory": None}
     with keeping(models["llama"], tmp_path, **given) as core:
         for prompt in prompts:
             ask(core, prompt, 4)
+            asked.append(1)
         assert stats(core).lost_blocks > 0
     monkeypatch.setattr(device_pages.DevicePages, "copy_of", copy_of)
     with keeping(models["llama"], tmp_path, **given) as core:
