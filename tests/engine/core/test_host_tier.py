@@ -188,6 +188,21 @@ def test_a_step_that_evicts_more_than_there_are_rows_for(
     assert stats(core).host_saved_blocks > 20 and stats(core).host_read_blocks == FULL // 16
 
 
+def test_streams_that_gave_up_their_places_come_back_by_copies(
+    models: dict[str, Path], ended: list[EngineCore]
+) -> None:
+    """What they had computed is not computed again, but for what ended within a block."""
+    core = make_core(models["llama"], **small(models["llama"], 14, 64, max_num_seqs=3))
+    plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
+    ended += [plenty, core]
+    sent = [greedy(f"{i}", tokens(40), 60) for i in range(3)]
+    got, right = (run(one, sent, every_logit=False) for one in (core, plenty))
+    assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in right.items()}
+    said = core.stats()
+    assert said.num_preemptions > 0 and said.persist.restored_tokens >= 32
+    assert said.recomputed_tokens["preemption"] <= 16 * said.num_preemptions
+
+
 def test_the_longest_unused_goes_first(models: dict[str, Path], ended: list[EngineCore]) -> None:
     core = make_core(models["llama"], **small(models["llama"], host=64))
     ended.append(core)
