@@ -118,6 +118,9 @@ class Admission:
                 self._blocks.free(seq.cache)
                 self._blocked = (seq.seq_id, step, before)
                 return None
+            if self.restoring is not None and self.restoring.looks_again(seq, hit + full):
+                self._blocks.free(seq.cache)
+                continue
             return seq, full
         return None
 

@@ -19,7 +19,7 @@ from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
 from windlass.engine.scheduling.reuse import PassageReuser
-from windlass.engine.scheduling.sequence import Sequence
+from windlass.engine.scheduling.sequence import MISSED_ONCE, Sequence
 
 if TYPE_CHECKING:
     from windlass.engine.cache.persist.store import BlockStore
@@ -75,6 +75,7 @@ class Restoring:
         if not seq.has_looked:
             seq.has_looked = True
             cached, wanted = self._wanted(seq)
+            seq.num_seen_blocks = cached
             if wanted:
                 same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
                 if same is not None:
@@ -82,6 +83,18 @@ class Restoring:
                 seq.fetch = same or self._store.fetch(wanted)
                 self._waiting.append(_Waiting(seq, seq.fetch, cached, looks_again=same is not None))
         return seq.fetch is not None
+
+    def looks_again(self, seq: Sequence, hit: int) -> bool:
+        """Whether `seq`, for which there is room and whose cached prefix has `hit` blocks, had better wait once more.
+
+        It may have waited so long for room that blocks were evicted which were there when it looked; they are missed once.
+        """
+        if hit >= seq.num_seen_blocks:
+            return False
+        seq.has_looked = False
+        waits = self.holds_back(seq)
+        seq.num_seen_blocks = MISSED_ONCE
+        return waits
 
     def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
@@ -194,7 +207,10 @@ class Restoring:
             self._keep_longest(part.chain.digests)
         prefix = [block for block in fetch.wanted if block.index is not None]
         last = max((block.index or 0 for block in prefix), default=-1)
-        restored = max(0, self._hit(parts, last + 1, self._cached()) - waiting.num_cached)
+        there = self._hit(parts, last + 1, self._cached())
+        if seq.num_seen_blocks != MISSED_ONCE:
+            seq.num_seen_blocks = there
+        restored = max(0, there - waiting.num_cached)
         passages = [key for key, index in ((b.key, b.index) for b in fetch.wanted) if index is None and key.group == 0]
         restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
         self._store.restored_tokens += restored * self._blocks.block_size

@@ -18,6 +18,8 @@ from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.drafting import Drafting
 from windlass.engine.scheduling.shifting import HeldContext
 
+MISSED_ONCE = -1
+
 
 class SequenceStatus(Enum):
     """WAITING holds no blocks and no rotary row; FORKING is a sample whose first token its parent's row draws."""
@@ -42,7 +44,9 @@ class Sequence:
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
-    has_looked, fetch: whether files were asked for what the cache lacks since it began to wait, and what it waits for of that.
+    has_looked, fetch: whether those who keep blocks were asked for what the cache lacks since it began to wait, and what it waits
+    for of that. num_seen_blocks: of its prefix, that were cached then or came; `MISSED_ONCE` where they were gone at its
+    admission.
     cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
@@ -77,6 +81,7 @@ class Sequence:
     cached_tokens: int | None = None
     waits_for: tuple[Sequence, int] | None = None
     has_looked: bool = False
+    num_seen_blocks: int = 0
     fetch: Fetch | None = None
     children: list[Sequence] | None = None
     ended_samples: set[int] = field(default_factory=set)

@@ -104,7 +104,7 @@ class DevicePages(BlockPages):
         before = self._left[turn]
         if before is not None:
             before.precede()
-        rows = self._of(group, self._leaving[turn])[: len(saved)]
+        rows = self._packed(group, self._leaving[turn], len(saved))
         self._rows[group].gather(self._numbers([one.block for one in saved]), rows)
         host, slots = self._host[group], [one.slot for one in saved]
         mark = self._left[turn] = self._out.ask(lambda: host.receive(slots, rows), [self._copies.mark()])
@@ -221,6 +221,11 @@ class DevicePages(BlockPages):
         """The part of rows [..., words] that a block of this group fills, in its words."""
         own = self._rows[group]
         return rows.view(own.dtype)[..., : own.num_words]
+
+    def _packed(self, group: int, rows: Tensor, count: int) -> Tensor:
+        """So many rows of a block of this group, [count, words], side by side: they go to the host in one copy."""
+        own = self._rows[group]
+        return rows.view(-1).view(own.dtype)[: count * own.num_words].view(count, own.num_words)
 
     def _numbers(self, numbers: Sequence[int]) -> Tensor:
         return sent(torch.tensor(numbers), self._device)

@@ -16,8 +16,7 @@ _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
 def check_folder(config: EngineConfig) -> None:
-    """Make the folder that is asked for, if any is, and look for the memory. Raises LoadError where no model at all could be
-    served so."""
+    """Make the folder that is asked for, if any is. Raises LoadError where no model at all can be served so."""
     for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
         if asked is not None and not config.cache.prefix_caching:
             raise LoadError(

@@ -13,10 +13,12 @@ import pytest
 import torch
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run
+from helpers.played_copies import PlayedCopies
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.engine.cache.memory import device_kv_budget
+from windlass.engine.cache.persist import device_pages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.runner import Runner
@@ -100,6 +102,22 @@ def test_pages_get_what_weights_and_steps_leave(
     order = memory.said
     assert order.index("give back") < order.index("forget") < order.index("peak") < len(order) - 1
     assert order[-1] == "give back"  # before what is free is counted
+
+
+@pytest.mark.usefixtures("on_a_gpu")
+@pytest.mark.parametrize("saves", [False, True])
+def test_copies_to_the_host_are_kept_free(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, saves: bool, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(device_pages, "_ARRIVING", 4 * MIB)
+    monkeypatch.setattr(device_pages, "_LEAVING", 2 * MIB)
+    monkeypatch.setattr(Backend, "make_copies", lambda backend: PlayedCopies())
+    options: dict[str, Any] = {"kv_host_memory": 4 * MIB} if saves else {"kv_persist": str(tmp_path)}
+    core = core_of(model_of("llama"), **options)
+    block = core.info.kv_bytes_per_token * core.info.block_size
+    room = (64 * 0.9 - 10 - 5 - 4 - 4 * saves) * MIB - block
+    assert room - block < core.info.kv_cache_bytes <= room
+    core.close()
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3", "deepseek_v2"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 import threading
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -133,6 +132,7 @@ def test_the_same_bits_from_the_host_and_from_files(
         assert kind == "drafting" or same(got, right)
 
 
+@pytest.mark.slow
 def test_texts_at_random_over_little_memory(models: dict[str, Path], ended: list[EngineCore]) -> None:
     """Several streams, prefixes in common, blocks that go and come at every step."""
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
@@ -164,8 +164,8 @@ def test_steps_under_way_evict_too(burst_seconds: float, models: dict[str, Path]
         return start(plan)
 
     core.runner.start = watched  # type: ignore[method-assign]
-    pairs = [[greedy(f"{i}", [*tokens(70), i], 60) for i in range(2)] for _ in range(3)]
-    sent = [*pairs, *pairs, *pairs[:2]]
+    pairs = [[greedy(f"{i}", [*tokens(70), i], 40) for i in range(2)] for _ in range(3)]
+    sent = [*pairs, *pairs[:2]]
     for requests in sent:
         got, right = (run(one, requests, every_logit=False) for one in (core, plenty))
         assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in right.items()}
@@ -187,6 +187,21 @@ def test_a_step_that_evicts_more_than_there_are_rows_for(
     again = ask(core)
     assert same(again, right) and cached(again) == FULL
     assert stats(core).host_saved_blocks > 20 and stats(core).host_read_blocks == FULL // 16
+
+
+def test_streams_that_gave_up_their_places_come_back_by_copies(
+    models: dict[str, Path], ended: list[EngineCore]
+) -> None:
+    """What they had computed is not computed again, but for what ended within a block."""
+    core = make_core(models["llama"], **small(models["llama"], 14, 64, max_num_seqs=3))
+    plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
+    ended += [plenty, core]
+    sent = [greedy(f"{i}", tokens(40), 60) for i in range(3)]
+    got, right = (run(one, sent, every_logit=False) for one in (core, plenty))
+    assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in right.items()}
+    said = core.stats()
+    assert said.num_preemptions > 0 and said.persist.restored_tokens >= 32
+    assert said.recomputed_tokens["preemption"] <= 16 * said.num_preemptions
 
 
 def test_the_longest_unused_goes_first(models: dict[str, Path], ended: list[EngineCore]) -> None:
@@ -288,21 +303,25 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
-    copy_of = device_pages.DevicePages.copy_of
+    copy_of, copied, asked = device_pages.DevicePages.copy_of, list[int](), list[int]()
+    prompts = [tokens(130) for _ in range(10)]
 
     def slow(pages: Any, group: int, block: int, full_since: float) -> Any:
         first = [plane.copy() for plane in copy_of(pages, group, block, full_since)]
-        time.sleep(0.01)  # long enough for a few steps
+        if len(copied) % 8 == 0:  # until others are where it was
+            seen = len(asked)
+            eventually(lambda: len(asked) in (*range(seen + 3, 99), len(prompts)), 60)
+        copied.append(block)
         return [*first[:1], *copy_of(pages, group, block, full_since)[1:]]  # keys of before, values of behind
 
     monkeypatch.setattr(device_pages.DevicePages, "copy_of", slow)
-    prompts = [tokens(130) for _ in range(10)]
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     right = [ask(plenty, prompt, 4) for prompt in prompts]
     given = {**small(models["llama"]), "kv_host_memory": None}
     with keeping(models["llama"], tmp_path, **given) as core:
         for prompt in prompts:
             ask(core, prompt, 4)
+            asked.append(1)
         assert stats(core).lost_blocks > 0
     monkeypatch.setattr(device_pages.DevicePages, "copy_of", copy_of)
     with keeping(models["llama"], tmp_path, **given) as core:
