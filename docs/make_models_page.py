@@ -62,6 +62,10 @@ over rows of 16 or 8 bits, with keys and values of 16. How many tokens a piece h
 time](serving.md#tuning-the-step-time) says. The absorbed form is taken by single tokens, over more than 65,536 cached ones, on
 a GPU, and under `--deterministic`, where bits must not depend on how a prompt was cut.
 
+What makes keys and values of the cached rows is numbers, in whatever form a file has it. On a CPU, where rows are rounded to
+8 bits for weights in blocks anyway, they are float16 if the file has them in blocks: a decode step reads half of what float32
+takes. Under `--deterministic` and `--activations float32` they are float32.
+
 `--kv-cache-dtype int8` keeps a row as codes of 8 bits with a float32 scale for every 32 of its numbers: in DeepSeek's size 648
 bytes, where 16 bits take 1,152. The rotated part has scales of its own. Where it is turned, the compressed vector keeps its
 bits. On a GPU it is refused.

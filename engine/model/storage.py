@@ -73,12 +73,17 @@ def form_name(storage: str) -> tuple[str, int | None]:
 
 
 def plan_storage(
-    spec: ModelSpec, weight_dtype: str, quantization: str = "none", kept: Mapping[str, str] | None = None
+    spec: ModelSpec,
+    weight_dtype: str,
+    quantization: str = "none",
+    kept: Mapping[str, str] | None = None,
+    heads: str | None = None,
 ) -> dict[str, tuple[StoredPart, ...]]:
     """The plan of a model.
 
     weight_dtype: what has no other form. quantization: `compute.quantization`. kept: storages of a checkpoint's tensors, by
-    name, that are loaded in the form they come in; only without a quantization.
+    name, that are loaded in the form they come in; only without a quantization. heads: the plain type of heads' matrices that
+    lie in blocks there; None: the weight dtype.
     """
     recipe = RECIPES.get(quantization)
     kept = kept or {}
@@ -87,9 +92,10 @@ def plan_storage(
         if len(weight.shape) < 2 or weight.kind == "score":
             continue
         parts: list[StoredPart] = []
+        in_blocks = all(is_blocks(kept.get(tensor.name, weight_dtype)) for tensor in weight.stored)
         for tensor in weight.stored:
             storage = recipe(weight, tensor, spec) if recipe is not None else kept.get(tensor.name)
-            storage = (storage if weight.kind != "heads" else None) or weight_dtype
+            storage = (storage if weight.kind != "heads" else heads if in_blocks else None) or weight_dtype
             if parts and parts[-1].storage == storage:
                 parts[-1] = StoredPart(parts[-1].rows + tensor.rows, storage)
             else:

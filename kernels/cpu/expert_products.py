@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -14,7 +13,7 @@ from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library, load
 from windlass.kernels.cpu.linear import ACTIVATION_TYPES
 from windlass.kernels.cpu.structs import ExpertPartFields, ExpertProductsFields
-from windlass.kernels.layouts.blocks import PANEL, BlockWeight
+from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeight, ExpertWeights
 from windlass.kernels.layouts.panels import PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
@@ -23,7 +22,6 @@ from windlass.kernels.routing import Routed, Routing
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 MOST_EXPERTS = 4096  # that a router of experts.h chooses from
 _ROWS, _PANELS, _BLOCKS = range(3)
-_PIECE_ROWS = 512  # of an expert's weight, which one thread multiplies by; whole panels
 
 
 class CompiledExperts(ExpertWeights):
@@ -43,10 +41,10 @@ class CompiledExperts(ExpertWeights):
         rounds_panels: bool = False,
     ) -> None:
         super().__init__(weights, biases)
-        parts = [[piece for part, first in _parts(weight) for piece in _pieces(part, first)] for weight in self.weights]
+        parts = [_parts(weight) for weight in self.weights]
         self.parts = len(parts[0])
         check(all(len(own) == self.parts for own in parts), "experts: one has other parts than the next")
-        self.has_blocks = any(isinstance(piece.part, BlockWeight) for own in parts for piece in own)
+        self.has_blocks = any(isinstance(part, BlockWeight) for own in parts for part, _ in own)
         bias_types = {bias.dtype for bias in self.biases or ()}
         check(
             bias_types <= ({torch.float32} if self.has_blocks else TYPE_CODES.keys())
@@ -55,8 +53,8 @@ class CompiledExperts(ExpertWeights):
         )
         self._table = (ExpertPartFields * (len(self.weights) * self.parts))()
         for expert, own in enumerate(parts):
-            for place, piece in enumerate(own):
-                self._table[expert * self.parts + place] = _fields(piece, self.bias(expert))
+            for place, (part, first) in enumerate(own):
+                self._table[expert * self.parts + place] = _fields(part, first, self.bias(expert))
         found = (library or load()).addresses
         self._products = ExpertProductsFields(
             *(found["linear"], found["linear_panels"], found["linear_blocks"]),
@@ -74,31 +72,15 @@ def _parts(weight: ExpertWeight) -> list[tuple[Part, int]]:
     return [(weight, 0)]
 
 
-class _Piece(NamedTuple):
-    """Rows begin .. begin + rows of a part, which stands at row `first` of the weight."""
-
-    part: Part
-    first: int
-    begin: int
-    rows: int
-
-
-def _pieces(part: Part, first: int) -> list[_Piece]:
-    """Of about a size that threads share well; whole panels."""
-    rows = part.shape[0]
-    return [_Piece(part, first, begin, min(_PIECE_ROWS, rows - begin)) for begin in range(0, rows, _PIECE_ROWS)]
-
-
-def _fields(piece: _Piece, bias: Tensor | None) -> ExpertPartFields:
-    part, first, panel = piece.part, piece.first + piece.begin, piece.begin // PANEL
-    fields = ExpertPartFields(first=first, columns=piece.rows, together=0 if piece.begin else part.shape[0])
+def _fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFields:
+    fields = ExpertPartFields(first=first, columns=part.shape[0])
     if bias is not None:
         fields.bias, fields.bias_type = bias.data_ptr() + first * bias.element_size(), TYPE_CODES[bias.dtype]
     if isinstance(part, BlockWeight):
         tensors, form = part.tensors(), part.form
         check(all(one.is_contiguous() for one in tensors.values()), "experts: a weight is not contiguous")
-        fields.kind, fields.data, fields.scales = _BLOCKS, part.codes[panel:].data_ptr(), part.scales[panel:].data_ptr()
-        fields.supers = None if part.supers is None else part.supers[panel:].data_ptr()
+        fields.kind, fields.data, fields.scales = _BLOCKS, part.codes.data_ptr(), part.scales.data_ptr()
+        fields.supers = None if part.supers is None else part.supers.data_ptr()
         fields.bits, fields.group, fields.super_groups = form.bits, form.group, form.super_groups
         fields.minimum, fields.offset = int(form.minimum), form.offset
         return fields
@@ -107,8 +89,7 @@ def _fields(piece: _Piece, bias: Tensor | None) -> ExpertPartFields:
         rows.is_cpu and rows.dtype in TYPE_CODES and (isinstance(part, Tensor) or rows.is_contiguous()),
         f"experts: a weight is {rows.dtype} on {rows.device}",
     )
-    own = rows[panel:] if isinstance(part, PanelWeight) else rows[piece.begin :]
-    fields.data, fields.type = own.data_ptr(), TYPE_CODES[rows.dtype]
+    fields.data, fields.type = rows.data_ptr(), TYPE_CODES[rows.dtype]
     if isinstance(part, PanelWeight):
         fields.kind = _PANELS
     else:

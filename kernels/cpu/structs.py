@@ -129,7 +129,6 @@ class ExpertPartFields(ctypes.Structure):
         ("bias_type", _INT64),
         ("first", _INT64),
         ("columns", _INT64),
-        ("together", _INT64),
     )
 
 

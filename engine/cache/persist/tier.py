@@ -22,7 +22,7 @@ _COPY_SECONDS = 1.0  # that a plan with a copy in it may take to begin
 
 
 @dataclass(slots=True)
-class _Place:
+class _HostPlace:
     """mark: behind the copy that fills it; None before that is asked for. num_readers: who copies from it now."""
 
     slot: int
@@ -49,7 +49,7 @@ class HostTier:
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounts) -> None:
         self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
         self.known = KnownBlocks(block_size)  # for what is found as a passage
-        self._places: list[OrderedDict[bytes, _Place]] = [OrderedDict() for _ in block_bytes]  # longest unused first
+        self._places: list[OrderedDict[bytes, _HostPlace]] = [OrderedDict() for _ in block_bytes]  # longest unused first
         self._free = [list(range(num_slots - 1, -1, -1)) for _ in block_bytes]
         self._passages: dict[bytes, PassageRecord] = {}  # of blocks whose first group's is still in the device's cache
         self._leaving: list[SavedBlock] = []
@@ -86,7 +86,7 @@ class HostTier:
                 return False
             else:
                 slot = self._free[key.group].pop()
-                places[key.digest] = _Place(slot)
+                places[key.digest] = _HostPlace(slot)
                 self._leaving.append(SavedBlock(*key, block, slot))
         if not key.group:
             self.known.add(key, 0, passage)

@@ -42,7 +42,17 @@ template <class T> INLINE bool may_join(const Attention &p, long b, long cut, lo
     return IN_PANELS<T> ? own >= begin && own <= end : own == begin;
 }
 
-// Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads.
+// As p, but only `count` queries of kv head `head`, from its query `first` on.
+static Attention with_queries(Attention p, long head, long first, long count) {
+    const long skipped = head * p.group() + first - head * count;  // where it looks for them is head * count
+    p.q = (const char *)p.q + skipped * p.q_head * (p.q_type == 0 ? 4 : 2);
+    if (p.slopes) p.slopes += skipped;
+    p.heads = count * p.kv_heads;
+    return p;
+}
+
+// Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads, and of a single head some
+// queries, where there is nothing else to share: they meet the same keys, which the caches have by then.
 template <class T> static int attend_alone(const Attention &p) {
     const long group = p.group(), part_row = p.value_dim + 2;
     long *first = (long *)malloc((p.batch + 1) * sizeof(long));  // cuts before each sequence
@@ -57,7 +67,10 @@ template <class T> static int attend_alone(const Attention &p) {
     const bool serial = keys * p.kv_heads * p.dim < SERIAL_KEYS;
     // A cut's heads lie side by side in memory: one thread takes them all, where there are enough cuts for all threads.
     const long wanted = serial ? 1 : min_of(p.kv_heads, ceil_div(all_threads, max_of(1, cuts)));
-    const long heads = ceil_div(p.kv_heads, wanted), pieces = ceil_div(p.kv_heads, heads), units = cuts * pieces;
+    const long heads = ceil_div(p.kv_heads, wanted), pieces = ceil_div(p.kv_heads, heads);
+    const long spread = serial || heads > 1 ? 1 : min_of(ceil_div(group, QUERIES), all_threads / max_of(1, cuts * pieces));
+    const long queries = spread > 1 ? round_up(ceil_div(group, spread), QUERIES) : group, slices = ceil_div(group, queries);
+    const long units = cuts * pieces * slices;
     const long threads = serial ? 1 : max_of(1, min_of(units, all_threads));
     long *owner = (long *)malloc(max_of(1, cuts) * sizeof(long));
     // Parts [cut][head][part_row], then the scratch of each thread.
@@ -73,7 +86,8 @@ template <class T> static int attend_alone(const Attention &p) {
             s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
             long asked_for = -1;  // the unit whose first chunk is on its way
             shares.take(thread, [&](long unit) {
-                const long at = unit / pieces, head = unit % pieces * heads, here = min_of(heads, p.kv_heads - head);
+                const long at = unit / slices / pieces, head = unit / slices % pieces * heads, here = min_of(heads, p.kv_heads - head);
+                const long skipped = unit % slices * queries, count = min_of(queries, group - skipped);
                 const auto part_of = [&](long number) {  // row, keys
                     const long b = owner[number], cut = p.first_cut(b) + number - first[b];
                     return Following{b, p.begin_of(b, cut), p.end_of(b, cut)};
@@ -83,12 +97,12 @@ template <class T> static int attend_alone(const Attention &p) {
                 if (!asked) first_chunk_of<T>(p, own, head, here).ask(1 << 20);
                 // Where heads are apart, the next unit is no neighbour in memory; where a share ends, it is another thread's.
                 Following next = {0, 0, 0};
-                if (pieces == 1 && !shares.begins_one(unit + 1)) next = part_of(at + 1), asked_for = unit + 1;
+                if (pieces * slices == 1 && !shares.begins_one(unit + 1)) next = part_of(at + 1), asked_for = unit + 1;
                 const long b = own.b, cut = p.first_cut(b) + at - first[b];
                 const bool loaded = asked && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
-                attend_cut<T>(p, s, b, 1, head, here, cut, next, loaded);
-                for (long i = 0; i < here * group; i++)
-                    keep_part(p, s, i, parts + (at * p.heads + head * group + i) * part_row);
+                attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, next, loaded);
+                for (long i = 0; i < here * count; i++)
+                    keep_part(p, s, i, parts + (at * p.heads + head * group + skipped + i) * part_row);
             });
         });
         for_units(p.batch * p.heads, threads_for(cuts * p.heads * part_row, p.batch * p.heads), [&](long i) {

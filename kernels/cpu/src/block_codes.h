@@ -58,6 +58,10 @@ struct BlockWeight {
     INLINE_MEMBER int parts() const { return minimum ? 2 : 1; }
 };
 
+// Scales under super scales: with minima both are bytes without a sign.
+template <bool MINIMUM> struct ByteOf { typedef int8_t type; };
+template <> struct ByteOf<true> { typedef uint8_t type; };
+
 INLINE vs even_bytes(vub w, bool is_signed) { return is_signed ? ((vs)w << 8) >> 8 : (vs)((vus)w & 0xff); }
 INLINE vs odd_bytes(vub w, bool is_signed) { return is_signed ? (vs)w >> 8 : (vs)((vus)w >> 8); }
 

@@ -10,8 +10,8 @@
 #include <cstdlib>
 
 #include "block_codes.h"
+#include "block_groups.h"
 #include "block_rows.h"
-#include "byte_products.h"
 #include "names.h"
 #include "simd.h"
 #include "tiles.h"
@@ -20,7 +20,6 @@ namespace {
 
 namespace blocks {
 
-constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
 // Rows of a tile that meets two panels at once, where there are registers for that: of many tiles each byte of x is spread over a
 // vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much).
 constexpr bool PAIRED_PANELS = WINDLASS_QUADS && V == 1;
@@ -31,12 +30,6 @@ constexpr long SINGLE_QUADS = 512;  // of one panel against a single tile, whose
 constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of waiting for one another
 constexpr long X_BYTES = 256 << 10; // of rounded x per pass, if that leaves enough rows
 constexpr long LEAST_PASS = 128, MOST_PASS = 192;
-// Bytes of codes asked for in advance. Codes and scales take turns, which the processor's own prefetching follows poorly
-// (measured on an EPYC with AVX2: a fifth more for one row and 8 bits). With AVX-512 into L2: there L1 has too few misses at a time
-// (measured on Zen 4: a tenth more for one row of a 135M model's matrices, 3 % of a 1B model's).
-constexpr long AHEAD = WINDLASS_LANES == 16 ? 4096 : 3072;
-constexpr int INTO = WINDLASS_LANES == 16 ? 2 : 3;
-
 struct BlockLinear {
     BlockWeight weight;
     const float *x; long x_stride;
@@ -44,189 +37,6 @@ struct BlockLinear {
     float *out; long out_stride;
     long M;
 };
-
-// Vectors of a panel that go through a group together and share what is spread of x, as far as registers allow.
-template <class F, bool READY> constexpr int vectors_at_once() {
-    if (W == 4) return F::BYTES ? 1 : WINDLASS_REGISTERS >= 32 ? 2 : V;
-    return F::BYTES && F::UPPER > 0 ? 1 : V;
-}
-// Whether the results of a panel stay in registers from group to group. With 16 registers those of several rows would push
-// out the sums of bytes, which are used far more often (measured on an EPYC with AVX2: four rows and 4 bits a seventh slower).
-template <class F, int MT> constexpr bool kept_in_registers() { return W != 8 || !F::BYTES || MT <= 2; }
-
-// Exact sums over one group of products of a panel's rows, from the vector at w and x on, with MT rows of x.
-template <class F, bool READY, int VS, int MT>
-INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
-    constexpr long STEP = 4 * F::X * MT, LINE = QUAD_BYTES * F::X;
-    if constexpr (F::BYTES) {
-#if WINDLASS_BYTES
-        BytesSum part[VS][MT];
-        WINDLASS_UNROLL
-        for (int q = 0; q < F::QUADS; q++) {
-            vub weight[VS];
-            for (int v = 0; v < VS; v++)
-                weight[v] = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
-            for (int m = 0; m < MT; m++) {
-                const vi xm = spread(x + q * STEP + 4 * m);
-                for (int v = 0; v < VS; v++)
-                    part[v][m] = q % F::RUN ? add_bytes(part[v][m], weight[v], xm) : first_bytes(weight[v], xm);
-            }
-            if (q % F::RUN == F::RUN - 1)
-                for (int v = 0; v < VS; v++)
-                    for (int m = 0; m < MT; m++)
-                        sums[v][m] = q < F::RUN ? total_bytes(part[v][m]) : sums[v][m] + total_bytes(part[v][m]);
-        }
-#endif
-    } else if constexpr (F::PAIRS) {
-        // Even bytes of all vectors, then odd ones: half the registers. The hidden pointer makes the bytes load again.
-        WINDLASS_UNROLL
-        for (int q = 0; q < F::QUADS; q++) {
-            for (int odd = 0; odd < 2; odd++) {
-                const uint8_t *from = w;
-                if (!READY && odd) asm("" : "+r"(from));
-                vs weight[VS];
-                for (int v = 0; v < VS; v++) {
-                    if (READY) weight[v] = (vs)load_bytes(from + q * LINE + (2 * v + odd) * 4 * W);
-                    else {
-                        const vub codes = codes_of<F>(from + v * 4 * W, q);
-                        weight[v] = odd ? odd_bytes(codes, F::BITS == 8) : even_bytes(codes, F::BITS == 8);
-                    }
-                }
-                for (int m = 0; m < MT; m++) {
-                    const vs xm = (vs)spread(x + q * STEP + 8 * m + 4 * odd);
-                    for (int v = 0; v < VS; v++)
-                        sums[v][m] = q || odd ? add_pairs(sums[v][m], weight[v], xm) : madd_pairs(weight[v], xm);
-                }
-            }
-        }
-    } else {
-#if WINDLASS_QUADS
-        for (int v = 0; v < VS; v++)
-            for (int m = 0; m < MT; m++) sums[v][m] = vi{};
-        WINDLASS_UNROLL
-        for (int q = 0; q < F::QUADS; q++)
-            for (int v = 0; v < VS; v++) {
-                const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
-                add_rows<MT>(sums[v], F::CARRIED ? codes ^ uint8_t(F::CARRIED) : codes, x + q * STEP);
-            }
-#endif
-    }
-}
-
-// What a panel's groups have besides their codes, to be asked for while the groups before them are multiplied.
-struct Following {
-    const char *scales;
-    long step;  // bytes of a group
-};
-
-// Adds the products of some groups of a panel and a tile of x to sums [MT][16]. w_scale: [groups][parts][16].
-template <class F, bool READY, int MT>
-static NOINLINE void multiply_groups(const uint8_t *w, const float *w_scale, const uint8_t *x, const float *x_scale,
-                                     const float *correction, long groups, Following following, float *sums, bool fresh) {
-    constexpr int VS = vectors_at_once<F, READY>();
-    constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
-    constexpr bool KEPT = kept_in_registers<F, MT>();
-    vf kept[V][MT];
-    for (int v = 0; v < V; v++)
-        for (int m = 0; m < MT; m++) {
-            float *at = sums + m * PANEL + v * W;
-            if (KEPT) kept[v][m] = fresh ? vf{} : load(at);
-            else if (fresh) store(at, vf{});
-        }
-    for (long g = 0; g < groups; g++) {
-        if (!READY) {
-            __builtin_prefetch(following.scales + g * following.step);
-            for (long i = 0; i < WEIGHT_BYTES; i += 64) __builtin_prefetch(w + AHEAD + i, 0, INTO);
-        }
-        for (int v = 0; v < V; v += VS) {
-            const uint8_t *xg = x;
-            if (VS < V) asm("" : "+r"(xg));  // or the spread values are kept from one vector to the next, on the stack
-            vi part[VS][MT];
-            group_sums<F, READY, VS, MT>(w + v * (READY ? F::X : 1) * 4 * W, xg, part);
-            for (int i = 0; i < VS; i++) {
-                const vf scale = load(w_scale + (v + i) * W);
-                for (int m = 0; m < MT; m++) {
-                    vi products = part[i][m];
-                    if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
-                        int32_t more;
-                        __builtin_memcpy(&more, correction + m, 4);
-                        products += more;
-                    }
-                    float *at = sums + m * PANEL + (v + i) * W;
-                    vf acc = KEPT ? kept[v + i][m] : load(at);
-                    acc = add_product(acc, __builtin_convertvector(products, vf), scale * x_scale[m]);
-                    if (F::MINIMUM) acc = add_product(acc, load(w_scale + PANEL + (v + i) * W), splat(correction[m]));
-                    if (KEPT) kept[v + i][m] = acc;
-                    else store(at, acc);
-                }
-            }
-        }
-        w += WEIGHT_BYTES, w_scale += F::PARTS * PANEL, x += F::QUADS * 4 * F::X * MT, x_scale += MT, correction += MT;
-    }
-    for (int v = 0; v < V && KEPT; v++)
-        for (int m = 0; m < MT; m++) store(sums + m * PANEL + v * W, kept[v][m]);
-}
-
-// What a panel of a pair brings to some groups.
-struct PanelGroups {
-    const uint8_t *codes;
-    const float *scales;  // [groups][parts][16]
-};
-
-// As multiply_groups, for two panels whose vectors are whole: sums [MT][2][16].
-template <class F, bool READY, int MT>
-static NOINLINE void multiply_pair(PanelGroups a, PanelGroups b, const uint8_t *x, const float *x_scale,
-                                   const float *correction, long groups, float *sums, bool fresh) {
-#if WINDLASS_QUADS
-    constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
-    vf kept[2][MT];
-    for (int m = 0; m < MT; m++)
-        for (int n = 0; n < 2; n++) kept[n][m] = fresh ? vf{} : load(sums + (2 * m + n) * PANEL);
-    for (long g = 0; g < groups; g++) {
-        vi part[2][MT] = {};
-        WINDLASS_UNROLL
-        for (int q = 0; q < F::QUADS; q++) {
-            vub codes[2];
-            for (int n = 0; n < 2; n++) {
-                const uint8_t *w = n ? b.codes : a.codes;
-                codes[n] = READY ? load_bytes(w + q * QUAD_BYTES) : codes_of<F>(w, q);
-                if (F::CARRIED) codes[n] ^= uint8_t(F::CARRIED);
-            }
-            for (int m = 0; m < MT; m++) {
-                const vi xm = spread(x + (q * MT + m) * 4);
-                for (int n = 0; n < 2; n++) part[n][m] = add_quads(part[n][m], codes[n], xm);
-            }
-        }
-        for (int n = 0; n < 2; n++) {
-            const float *w_scale = n ? b.scales : a.scales;
-            const vf scale = load(w_scale);
-            for (int m = 0; m < MT; m++) {
-                vi products = part[n][m];
-                if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
-                    int32_t more;
-                    __builtin_memcpy(&more, correction + m, 4);
-                    products += more;
-                }
-                kept[n][m] = add_product(kept[n][m], __builtin_convertvector(products, vf), scale * x_scale[m]);
-                if (F::MINIMUM) kept[n][m] = add_product(kept[n][m], load(w_scale + PANEL), splat(correction[m]));
-            }
-        }
-        a.codes += WEIGHT_BYTES, a.scales += F::PARTS * PANEL, b.codes += WEIGHT_BYTES, b.scales += F::PARTS * PANEL;
-        x += F::QUADS * 4 * MT, x_scale += MT, correction += MT;
-    }
-    for (int m = 0; m < MT; m++)
-        for (int n = 0; n < 2; n++) store(sums + (2 * m + n) * PANEL, kept[n][m]);
-#endif
-}
-
-// Calls f with the row count as a constant.
-template <int N> struct Count { static constexpr int value = N; };
-template <int MT = 1, class F> INLINE void with_rows(long rows, const F &f) {
-    if constexpr (MT < TILE_ROWS) {
-        if (rows > MT) return with_rows<MT + 1>(rows, f);
-    }
-    f(Count<MT>{});
-}
 
 static NOINLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) {
     for (long i = 0; i < PANEL && n + i < p.weight.N; i += W) {
@@ -244,6 +54,11 @@ struct Scratch {
     uint8_t *ready;
 };
 
+INLINE void finish_panel(const BlockLinear &p, const Scratch &own, long panel) {
+    for (long m = 0; m < p.M; m++)
+        finish(p, own.sums + m * PANEL, panel * PANEL, p.out + m * p.out_stride + panel * PANEL);
+}
+
 template <class F, bool READY>
 static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
     const long groups = p.weight.groups(), block = (tiles.count == 1 ? SINGLE_QUADS : READY_QUADS) / F::QUADS;
@@ -252,7 +67,7 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
     for (long g = 0; g < groups; g += block, stored += block * F::STORED_BYTES) {
         const long count = min_of(block, groups - g), bytes = count * F::STORED_BYTES;
         widen_scales(p.weight, panel, g, g + count, own.scales);
-        const Following following = {(const char *)p.weight.scales + (panel * groups + g + block) * step, step};
+        const Following following = {READY ? nullptr : (const char *)p.weight.scales + (panel * groups + g + block) * step, step};
         if (READY) make_ready<F>(stored, count, own.ready);
         for (long t = 0; t < tiles.count; t++) {
             const long begin = tiles.begin(t), rows = tiles.size(t);
@@ -261,15 +76,36 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
                 for (long i = round_up(bytes * t / tiles.count, 64); i < end; i += 64) __builtin_prefetch(stored + bytes + i);
             }
             const long at = begin * groups + g * rows;
+            const PlainScales<F, float> scales = {own.scales};
             with_rows(rows, [&](auto rows_constant) {
                 constexpr int MT = decltype(rows_constant)::value;
-                multiply_groups<F, READY, MT>(READY ? own.ready : stored, own.scales, x.values + at * F::GROUP * F::X,
+                multiply_groups<F, READY, MT>(READY ? own.ready : stored, scales, x.values + at * F::GROUP * F::X,
                                               x.scale + at, x.correction + at, count, following, own.sums + begin * PANEL, g == 0);
             });
         }
     }
-    for (long m = 0; m < p.M; m++)
-        finish(p, own.sums + m * PANEL, panel * PANEL, p.out + m * p.out_stride + panel * PANEL);
+    finish_panel(p, own, panel);
+}
+
+// A panel against a single tile, its scales taken as they come.
+template <class F> static void multiply_at_once(const BlockLinear &p, const RoundedRows &x, long panel, const Scratch &own) {
+    const long groups = p.weight.groups(), at = panel * groups, each = F::PARTS * PANEL, size = p.weight.super_groups ? 1 : 2;
+    const char *scales = (const char *)p.weight.scales + at * each * size;
+    const Following following = {reads_best_unasked() ? nullptr : scales + groups * each * size, each * size};
+    const auto multiply = [&](auto w_scale) {
+        with_rows(p.M, [&](auto rows_constant) {
+            constexpr int MT = decltype(rows_constant)::value;
+            multiply_groups<F, false, MT>(p.weight.codes + at * F::STORED_BYTES, w_scale, x.values, x.scale, x.correction, groups,
+                                          following, own.sums, true);
+        });
+    };
+    if (!p.weight.super_groups) multiply(PlainScales<F, f16>{(const f16 *)scales});
+    else {
+        typedef typename SuperScales<F>::T T;
+        const long supers = ceil_div(groups, p.weight.super_groups) * each;
+        multiply(SuperScales<F>{(const T *)scales, p.weight.supers + panel * supers, p.weight.super_groups});
+    }
+    finish_panel(p, own, panel);
 }
 
 // Two neighbouring panels against many tiles.
@@ -346,6 +182,11 @@ template <class F> static int linear_pass(const BlockLinear &p) {
             if constexpr (PAIRED_PANELS)
                 for (; paired && panel + 2 <= end; panel += 2) multiply_panels<F>(p, tiles, x, panel, own);
             for (; panel < end; panel++) {
+                if constexpr (SCALES_IN_PASSING)
+                    if (tiles.count == 1) {
+                        multiply_at_once<F>(p, x, panel, own);
+                        continue;
+                    }
                 if (F::UNPACKS && tiles.count > 2) multiply_panel<F, F::UNPACKS>(p, tiles, x, panel, own);
                 else multiply_panel<F, false>(p, tiles, x, panel, own);
             }

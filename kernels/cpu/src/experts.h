@@ -16,14 +16,13 @@
 
 namespace {
 
-// Rows first .. first + columns of an expert's weight; field by field ExpertPartFields in structs.py.
+// Rows first .. first + columns of an expert's weight, stored as one; field by field ExpertPartFields in structs.py.
 struct ExpertPart {
     const void *data, *scales, *supers, *bias;  // of blocks: codes, scales and scales of super groups; bias may be null
     int64_t kind;                               // 0 rows, 1 panels, 2 blocks
     int64_t type, stride;                       // of rows and panels; of rows
     int64_t bits, group, super_groups, minimum, offset;  // of blocks
     int64_t bias_type, first, columns;
-    int64_t together;                           // columns of this one and of those that follow it in memory; 0: it follows one
 };
 
 // Functions of the set of instructions at hand, as they are exported; field by field ExpertProductsFields in structs.py.
@@ -46,6 +45,9 @@ constexpr long MOST = 4096;
 constexpr int NO_SUCH_EXPERT = 2;
 constexpr long MANY_ROWS = 16;  // of an expert, on average, from which it is one thread's
 constexpr long RUN = 192;       // of them at a time, as one pass of block_linear.h has
+constexpr long PANEL = 16;      // columns of a weight that lie together, however it is stored; see panels.h and block_codes.h
+constexpr long MOST_RUN = 64, LEAST_RUN = 4;  // panels that a thread takes at a time
+constexpr long LEAST_SHARED = 32;  // where experts have several rows, which are rounded anew for each run
 
 struct Choice {
     const float *bias;
@@ -158,6 +160,22 @@ static int multiply(const ExpertProducts &products, const ExpertPart &p, const v
                                   (float *)to, out_row, rows, p.columns, K);
 }
 
+// Columns begin .. begin + columns of a part, from a whole panel on.
+static ExpertPart some_of(ExpertPart p, long begin, long columns, long K) {
+    p.first += begin, p.columns = columns;
+    if (p.bias) p.bias = (const char *)p.bias + begin * (p.bias_type == 0 ? 4 : 2);
+    const long panel = begin / PANEL;
+    if (p.kind == 0) p.data = (const char *)p.data + begin * p.stride * (p.type == 0 ? 4 : 2);
+    else if (p.kind == 1) p.data = (const char *)p.data + panel * ceil_div(K, 2) * 2 * PANEL * 2;
+    else {
+        const long groups = panel * ceil_div(K, p.group), each = (p.minimum ? 2 : 1) * PANEL;
+        p.data = (const char *)p.data + groups * p.group * p.bits * PANEL / 8;
+        p.scales = (const char *)p.scales + groups * each * (p.super_groups ? 1 : 2);
+        if (p.super_groups) p.supers = (const char *)p.supers + panel * ceil_div(ceil_div(K, p.group), p.super_groups) * each * 2;
+    }
+    return p;
+}
+
 // logits: [rows][count] float32, bias: [count] or null. chosen, weights: [rows][top_k].
 EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, const float *bias, long count, long top_k,
                                         long groups, long top_groups, int scores, int two_largest, int normalized, float scale,
@@ -211,9 +229,8 @@ static int multiply_runs(const Routed &p) {
                 for (long i = 0; i < run.rows; i++)
                     std::memcpy(gathered + i * x_bytes, p.x_of(p.order[run.begin + i]), x_bytes);
                 for (long i = 0; i < p.parts; i++) {
-                    ExpertPart part = p.table[run.expert * p.parts + i];
-                    part.columns = part.together;
-                    if (part.columns && multiply(*p.products, part, gathered, p.K, p.type, made, p.columns, run.rows, p.K))
+                    const ExpertPart &part = p.table[run.expert * p.parts + i];
+                    if (multiply(*p.products, part, gathered, p.K, p.type, made, p.columns, run.rows, p.K))
                         __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
                 }
                 for (long i = 0; i < run.rows; i++)
@@ -225,6 +242,27 @@ static int multiply_runs(const Routed &p) {
     return code;
 }
 
+// Part `part` of what is multiplied, one of those of `expert`, whose panels stand from `begin` on among all of them.
+struct Span { long part, expert, begin; };
+
+// Panels 0 .. count, which threads take in ever shorter runs: long ones, so that each reads one stretch of memory and rounds its
+// rows once, and short ones at the end, so that none waits for another.
+struct Runs {
+    long count, threads, least;
+    alignas(64) long next = 0;
+    Runs(long count, long threads, long least) : count(count), threads(threads), least(least) {}
+    // The next run, or false.
+    INLINE_MEMBER bool take(long &begin, long &end) {
+        begin = __atomic_load_n(&next, __ATOMIC_RELAXED);
+        do {
+            if (begin >= count) return false;
+            const long run = max_of(least, min_of(MOST_RUN, (count - begin) / (2 * threads)));
+            end = min_of(count, begin + run);
+        } while (!__atomic_compare_exchange_n(&next, &begin, end, true, __ATOMIC_RELAXED, __ATOMIC_RELAXED));
+        return true;
+    }
+};
+
 // out[r] = x[r / per_row] * weight of expert chosen[r], for r < rows. table: [count][parts]. type: of x and out, 0 float32 or
 // 1 bfloat16. Returns 1 when out of memory, 2 for an expert that is none.
 EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type, const void *table, long count, long parts,
@@ -232,8 +270,9 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
                                             long columns, long K) {
     const long size = type == 0 ? 4 : 2;
     void *memory = nullptr;
-    if (posix_memalign(&memory, 64, (count + 1 + rows) * sizeof(long))) return 1;
+    if (posix_memalign(&memory, 64, (count + 1 + rows) * sizeof(long) + (min_of(rows, count) * parts + 1) * sizeof(Span))) return 1;
     long *starts = (long *)memory, *order = starts + count + 1;
+    Span *spans = (Span *)(order + rows);
     std::memset(starts, 0, (count + 1) * sizeof(long));
     long most = 0, code = 0;
     for (long r = 0; r < rows; r++) {
@@ -262,7 +301,16 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
     char *made = gathered + rows * K * size;
     const auto begin_of = [&](long e) { return e ? starts[e - 1] : 0; };
     const auto is_single = [&](long e) { return starts[e] - begin_of(e) == 1; };
+    const auto is_none = [&](long e) { return starts[e] == begin_of(e); };
     const long threads = rows * columns * K < SERIAL_WORK ? 1 : most_threads();
+    const ExpertProducts &own = *(const ExpertProducts *)products;
+    long panels = 0, used = 0;  // of the weights of all experts that have rows, and how many parts those are
+    for (long e = 0; e < count; e++)
+        for (long i = 0; i < parts && !is_none(e); i++) {
+            spans[used++] = {e * parts + i, e, panels};
+            panels += ceil_div(((const ExpertPart *)table)[e * parts + i].columns, PANEL);
+        }
+    spans[used] = {0, 0, panels};
     as_team([&] {
         if (most > 1) {
             for_units(rows, threads_for(rows * K, rows), [&](long i) {
@@ -270,23 +318,28 @@ EXPORT int WINDLASS_NAME(linear_of_experts)(const void *x, long x_row, int type,
                     std::memcpy(gathered + i * K * size, (const char *)x + order[i] / per_row * x_row * size, K * size);
             });
         }
-        // Each part of an expert's weight is one thread's: no thread waits for another before all are done.
-        Units units(count * parts);
+        Runs runs(panels, threads, most > 1 ? LEAST_SHARED : LEAST_RUN);
         on_threads(threads, [&](long) {
             alone([&] {
-                units.take([&](long unit) {
-                    const long e = unit / parts, begin = begin_of(e), n = starts[e] - begin;
-                    if (!n) return;
-                    const ExpertPart &part = ((const ExpertPart *)table)[unit];
-                    const ExpertProducts &own = *(const ExpertProducts *)products;
-                    const long r = order[begin];
-                    const int found =
-                        n == 1 ? multiply(own, part, (const char *)x + r / per_row * x_row * size, x_row, type,
-                                          (char *)out + r * columns * size, columns, 1, K)
-                               : multiply(own, part, gathered + begin * K * size, K, type, made + begin * columns * size,
-                                          columns, n, K);
-                    if (found) __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
-                });
+                const Span *span = spans;
+                for (long begin, end; runs.take(begin, end);) {
+                    while (begin < end) {
+                        while (begin >= span[1].begin) span++;
+                        const long own_end = min_of(end, span[1].begin), first = begin_of(span->expert), r = order[first];
+                        const ExpertPart &whole = ((const ExpertPart *)table)[span->part];
+                        const long column = (begin - span->begin) * PANEL;
+                        const ExpertPart part =
+                            some_of(whole, column, min_of(whole.columns, (own_end - span->begin) * PANEL) - column, K);
+                        const long n = starts[span->expert] - first;
+                        const int found =
+                            n == 1 ? multiply(own, part, (const char *)x + r / per_row * x_row * size, x_row, type,
+                                              (char *)out + r * columns * size, columns, 1, K)
+                                   : multiply(own, part, gathered + first * K * size, K, type, made + first * columns * size,
+                                              columns, n, K);
+                        if (found) __atomic_store_n(&code, 1, __ATOMIC_RELAXED);
+                        begin = own_end;
+                    }
+                }
             });
         });
         if (most > 1) {

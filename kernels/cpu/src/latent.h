@@ -20,6 +20,10 @@ constexpr long UNIT_ROWS = 16;   // rows of a value's matrix that a thread takes
 constexpr long PROMPT_ROWS = 128, PROMPT = 32;  // and for so many, whose rows would be read again for each of those
 constexpr long VALUE_ROWS = WINDLASS_REGISTERS >= 32 ? 4 : 2;  // of those, as many as share the loads of a tile of tokens
 
+constexpr long WIDE = 512;       // latent dims of a query that a thread takes at a time for fewer tokens than a tile has
+
+template <long n> struct Count { static constexpr long value = n; };
+
 struct Shape { long tokens, heads, rotary, plain, value_dim, dim; };  // dim: latent dims
 
 // out[t][c] = sum over n of q[t][n] * up[n][c] for `tile` tokens and dims [c, c + COLUMNS * W), cut at `dim`.
@@ -43,6 +47,22 @@ INLINE void query_block(const TQ *q, long q_row, const TU *up, long plain, long 
         }
 }
 
+// As query_block, for one token and dims [c, end): rows of the matrix one after the other, as they lie in memory, which is what a
+// core reads quickest. The sums wait in `sums` [WIDE] meanwhile, which stays in L1.
+template <class TQ, class TU, class TO>
+INLINE void query_rows(const TQ *q, const TU *up, long plain, long dim, long c, long end, float *sums, TO *out) {
+    const long whole = (end - c) / W * W, rest = end - c - whole;
+    for (long i = 0; i < end - c; i += W) store(sums + i, vf{});
+    for (long n = 0; n < plain; n++) {
+        const vf x = splat(widen(q[n]));
+        const TU *row = up + n * dim + c;
+        for (long i = 0; i < whole; i += W) store(sums + i, add_product(load(sums + i), load(row + i), x));
+        if (rest) store(sums + whole, add_product(load(sums + whole), load_some(row + whole, rest), x));
+    }
+    for (long i = 0; i < whole; i += W) store(out + c + i, load(sums + i));
+    if (rest) store_some(out + c + whole, load(sums + whole), rest);
+}
+
 // out[t][v] = sum over c of up[v][c] * x[t][c] for `tile` tokens and `rows` rows. Every sum runs in one order, whatever the two.
 template <long tile, long rows, class TX, class TU, class TO>
 INLINE void value_tile(const TX *x, long x_row, const TU *up, long dim, TO *out, long out_row) {
@@ -64,12 +84,13 @@ INLINE void value_tile(const TX *x, long x_row, const TU *up, long dim, TO *out,
 template <long tile, class TX, class TU, class TO>
 INLINE void value_block(const TX *x, long x_row, const TU *up, long rows, long dim, TO *out, long out_row) {
     long v = 0;
-    for (; v + VALUE_ROWS <= rows; v += VALUE_ROWS) value_tile<tile, VALUE_ROWS>(x, x_row, up + v * dim, dim, out + v, out_row);
+    // A single token shares nothing: rows one after the other, as they lie in memory.
+    constexpr long ROWS = tile > 1 || W < 16 ? VALUE_ROWS : 1;
+    for (; v + ROWS <= rows; v += ROWS) value_tile<tile, ROWS>(x, x_row, up + v * dim, dim, out + v, out_row);
     for (; v < rows; v++) value_tile<tile, 1>(x, x_row, up + v * dim, dim, out + v, out_row);
 }
 
 // Calls f(Number of tokens, first token) for all tokens.
-template <long n> struct Count { static constexpr long value = n; };
 template <class F> INLINE void in_tiles(long tokens, const F &f) {
     long t = 0;
     for (; t + TILE <= tokens; t += TILE) f(Count<TILE>{}, t);
@@ -78,7 +99,8 @@ template <class F> INLINE void in_tiles(long tokens, const F &f) {
 
 template <class TQ, class TU>
 static void queries(const TQ *q, long q_row, long q_head, const TU *up, TQ *out, const Shape &s) {
-    const long width = s.rotary + s.dim, pieces = ceil_div(s.dim, COLUMNS * W), matrix = (s.plain + s.value_dim) * s.dim;
+    const long columns = s.tokens < TILE ? WIDE : COLUMNS * W;
+    const long width = s.rotary + s.dim, pieces = ceil_div(s.dim, columns), matrix = (s.plain + s.value_dim) * s.dim;
     const long units = s.heads * pieces;
     for_units(units, threads_for(s.tokens * s.heads * s.plain * s.dim, units), [&](long unit) {
         const long h = unit / pieces, piece = unit % pieces;
@@ -87,9 +109,17 @@ static void queries(const TQ *q, long q_row, long q_head, const TU *up, TQ *out,
         if (piece == 0)
             for (long t = 0; t < s.tokens; t++)
                 __builtin_memcpy(target + t * s.heads * width, rows + t * q_row, s.rotary * sizeof(TQ));
+        const long c = piece * columns;
+        if (s.tokens < TILE) {
+            alignas(64) float sums[WIDE];
+            for (long t = 0; t < s.tokens; t++)
+                query_rows(rows + t * q_row + s.rotary, up + h * matrix, s.plain, s.dim, c, min_of(c + WIDE, s.dim), sums,
+                           target + t * s.heads * width + s.rotary);
+            return;
+        }
         in_tiles(s.tokens, [&](auto tile, long t) {
-            query_block<decltype(tile)::value>(rows + t * q_row + s.rotary, q_row, up + h * matrix, s.plain, s.dim,
-                                               piece * COLUMNS * W, target + t * s.heads * width + s.rotary, s.heads * width);
+            query_block<decltype(tile)::value>(rows + t * q_row + s.rotary, q_row, up + h * matrix, s.plain, s.dim, c,
+                                               target + t * s.heads * width + s.rotary, s.heads * width);
         });
     });
 }

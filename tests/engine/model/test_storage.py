@@ -69,3 +69,17 @@ def test_neighbours_of_one_storage_are_one_part(spec: ModelSpec) -> None:
     assert isinstance(made["layers.1.qkv"], StackedWeight) and made["layers.1.qkv"].shape == (128, 64)
     assert isinstance(made["layers.0.qkv"], torch.Tensor)
     assert list(made) == [weight.name for weight in spec.weights()]
+
+
+def test_heads_in_blocks_may_be_kept_in_another_plain_type(tmp_path: Path) -> None:
+    """All of a layer's or none: they are one tensor."""
+    latent = describe_model(engine_config(make_model("deepseek_v2", tmp_path))).spec
+    stored = {weight.name: [one.name for one in weight.stored] for weight in latent.weights()}
+    names = stored["layers.0.kv_up"] + stored["layers.0.out"]
+    plan = plan_storage(latent, "float32", "none", dict.fromkeys(names, "q8_0"), "float16")
+    assert [part.storage for part in plan["layers.0.kv_up"]] == ["float16"]
+    assert [part.storage for part in plan["layers.0.out"]] == ["q8_0"]
+    assert [part.storage for part in plan["layers.1.kv_up"]] == ["float32"]
+    for heads, form in ((None, "q8_0"), ("float16", "float32")):
+        plan = plan_storage(latent, "float32", "none", dict.fromkeys(names, form), heads)
+        assert [part.storage for part in plan["layers.0.kv_up"]] == ["float32"]

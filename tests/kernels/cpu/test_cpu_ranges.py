@@ -111,6 +111,16 @@ def test_slopes(name: str, page_type: torch.dtype) -> None:
             check(case_of(MIXED, count, **sizes), form, prefill)
 
 
+@pytest.mark.parametrize("page_type", TYPES, ids=str)
+def test_queries_that_threads_share_have_their_own_slopes_and_versions(form: Library, page_type: torch.dtype) -> None:
+    before = torch.get_num_threads()
+    torch.set_num_threads(9)
+    for slopes in (None, torch.rand(18) / 50):
+        sizes = {"heads": 18, "kv_heads": 2, "page_type": page_type, "slopes": slopes}
+        check(case_of([(40, 1)], 3, **sizes), form, decode)
+    torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("name", PAIR_FORMS)
 @pytest.mark.parametrize("page_type", [torch.bfloat16, torch.float16], ids=str)
 def test_slopes_of_rounded_prompts(name: str, page_type: torch.dtype) -> None:

@@ -133,3 +133,22 @@ def test_what_does_not_fit_is_told(family: str, changes: dict[str, Any], says: s
     with pytest.raises(LoadError, match=says) as refused:
         describe_gguf([file])
     assert "\n" not in str(refused.value)
+
+
+def test_heads_in_blocks_are_read_in_half_the_bytes(tmp_path: Path) -> None:
+    """As float16, as near to the file's numbers as that is; deterministic steps have them whole."""
+    wide = {
+        "qk_nope_head_dim": 32,
+        "v_head_dim": 32,
+        "kv_lora_rank": 32,
+        "q_lora_rank": 32,
+        "moe_intermediate_size": 32,
+    }
+    source = make_model("deepseek_v3", tmp_path / "hf", **CASES["deepseek_v3"], **wide)
+    directory = converted(source, tmp_path / "gguf", kind="Q8_0")
+    cores = [make_core(directory, dtype="auto", deterministic=exact) for exact in (False, True)]
+    narrow, whole = (core.runner.decoder.layers[1].mixer.weights.kv_up for core in cores)
+    assert narrow.dtype == torch.float16 and whole.dtype == torch.float32
+    assert torch.equal(narrow, whole.half())
+    found, wanted = (core.runner.decoder for core in cores)
+    assert found.weight_dtype == wanted.weight_dtype == torch.float32

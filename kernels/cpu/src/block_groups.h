@@ -1,0 +1,242 @@
+// Products of some groups of a panel, or of two, with a tile of x: the innermost loops of block_linear.h.
+
+#pragma once
+
+#include "block_codes.h"
+#include "byte_products.h"
+#include "names.h"
+#include "simd.h"
+
+namespace {
+
+namespace blocks {
+
+constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
+// Bytes of codes asked for in advance. Codes and scales take turns, which the processor's own prefetching follows poorly
+// (measured on an EPYC with AVX2: a fifth more for one row and 8 bits). With AVX-512 into L2: there L1 has too few misses at a time
+// (measured on Zen 4: a tenth more for one row of a 135M model's matrices, 3 % of a 1B model's).
+constexpr long AHEAD = WINDLASS_LANES == 16 ? 4096 : 3072;
+constexpr int INTO = WINDLASS_LANES == 16 ? 2 : 3;
+// With AVX-512 scales are widened against a single tile as they are needed, instead of a panel's at a time: codes and scales are two
+// even streams then, and AMD's processors read them best unasked (measured, GB/s of two cores: Zen 4 59, as a plain sum; 43 with a
+// panel's scales first and codes asked for. A Xeon with AMX 31 unasked, 33 asked, where a plain sum reads 35).
+constexpr bool SCALES_IN_PASSING = WINDLASS_LANES == 16;
+INLINE bool reads_best_unasked() {
+#if defined(__x86_64__)
+    return __builtin_cpu_is("amd");
+#else
+    return false;
+#endif
+}
+
+// Vectors of a panel that go through a group together and share what is spread of x, as far as registers allow.
+template <class F, bool READY> constexpr int vectors_at_once() {
+    if (W == 4) return F::BYTES ? 1 : WINDLASS_REGISTERS >= 32 ? 2 : V;
+    return F::BYTES && F::UPPER > 0 ? 1 : V;
+}
+// Whether the results of a panel stay in registers from group to group. With 16 registers those of several rows would push
+// out the sums of bytes, which are used far more often (measured on an EPYC with AVX2: four rows and 4 bits a seventh slower).
+template <class F, int MT> constexpr bool kept_in_registers() { return W != 8 || !F::BYTES || MT <= 2; }
+
+// Exact sums over one group of products of a panel's rows, from the vector at w and x on, with MT rows of x.
+template <class F, bool READY, int VS, int MT>
+INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
+    constexpr long STEP = 4 * F::X * MT, LINE = QUAD_BYTES * F::X;
+    if constexpr (F::BYTES) {
+#if WINDLASS_BYTES
+        BytesSum part[VS][MT];
+        WINDLASS_UNROLL
+        for (int q = 0; q < F::QUADS; q++) {
+            vub weight[VS];
+            for (int v = 0; v < VS; v++)
+                weight[v] = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+            for (int m = 0; m < MT; m++) {
+                const vi xm = spread(x + q * STEP + 4 * m);
+                for (int v = 0; v < VS; v++)
+                    part[v][m] = q % F::RUN ? add_bytes(part[v][m], weight[v], xm) : first_bytes(weight[v], xm);
+            }
+            if (q % F::RUN == F::RUN - 1)
+                for (int v = 0; v < VS; v++)
+                    for (int m = 0; m < MT; m++)
+                        sums[v][m] = q < F::RUN ? total_bytes(part[v][m]) : sums[v][m] + total_bytes(part[v][m]);
+        }
+#endif
+    } else if constexpr (F::PAIRS) {
+        // Even bytes of all vectors, then odd ones: half the registers. The hidden pointer makes the bytes load again.
+        WINDLASS_UNROLL
+        for (int q = 0; q < F::QUADS; q++) {
+            for (int odd = 0; odd < 2; odd++) {
+                const uint8_t *from = w;
+                if (!READY && odd) asm("" : "+r"(from));
+                vs weight[VS];
+                for (int v = 0; v < VS; v++) {
+                    if (READY) weight[v] = (vs)load_bytes(from + q * LINE + (2 * v + odd) * 4 * W);
+                    else {
+                        const vub codes = codes_of<F>(from + v * 4 * W, q);
+                        weight[v] = odd ? odd_bytes(codes, F::BITS == 8) : even_bytes(codes, F::BITS == 8);
+                    }
+                }
+                for (int m = 0; m < MT; m++) {
+                    const vs xm = (vs)spread(x + q * STEP + 8 * m + 4 * odd);
+                    for (int v = 0; v < VS; v++)
+                        sums[v][m] = q || odd ? add_pairs(sums[v][m], weight[v], xm) : madd_pairs(weight[v], xm);
+                }
+            }
+        }
+    } else {
+#if WINDLASS_QUADS
+        for (int v = 0; v < VS; v++)
+            for (int m = 0; m < MT; m++) sums[v][m] = vi{};
+        WINDLASS_UNROLL
+        for (int q = 0; q < F::QUADS; q++)
+            for (int v = 0; v < VS; v++) {
+                const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+                add_rows<MT>(sums[v], F::CARRIED ? codes ^ uint8_t(F::CARRIED) : codes, x + q * STEP);
+            }
+#endif
+    }
+}
+
+// What is asked for while groups are multiplied: scales of those that follow, and codes AHEAD of them; nothing without scales.
+struct Following {
+    const char *scales;
+    long step;  // bytes of a group
+};
+
+// Scales of a panel's groups, one after the other: `of(i)` is the scale of rows i * W and on, and from V on what is their minimum.
+// Here as they are meant, [groups][parts][16] of float32 or float16.
+template <class F, class T> struct PlainScales {
+    const T *at;
+    INLINE_MEMBER void begin() {}
+    INLINE_MEMBER vf of(long i) const { return load(at + i * W); }
+    INLINE_MEMBER void end() { at += F::PARTS * PANEL; }
+};
+// And here as bytes under super scales, a run of groups under each; products are those of widen_bytes.
+template <class F> struct SuperScales {
+    typedef typename ByteOf<F::MINIMUM>::type T;
+    const T *at;
+    const f16 *super;
+    long run, left = 0;
+    vf by[F::PARTS * V];
+    INLINE_MEMBER void begin() {
+        if (left-- > 0) return;
+        for (int i = 0; i < F::PARTS * V; i++) by[i] = i < V ? load(super + i * W) : -load(super + i * W);
+        super += F::PARTS * PANEL, left = run - 1;
+    }
+    INLINE_MEMBER vf of(long i) const { return load(at + i * W) * by[i]; }
+    INLINE_MEMBER void end() { at += F::PARTS * PANEL; }
+};
+
+// Adds the products of some groups of a panel and a tile of x to sums [MT][16].
+template <class F, bool READY, int MT, class S>
+static NOINLINE void multiply_groups(const uint8_t *w, S w_scale, const uint8_t *x, const float *x_scale,
+                                     const float *correction, long groups, Following following, float *sums, bool fresh) {
+    constexpr int VS = vectors_at_once<F, READY>();
+    constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
+    constexpr bool KEPT = kept_in_registers<F, MT>();
+    vf kept[V][MT];
+    for (int v = 0; v < V; v++)
+        for (int m = 0; m < MT; m++) {
+            float *at = sums + m * PANEL + v * W;
+            if (KEPT) kept[v][m] = fresh ? vf{} : load(at);
+            else if (fresh) store(at, vf{});
+        }
+    for (long g = 0; g < groups; g++) {
+        if (following.scales) {
+            __builtin_prefetch(following.scales + g * following.step);
+            for (long i = 0; i < WEIGHT_BYTES; i += 64) __builtin_prefetch(w + AHEAD + i, 0, INTO);
+        }
+        w_scale.begin();
+        for (int v = 0; v < V; v += VS) {
+            const uint8_t *xg = x;
+            if (VS < V) asm("" : "+r"(xg));  // or the spread values are kept from one vector to the next, on the stack
+            vi part[VS][MT];
+            group_sums<F, READY, VS, MT>(w + v * (READY ? F::X : 1) * 4 * W, xg, part);
+            for (int i = 0; i < VS; i++) {
+                const vf scale = w_scale.of(v + i);
+                for (int m = 0; m < MT; m++) {
+                    vi products = part[i][m];
+                    if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
+                        int32_t more;
+                        __builtin_memcpy(&more, correction + m, 4);
+                        products += more;
+                    }
+                    float *at = sums + m * PANEL + (v + i) * W;
+                    vf acc = KEPT ? kept[v + i][m] : load(at);
+                    acc = add_product(acc, __builtin_convertvector(products, vf), scale * x_scale[m]);
+                    if (F::MINIMUM) acc = add_product(acc, w_scale.of(V + v + i), splat(correction[m]));
+                    if (KEPT) kept[v + i][m] = acc;
+                    else store(at, acc);
+                }
+            }
+        }
+        w_scale.end(), w += WEIGHT_BYTES, x += F::QUADS * 4 * F::X * MT, x_scale += MT, correction += MT;
+    }
+    for (int v = 0; v < V && KEPT; v++)
+        for (int m = 0; m < MT; m++) store(sums + m * PANEL + v * W, kept[v][m]);
+}
+
+// What a panel of a pair brings to some groups.
+struct PanelGroups {
+    const uint8_t *codes;
+    const float *scales;  // [groups][parts][16]
+};
+
+// As multiply_groups, for two panels whose vectors are whole: sums [MT][2][16].
+template <class F, bool READY, int MT>
+static NOINLINE void multiply_pair(PanelGroups a, PanelGroups b, const uint8_t *x, const float *x_scale,
+                                   const float *correction, long groups, float *sums, bool fresh) {
+#if WINDLASS_QUADS
+    constexpr long WEIGHT_BYTES = READY ? F::READY_BYTES : F::STORED_BYTES;
+    vf kept[2][MT];
+    for (int m = 0; m < MT; m++)
+        for (int n = 0; n < 2; n++) kept[n][m] = fresh ? vf{} : load(sums + (2 * m + n) * PANEL);
+    for (long g = 0; g < groups; g++) {
+        vi part[2][MT] = {};
+        WINDLASS_UNROLL
+        for (int q = 0; q < F::QUADS; q++) {
+            vub codes[2];
+            for (int n = 0; n < 2; n++) {
+                const uint8_t *w = n ? b.codes : a.codes;
+                codes[n] = READY ? load_bytes(w + q * QUAD_BYTES) : codes_of<F>(w, q);
+                if (F::CARRIED) codes[n] ^= uint8_t(F::CARRIED);
+            }
+            for (int m = 0; m < MT; m++) {
+                const vi xm = spread(x + (q * MT + m) * 4);
+                for (int n = 0; n < 2; n++) part[n][m] = add_quads(part[n][m], codes[n], xm);
+            }
+        }
+        for (int n = 0; n < 2; n++) {
+            const float *w_scale = n ? b.scales : a.scales;
+            const vf scale = load(w_scale);
+            for (int m = 0; m < MT; m++) {
+                vi products = part[n][m];
+                if (!F::MINIMUM && (F::BITS < 8 || F::CARRIED)) {
+                    int32_t more;
+                    __builtin_memcpy(&more, correction + m, 4);
+                    products += more;
+                }
+                kept[n][m] = add_product(kept[n][m], __builtin_convertvector(products, vf), scale * x_scale[m]);
+                if (F::MINIMUM) kept[n][m] = add_product(kept[n][m], load(w_scale + PANEL), splat(correction[m]));
+            }
+        }
+        a.codes += WEIGHT_BYTES, a.scales += F::PARTS * PANEL, b.codes += WEIGHT_BYTES, b.scales += F::PARTS * PANEL;
+        x += F::QUADS * 4 * MT, x_scale += MT, correction += MT;
+    }
+    for (int m = 0; m < MT; m++)
+        for (int n = 0; n < 2; n++) store(sums + (2 * m + n) * PANEL, kept[n][m]);
+#endif
+}
+
+// Calls f with the row count as a constant.
+template <int N> struct Count { static constexpr int value = N; };
+template <int MT = 1, class F> INLINE void with_rows(long rows, const F &f) {
+    if constexpr (MT < TILE_ROWS) {
+        if (rows > MT) return with_rows<MT + 1>(rows, f);
+    }
+    f(Count<MT>{});
+}
+
+}  // namespace blocks
+
+}  // namespace
