@@ -49,7 +49,9 @@ class HostTier:
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounts) -> None:
         self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
         self.known = KnownBlocks(block_size)  # for what is found as a passage
-        self._places: list[OrderedDict[bytes, _HostPlace]] = [OrderedDict() for _ in block_bytes]  # longest unused first
+        self._places: list[OrderedDict[bytes, _HostPlace]] = [
+            OrderedDict() for _ in block_bytes
+        ]  # longest unused first
         self._free = [list(range(num_slots - 1, -1, -1)) for _ in block_bytes]
         self._passages: dict[bytes, PassageRecord] = {}  # of blocks whose first group's is still in the device's cache
         self._leaving: list[SavedBlock] = []
