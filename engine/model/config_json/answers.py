@@ -1,6 +1,6 @@
 """Which words of its vocabulary a causal model answers with when it judges a pair of texts, as config.json names them.
 
-The keys are vLLM's (`--hf-overrides`), who makes a classifier of such a model while it loads. Imports no torch.
+The keys are vLLM's, which makes a classifier of such a model while it loads. Imports no torch.
 """
 
 from __future__ import annotations
