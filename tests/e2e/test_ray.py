@@ -244,7 +244,8 @@ def test_scaling_up_and_down_loses_nothing(cluster: RayCluster, deployed: RayClu
 def test_full_caches_bring_another_replica(cluster: RayCluster, deployed: RayCluster) -> None:
     """Of 1,024 tokens, where twenty streams of 200 ask for more; requests alone would be enough for one."""
     small = ("--kv-cache-memory", "2MiB", "--max-model-len", "512", "--max-num-seqs", "16")
-    cluster.deploy("--replicas", "1..2", "--target-requests", "1000", "--scale-up-seconds", "1", *small)
+    seconds = ("--scale-up-seconds", "1", "--scale-down-seconds", "2")  # there may be two from before
+    cluster.deploy("--replicas", "1..2", "--target-requests", "1000", *seconds, *small)
     cluster.wait_replicas(1, 90)
 
     async def fill() -> list[dict[str, Any]]:
