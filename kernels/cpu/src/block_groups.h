@@ -12,18 +12,21 @@ namespace {
 namespace blocks {
 
 constexpr int TILE_ROWS = WINDLASS_LANES == 16 ? 8 : WINDLASS_LANES == 8 ? 6 : WINDLASS_REGISTERS >= 32 ? 4 : 2;
-// Bytes of codes asked for in advance. Codes and scales take turns, which the processor's own prefetching follows poorly
-// (measured on an EPYC with AVX2: a fifth more for one row and 8 bits). With AVX-512 into L2: there L1 has too few misses at a time
-// (measured on Zen 4: a tenth more for one row of a 135M model's matrices, 3 % of a 1B model's).
-constexpr long AHEAD = WINDLASS_LANES == 16 ? 4096 : 3072;
-constexpr int INTO = WINDLASS_LANES == 16 ? 2 : 3;
-// With AVX-512 scales are widened against a single tile as they are needed, instead of a panel's at a time: codes and scales are two
-// even streams then, and AMD's processors read them best unasked (measured, GB/s of two cores: Zen 4 59, as a plain sum; 43 with a
-// panel's scales first and codes asked for. A Xeon with AMX 31 unasked, 33 asked, where a plain sum reads 35).
-constexpr bool SCALES_IN_PASSING = WINDLASS_LANES == 16;
-INLINE bool reads_best_unasked() {
+// Bytes of codes asked for in advance, into L2: codes and scales take turns, which the processor's own prefetching follows poorly,
+// and L1 has too few misses at a time (measured on Zen 4 with AVX2, one row by 16,384 x 2,048: 33 GB/s of the 34 that there are, 26
+// where 3,072 bytes are asked for into L1).
+constexpr long AHEAD = WINDLASS_LANES >= 8 ? 8192 : 3072;
+constexpr int INTO = WINDLASS_LANES >= 8 ? 2 : 3;
+// With wide vectors scales are widened against a single tile as they are needed, instead of a panel's at a time: codes and scales are
+// two even streams then (measured on Zen 4 with AVX2, as above, of 57 GB/s: 49 instead of 45 at 8 bits, 45 instead of 38 at 4).
+constexpr bool SCALES_IN_PASSING = WINDLASS_LANES >= 8;
+// With AVX-512 AMD's processors read those streams best unasked while reading is all that takes time (measured, GB/s of two cores:
+// Zen 4 59, as a plain sum; 43 with a panel's scales first and codes asked for. A Xeon with AMX 31 unasked, 33 asked, where a plain
+// sum reads 35). With more rows the loads of one group keep the next ones from being seen, and what is asked for comes in time
+// (measured on Zen 4, 8 rows by 16,384 x 2,048: 8 bits 500 Gop/s instead of 369, 4 bits 526 instead of 360).
+template <class F> INLINE bool reads_best_unasked(long rows) {
 #if defined(__x86_64__)
-    return __builtin_cpu_is("amd");
+    return WINDLASS_LANES == 16 && rows <= (F::BITS == 8 ? 4 : 2) && __builtin_cpu_is("amd");
 #else
     return false;
 #endif

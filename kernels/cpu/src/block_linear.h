@@ -21,10 +21,11 @@ namespace {
 namespace blocks {
 
 // Rows of a tile that meets two panels at once, where there are registers for that: of many tiles each byte of x is spread over a
-// vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much).
+// vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much). Of few
+// tiles one panel's codes come from memory sooner (measured on Zen 4: 18 rows in 0.73 of the time, 32 in 0.82, 64 in 0.96).
 constexpr bool PAIRED_PANELS = WINDLASS_QUADS && V == 1;
 constexpr int PAIRED_ROWS = 6;
-constexpr long PAIRED_FROM = 2 * TILE_ROWS + 1;  // rows of x
+constexpr long PAIRED_FROM = 8 * TILE_ROWS + 1;  // rows of x
 constexpr long READY_QUADS = 128;   // of one panel, taken through all tiles: they stay in L1 beside a tile of x
 constexpr long SINGLE_QUADS = 512;  // of one panel against a single tile, whose scales are widened at a time
 constexpr long SHARED_ROWS = 8;     // from here on threads share the rounding of x, at the price of waiting for one another
@@ -91,7 +92,7 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
 template <class F> static void multiply_at_once(const BlockLinear &p, const RoundedRows &x, long panel, const Scratch &own) {
     const long groups = p.weight.groups(), at = panel * groups, each = F::PARTS * PANEL, size = p.weight.super_groups ? 1 : 2;
     const char *scales = (const char *)p.weight.scales + at * each * size;
-    const Following following = {reads_best_unasked() ? nullptr : scales + groups * each * size, each * size};
+    const Following following = {reads_best_unasked<F>(p.M) ? nullptr : scales + groups * each * size, each * size};
     const auto multiply = [&](auto w_scale) {
         with_rows(p.M, [&](auto rows_constant) {
             constexpr int MT = decltype(rows_constant)::value;

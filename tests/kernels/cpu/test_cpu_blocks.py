@@ -97,7 +97,7 @@ def test_extremes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
     stored = codes if form.bits == 8 else codes.view(torch.uint8)
     store(weight.narrow(0, columns), stored, scales, supers)
     numbers = weight.dequantize()
-    for rows in (1, 14, 40):
+    for rows in (1, 14, 40, 70):
         x = torch.full((rows, inner), 127.0)
         x[1::3] = -127.0
         x[2::3, ::2] = -127.0
@@ -136,7 +136,7 @@ def test_a_row_has_the_same_bits_alone_and_in_any_batch(library_of: Library, for
 def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
     kernels("generic")
     before = torch.get_num_threads()
-    for rows in (5, 40):
+    for rows in (5, 40, 70):
         x, weight = torch.randn(rows, 700), random_blocks(1500, 700, form)
         results = []
         for threads in (1, 2, 3):
@@ -149,7 +149,7 @@ def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
 
 @EVERY_FORM
 def test_nothing_past_the_operands_is_read(library_of: Library, form: BlockForm) -> None:
-    for rows, columns, inner in ((1, 3, 5), (2, 17, 33), (5, 4, 47), (30, 6, 551)):
+    for rows, columns, inner in ((1, 3, 5), (2, 17, 33), (5, 4, 47), (30, 6, 551), (65, 20, 300)):
         weight = random_blocks(columns, inner, form)
         supers = None if weight.supers is None else at_the_end_of_memory(weight.supers)
         codes, scales = at_the_end_of_memory(weight.codes), at_the_end_of_memory(weight.scales)
