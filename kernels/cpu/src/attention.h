@@ -66,8 +66,13 @@ struct Operands : AttentionArguments {
     }
 };
 
-// What a thread turns to after a cut: keys [at, end) of row b, whose first chunk is asked for meanwhile. Nothing where at >= end.
+// Keys [at, end) of row b; nothing where at >= end.
 struct Following { long b, at, end; };
+// What a thread passes over, piece by piece: what comes is asked for while something else is worked on.
+struct Course {
+    // The piece of this number, or nothing behind the last.
+    virtual Following piece(long number) const = 0;
+};
 
 // Calls f(Number<n>, i) for queries [first, last), n from i on together: QUERIES where there are as many, else all that are left.
 template <int n> struct Number { static constexpr int value = n; };

@@ -4,60 +4,10 @@
 #pragma once
 
 #include "attention.h"
+#include "attention_ahead.h"
 #include "simd.h"
 
 namespace {
-
-// Walks the keys and values [at, end) of a row and some heads in the order in which they lie in memory and asks for them, between
-// the arithmetic.
-template <class T> struct Ahead {
-    const Attention *p;
-    long b, head, heads, at, end;
-    long count = 0;             // keys of the run: up to those of a block where all heads are asked for, else one
-    bool value = true;          // the run's part: keys, then values
-    const char *line = nullptr;
-    long left = 0;              // lines of the run
-
-    Ahead(const Attention &p, long b, long head, long heads, long at, long end)
-        : p(&p), b(b), head(head), heads(heads), at(at), end(end) {}
-    NOINLINE bool next_run() {
-        value = !value;
-        if (!value) {
-            at += count;
-            if (at >= end) return count = 0, value = true, false;
-            count = heads == p->kv_heads ? min_of(end - at, p->block_size - at % p->block_size) : 1;
-            if (IN_BURSTS<T>) count = max_of(1, min_of(count, BURST_RUN / (heads * p->dim * (long)sizeof(T))));
-        }
-        const long entry = p->entry(b, at) + head, dim = value ? p->value_dim : p->dim;
-        line = (const char *)((const T *)(value ? p->values : p->keys) + entry * dim);
-        left = ceil_div(count * heads * dim * (long)sizeof(T), 64);
-        return true;
-    }
-    NOINLINE void ask_one_by_one(long lines) {
-        for (; lines > 0; lines--, left--, line += 64) {
-            if (left == 0 && !next_run()) return;
-            __builtin_prefetch(line, 0, 2);
-        }
-    }
-    INLINE_MEMBER void ask(long lines) {
-        if (left < lines) return ask_one_by_one(lines);
-        left -= lines;
-        for (; lines > 0; lines--, line += 64) __builtin_prefetch(line, 0, 2);
-    }
-    template <long lines> INLINE_MEMBER void ask() {
-        if (left < lines) return ask_one_by_one(lines);
-        for (long i = 0; i < lines; i++) __builtin_prefetch(line + i * 64, 0, 2);
-        left -= lines, line += lines * 64;
-    }
-};
-
-// What is multiplied of pages of T.
-template <class T> struct Multiplied { typedef T type; };
-template <> struct Multiplied<row_code> { typedef float type; };
-
-template <class T> static Ahead<T> first_chunk(const Attention &p, const Following &of, long head, long heads) {
-    return Ahead<T>(p, of.b, head, heads, of.at, min_of(of.at + CHUNK_KEYS<T>, of.end));
-}
 
 // The keys and values of one kv head in a chunk.
 template <class T> struct Chunk {
@@ -106,6 +56,11 @@ template <> struct Quarters<bf16> {
     static constexpr int DIMS = 8, VECTORS = 2;
 };
 
+// 16 dims of each of four keys, four dims of all four in a vector.
+template <> struct Quarters<f16> {
+    static constexpr int DIMS = 16, VECTORS = 4;
+};
+
 INLINE void load_quarters(const float *a, const float *b, const float *c, const float *d, vf (&x)[1]) {
 #if defined(WINDLASS_FMA)
     __m512 quarters = _mm512_broadcast_f32x4(_mm_loadu_ps(a));
@@ -122,11 +77,23 @@ INLINE void load_quarters(const bf16 *a, const bf16 *b, const bf16 *c, const bf1
     load_quarters((const float *)a, (const float *)b, (const float *)c, (const float *)d, pairs);
     x[0] = (vf)((vu)pairs[0] << 16), x[1] = (vf)((vu)pairs[0] & 0xffff0000u);
 }
-INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d, vf (&x)[1]) {
+INLINE void load_quarters(const f16 *a, const f16 *b, const f16 *c, const f16 *d, vf (&x)[4]) {
+#if defined(WINDLASS_FMA)
+    const auto row = [](const f16 *key) { return _mm256_loadu_si256((const __m256i *)key); };
+    const __m256i even_ab = _mm256_unpacklo_epi64(row(a), row(b)), odd_ab = _mm256_unpackhi_epi64(row(a), row(b));
+    const __m256i even_cd = _mm256_unpacklo_epi64(row(c), row(d)), odd_cd = _mm256_unpackhi_epi64(row(c), row(d));
+    x[0] = (vf)_mm512_cvtph_ps(_mm256_permute2x128_si256(even_ab, even_cd, 0x20));
+    x[1] = (vf)_mm512_cvtph_ps(_mm256_permute2x128_si256(odd_ab, odd_cd, 0x20));
+    x[2] = (vf)_mm512_cvtph_ps(_mm256_permute2x128_si256(even_ab, even_cd, 0x31));
+    x[3] = (vf)_mm512_cvtph_ps(_mm256_permute2x128_si256(odd_ab, odd_cd, 0x31));
+#else
     const f16 *const from[4] = {a, b, c, d};
-    f16 halves[16];
-    for (int i = 0; i < 4; i++) __builtin_memcpy(halves + 4 * i, from[i], 8);
-    x[0] = load(halves);
+    for (int v = 0; v < 4; v++) {
+        f16 halves[16];
+        for (int i = 0; i < 4; i++) __builtin_memcpy(halves + 4 * i, from[i] + 4 * v, 8);
+        x[v] = load(halves);
+    }
+#endif
 }
 // Four floats in every quarter.
 INLINE vf repeat_four(const float *p) {
@@ -230,33 +197,47 @@ static NOINLINE void score_chunk(const Attention &p, const Scratch &s, long i, c
             score_tail(s.query + (i + n) * s.query_row, chunk.keys, p.dim, chunk.count, s.scores + (i + n) * CHUNK);
 }
 
-// Scores, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought to the
-// new top. slopes: null, or those of the queries from number 0 on, the first key being `distance` before the query.
+// Scores of NQ queries, in base 2 but for a soft cap, become weights 2^(score - top), zeros after the last; acc and total are brought
+// to the new top. slopes: null, or those of the queries from number 0 on, the first key being `distance` before the query. The
+// queries go together so that their chains of operations overlap.
+template <int NQ>
 static NOINLINE void soften(const Attention &p, const Scratch &s, long i, long count, const float *slopes, long distance) {
     float *scores = s.scores + i * CHUNK;
     const long padded = round_up(count, W);
-    if (p.soft_cap != 0.0f)
-        for (long j = 0; j < padded; j += W)
-            store(scores + j, tanh_of(load(scores + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
-    if (slopes)
-        for (long j = 0; j < padded; j += W) store(scores + j, load(scores + j) + bias_of(slopes[i], distance - j));
-    for (long j = count; j < padded; j++) scores[j] = -__builtin_inff();
-    vf most = splat(-__builtin_inff());
-    for (long j = 0; j < padded; j += W) most = larger(load(scores + j), most);
-    const float here = largest(most), old = s.top[i], top = here > old ? here : old;
-    const float base = top == -__builtin_inff() ? 0.0f : top;
-    vf total = {};
-    for (long j = 0; j < padded; j += W) {
-        const vf weight = exp2_of(load(scores + j) - base);
-        store(scores + j, weight);
-        total += weight;
+    for (int n = 0; n < NQ; n++) {
+        float *own = scores + n * CHUNK;
+        if (p.soft_cap != 0.0f)
+            for (long j = 0; j < padded; j += W)
+                store(own + j, tanh_of(load(own + j) / p.soft_cap) * (p.soft_cap * LOG2_E));
+        if (slopes)
+            for (long j = 0; j < padded; j += W) store(own + j, load(own + j) + bias_of(slopes[i + n], distance - j));
+        for (long j = count; j < padded; j++) own[j] = -__builtin_inff();
     }
-    for (long j = count; j < padded; j++) scores[j] = 0.0f;
-    const float shrink = top == old ? 1.0f : exp2_of(splat(old - base))[0];
-    s.total[i] = s.total[i] * shrink + sum(total);
-    s.top[i] = top;
-    if (shrink != 1.0f)
-        for (long d = 0; d < s.acc_row; d += W) store(s.acc + i * s.acc_row + d, load(s.acc + i * s.acc_row + d) * shrink);
+    vf most[NQ];
+    for (int n = 0; n < NQ; n++) most[n] = splat(-__builtin_inff());
+    for (long j = 0; j < padded; j += W)
+        for (int n = 0; n < NQ; n++) most[n] = larger(load(scores + n * CHUNK + j), most[n]);
+    float base[NQ], shrink[NQ];
+    for (int n = 0; n < NQ; n++) {
+        const float here = largest(most[n]), old = s.top[i + n], top = here > old ? here : old;
+        base[n] = top == -__builtin_inff() ? 0.0f : top;
+        shrink[n] = top == old ? 1.0f : exp2_of(splat(old - base[n]))[0];
+        s.top[i + n] = top;
+    }
+    vf total[NQ] = {};
+    for (long j = 0; j < padded; j += W)
+        for (int n = 0; n < NQ; n++) {
+            const vf weight = exp2_of(load(scores + n * CHUNK + j) - base[n]);
+            store(scores + n * CHUNK + j, weight);
+            total[n] += weight;
+        }
+    for (int n = 0; n < NQ; n++) {
+        for (long j = count; j < padded; j++) scores[n * CHUNK + j] = 0.0f;
+        s.total[i + n] = s.total[i + n] * shrink[n] + sum(total[n]);
+        float *acc = s.acc + (i + n) * s.acc_row;
+        if (shrink[n] != 1.0f)
+            for (long d = 0; d < s.acc_row; d += W) store(acc + d, load(acc + d) * shrink[n]);
+    }
 }
 
 // acc[i][:] += sum over keys of weight * value, NQ queries at once.
@@ -301,7 +282,9 @@ static NOINLINE void add_values(const Attention &p, const Scratch &s, long i, co
 template <class T>
 static void attend_chunk(const Attention &p, const Scratch &s, long first, long last, const Chunk<T> &chunk) {
     together(first, last, [&](auto count, long i) { score_chunk<T, decltype(count)::value>(p, s, i, chunk); });
-    for (long i = first; i < last; i++) soften(p, s, i, chunk.count, chunk.slopes, chunk.distance);
+    together(first, last, [&](auto count, long i) {
+        soften<decltype(count)::value>(p, s, i, chunk.count, chunk.slopes, chunk.distance);
+    });
     together(first, last, [&](auto count, long i) { add_values<T, decltype(count)::value>(p, s, i, chunk); });
 }
 
@@ -310,7 +293,7 @@ static void attend_chunk(const Attention &p, const Scratch &s, long first, long 
 // cut before.
 template <class T>
 static void attend_cut(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                       const Following &following, bool loaded) {
+                       typename Walk<T>::type &walk, bool loaded) {
     const long group = p.group(), begin = p.begin_of(b, cut);
     long shortest = SPLIT, longest = 0;
     for (long r = 0; r < rows; r++) {
@@ -332,14 +315,10 @@ static void attend_cut(const Attention &p, const Scratch &all, long b, long rows
         clear_results(s, rows * group);
     }
     Chunk<E> chunk;
+    chunk.ahead = &walk;
     constexpr long keys = CHUNK_KEYS<E>;
     constexpr bool coded = sizeof(T) != sizeof(E);
     for (long j = 0; j < longest; j += keys) {
-        const long next = begin + j + keys, end = begin + longest;
-        Ahead<E> ahead = coded        ? Ahead<E>(p, b, head, heads, 0, 0)
-                         : next < end ? Ahead<E>(p, b, head, heads, next, min_of(next + keys, end))
-                                      : first_chunk<E>(p, following, head, heads);
-        chunk.ahead = &ahead;
         if (p.slopes) chunk.distance = p.distance(b, cut, begin + j);
         for (long h = 0; h < heads; h++) {
             const Scratch s = all.from(h * rows * group);

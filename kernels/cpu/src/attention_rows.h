@@ -20,19 +20,21 @@ namespace {
 // Elements of keys below which one thread is quicker (measured: two are at 24 keys of 8 heads of 64 already).
 constexpr long SERIAL_KEYS = 1 << 12;
 
+// Pages of codes are asked for chunk by chunk: what matters is what comes behind a cut.
+template <> struct Walk<int8_t> { typedef Following type; };
+template <class T>
+INLINE void set_out(Following &, const Attention &p, const Course &course, long number, long head, long heads) {
+    codes::first_chunk(p, course.piece(number), head, heads).ask(1 << 20);
+}
+INLINE void turn_to(Following &walk, const Following &next) { walk = next; }
+
 template <>
 void attend_cut<int8_t>(const Attention &p, const Scratch &all, long b, long rows, long head, long heads, long cut,
-                        const Following &following, bool loaded) {
+                        Following &following, bool loaded) {
 #if defined(WINDLASS_VNNI) || defined(WINDLASS_DOT)
     if (codes::quads_fit(p)) return codes::attend_cut<codes::Quads>(p, all, b, rows, head, heads, cut, following, loaded);
 #endif
     codes::attend_cut<codes::Floats>(p, all, b, rows, head, heads, cut, following, loaded);
-}
-
-template <class T> static auto first_chunk_of(const Attention &p, const Following &of, long head, long heads) {
-    typedef typename Multiplied<T>::type E;
-    if constexpr (IN_PANELS<T>) return codes::first_chunk(p, of, head, heads);
-    else return sizeof(T) != sizeof(E) ? Ahead<E>(p, 0, 0, 0, 0, 0) : first_chunk<E>(p, of, head, heads);
 }
 
 // Whether row b may share the pass over a cut with rows before it that see it from `begin` to `end`.
@@ -50,6 +52,32 @@ static Attention with_queries(Attention p, long head, long first, long count) {
     p.heads = count * p.kv_heads;
     return p;
 }
+
+// The cuts of all rows. Units are its pieces: where heads are apart, the next one is no neighbour in memory; where a share ends, it
+// is another thread's.
+struct Cuts final : Course {
+    const Attention &p;
+    const long *owner, *first;  // the row of each cut; the number of each row's first
+    const Shares &shares;
+    const long each;  // units of a cut
+    long begun = 0;   // the one that a walk begins with
+    Cuts(const Attention &p, const long *owner, const long *first, const Shares &shares, long each)
+        : p(p), owner(owner), first(first), shares(shares), each(each) {}
+    Following cut(long number) const {
+        const long b = owner[number], cut = p.first_cut(b) + number - first[b];
+        return {b, p.begin_of(b, cut), p.end_of(b, cut)};
+    }
+    Following piece(long unit) const override {
+        if (unit != begun && (each > 1 || shares.begins_one(unit))) return {0, 0, 0};
+        return cut(unit / each);
+    }
+};
+// All keys that some rows see, which have one table.
+struct Keys final : Course {
+    const Following all;
+    explicit Keys(const Following &all) : all(all) {}
+    Following piece(long number) const override { return number ? Following{0, 0, 0} : all; }
+};
 
 // Rows of tables of their own: units are (row, cut, some heads), so one long row spreads over the threads, and of a single head some
 // queries, where there is nothing else to share: they meet the same keys, which the caches have by then.
@@ -84,23 +112,20 @@ template <class T> static int attend_alone(const Attention &p) {
         on_threads(threads, [&](long thread) {
             Scratch s;
             s.place(p, 1, heads, parts + cuts * p.heads * part_row + thread * scratch);
-            long asked_for = -1;  // the unit whose first chunk is on its way
+            long coming = -1;  // the unit whose first chunk is on its way
+            Cuts course(p, owner, first, shares, pieces * slices);
+            typename Walk<T>::type walk;
             shares.take(thread, [&](long unit) {
                 const long at = unit / slices / pieces, head = unit / slices % pieces * heads, here = min_of(heads, p.kv_heads - head);
                 const long skipped = unit % slices * queries, count = min_of(queries, group - skipped);
-                const auto part_of = [&](long number) {  // row, keys
-                    const long b = owner[number], cut = p.first_cut(b) + number - first[b];
-                    return Following{b, p.begin_of(b, cut), p.end_of(b, cut)};
-                };
-                const Following own = part_of(at);
-                const bool asked = asked_for == unit;
-                if (!asked) first_chunk_of<T>(p, own, head, here).ask(1 << 20);
-                // Where heads are apart, the next unit is no neighbour in memory; where a share ends, it is another thread's.
-                Following next = {0, 0, 0};
-                if (pieces * slices == 1 && !shares.begins_one(unit + 1)) next = part_of(at + 1), asked_for = unit + 1;
+                const bool asked = coming == unit;
+                if (!asked) course.begun = unit, set_out<T>(walk, p, course, unit, head, here);
+                const Following own = course.cut(at);
+                coming = pieces * slices == 1 && !shares.begins_one(unit + 1) ? unit + 1 : -1;
+                turn_to(walk, course.piece(unit + 1));
                 const long b = own.b, cut = p.first_cut(b) + at - first[b];
                 const bool loaded = asked && at > first[b] && p.query_of(b, cut) == p.query_of(b, cut - 1);
-                attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, next, loaded);
+                attend_cut<T>(slices == 1 ? p : with_queries(p, head, skipped, count), s, b, 1, head, here, cut, walk, loaded);
                 for (long i = 0; i < here * count; i++)
                     keep_part(p, s, i, parts + (at * p.heads + head * group + skipped + i) * part_row);
             });
@@ -147,6 +172,9 @@ template <class T> static int attend_packed(const Attention &p) {
                 first = min_of(first, p.first_cut(b0 + r));
                 last = max_of(last, p.first_cut(b0 + r) + p.cuts(b0 + r));
             }
+            const Keys course({b0, p.first_key(b0), p.length(b0 + count - 1)});
+            typename Walk<T>::type walk;
+            set_out<T>(walk, p, course, 0, head, 1);
             for (long cut = first; cut < last; cut++) {
                 for (long r = 0, run; r < count; r += run) {
                     run = 1;
@@ -156,8 +184,8 @@ template <class T> static int attend_packed(const Attention &p) {
                     for (; r + run < count && may_join<T>(p, b0 + r + run, cut, begin, end); run++)
                         end = max_of(end, p.end_of(b0 + r + run, cut));
                     // What comes next is most often the row's next cut.
-                    const Following next = {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))};
-                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, next, false);
+                    turn_to(walk, {b0 + r, end, min_of(end + SPLIT, p.length(b0 + r))});
+                    attend_cut<T>(p, s, b0 + r, run, head, 1, cut, walk, false);
                     float *part = parts + ((cut - first) * rows + r) * group * part_row;
                     for (long i = 0; i < run * group; i++) keep_part(p, s, i, part + i * part_row);
                 }

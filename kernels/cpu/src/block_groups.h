@@ -26,7 +26,7 @@ constexpr bool SCALES_IN_PASSING = WINDLASS_LANES >= 8;
 // (measured on Zen 4, 8 rows by 16,384 x 2,048: 8 bits 500 Gop/s instead of 369, 4 bits 526 instead of 360).
 template <class F> INLINE bool reads_best_unasked(long rows) {
 #if defined(__x86_64__)
-    return WINDLASS_LANES == 16 && rows <= (F::BITS == 8 ? 4 : 2) && __builtin_cpu_is("amd");
+    return WINDLASS_LANES == 16 && rows <= (F::BITS == 8 ? 3 : 2) && __builtin_cpu_is("amd");
 #else
     return false;
 #endif

@@ -39,7 +39,8 @@ struct BlockLinear {
     long M;
 };
 
-static NOINLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) {
+// Of the last panel, which may have rows that there are not.
+static NOINLINE void finish_last(const BlockLinear &p, const float *sums, long n, float *out) {
     for (long i = 0; i < PANEL && n + i < p.weight.N; i += W) {
         const long valid = min_of(W, p.weight.N - n - i);
         vf y = load(sums + i);
@@ -47,6 +48,10 @@ static NOINLINE void finish(const BlockLinear &p, const float *sums, long n, flo
         if (valid == W) store(out + i, y);
         else store_some(out + i, y, valid);
     }
+}
+INLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) {
+    if (n + PANEL > p.weight.N) return finish_last(p, sums, n, out);
+    for (long i = 0; i < PANEL; i += W) store(out + i, p.bias ? load(sums + i) + load(p.bias + n + i) : load(sums + i));
 }
 
 // What a thread has for itself.
