@@ -19,6 +19,7 @@ from torch import Tensor
 
 from windlass.engine.execution.far_keys import far_key_places
 from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
+from windlass.engine.execution.row_ranges import RangeNumbers, RowRanges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
@@ -71,12 +72,13 @@ class _Memory:
 class PlainRows(NamedTuple):
     """B rows, each a token that attends alone.
 
-    said: [4, B] int64, of each its token, its slot's number in its sequence, the position of that sequence's first slot, and its
-    rotary row. tables: int32 [K, B, blocks].
+    said: [4, B] int64, of each its token, its slot's number in its sequence, its position less that number, and its rotary row.
+    tables: int32 [K, B, blocks]. ranges: None where every row meets all keys before it as it is.
     """
 
     said: NDArray[np.int64]
     tables: NDArray[np.int32]
+    ranges: RowRanges | None
 
 
 class BatchBuilder:
@@ -101,6 +103,7 @@ class BatchBuilder:
     ) -> None:
         self._adapters = adapters
         self._windows, self._anchored = windows, anchored
+        self._range_numbers = RangeNumbers(windows, anchored=anchored)
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
@@ -226,7 +229,7 @@ class BatchBuilder:
         cos, sin = self._turned(rotary[found.sources], found.turns, found.slopes)
         anchor_cos = anchor_sin = every_query = None
         if self._anchored and closed.any():
-            anchor_cos, anchor_sin = self._rotary.cos_sin(self._tensor(rotary), self._tensor(-closed))[:2]
+            anchor_cos, anchor_sin = self._rotary.angles(self._tensor(rotary), self._tensor(-closed))
             every_query = torch.arange(len(positions), device=self._device)
         names = ("ends", "rows", "plain_rows", "reaches", "gaps", "sources")
         return QueryVersions(
@@ -244,7 +247,7 @@ class BatchBuilder:
         """Cosines and sines [G, N, rotary_dim / 2] under these rows. slopes: share of their frequencies, None for the whole."""
         ids, at = self._tensor(rotary), self._tensor(positions)
         if slopes is None:
-            return self._rotary.cos_sin(ids, at)[:2]
+            return self._rotary.angles(ids, at)
         return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
@@ -263,30 +266,36 @@ class BatchBuilder:
         said, last, live_sequences = [], 0, self._sequences.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
-            position = live.layout.first_position
+            offset = live.layout.slot_offset
+            position = live.layout.first_position - offset
             count = item.num_tokens - len(item.draft)
             known = live.token_ids[start : start + count]
             unknown = [0] * (count - len(known))
-            for i, token in enumerate((*known, *unknown, *item.draft), start=start):
+            for i, token in enumerate((*known, *unknown, *item.draft), start=start + offset):
                 said.append((token, i, position, live.rotary_id, live.row))
-            last = max(last, start + item.num_tokens - 1)
+            last = max(last, start + offset + item.num_tokens - 1)
         return said, last // self._block_size + 1
 
     def plain_rows(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> PlainRows | None:
         """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that,
-        ranges, distances of its own or an adapter."""
+        distances of its own or an adapter."""
         if not self._is_row_by_row(items):
             return None
-        live_sequences, distances = self._sequences.by_id, self._rotary.distances
+        live_sequences, distances, ranged = self._sequences.by_id, self._rotary.distances, False
         for item in items:
             live = live_sequences[item.seq_id]
-            if is_ranged(live) or live.adapter is not None or not distances[live.rotary_id].is_plain:
+            if live.adapter is not None or not distances[live.rotary_id].is_plain:
                 return None
+            ranged = ranged or is_ranged(live)
         said, blocks = self._said_of(items)
         if passes > 1:
             blocks = max(row[1] + passes - 1 for row in said) // self._block_size + 1
         numbers = np.array(said, dtype=np.int64).T
-        return PlainRows(numbers[:4], self._sequences.tables(numbers[4].tolist(), blocks))
+        tables, ranges = self._sequences.tables(numbers[4].tolist(), blocks), None
+        if ranged:
+            of_rows = [live_sequences[item.seq_id] for item in items for _ in range(item.num_tokens)]
+            ranges = self._range_numbers.of(of_rows)
+        return PlainRows(numbers[:4], tables, ranges)
 
     def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
         """What the rows of a lasting batch of single tokens need to go on for so many passes in all.

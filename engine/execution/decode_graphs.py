@@ -1,6 +1,7 @@
 """Decode steps captured for some numbers of rows, on a device that runs beside its host.
 
-A step of fewer rows than were captured runs with rows that are none: they read no keys and write none. Responsible for what is
+A step of fewer rows than were captured runs with rows that are none: they read no keys and write none. Steps whose rows meet
+their keys in ranges are captured apart, once they come again and again, with ranges that may be empty. Responsible for what is
 captured and which steps it can stand for. A captured step ends with a draw, so that several can follow each other; where rows
 draw in ways that it does not know, its logits are taken and the draw is ignored.
 """
@@ -13,16 +14,24 @@ import time
 from collections import abc
 from typing import NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
+from torch import Tensor
 
+from windlass.engine.cache.reuse import MAX_RUNS
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.execution.batch import BatchBuilder, PlainRows
+from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.device_ranges import DeviceRanges
 from windlass.engine.execution.device_rows import LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
+from windlass.engine.execution.ranged_graphs import MOST_CELLS, RangedGraphs, RangedKey
 from windlass.engine.execution.replay import StepTensors
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Graphs, is_out_of_memory
+
+_SPARE_BLOCKS = 2 * MAX_RUNS  # around passages blocks stay half empty
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -32,9 +41,17 @@ class _Captured(NamedTuple):
     made: StepTensors
 
 
+class _Rows(NamedTuple):
+    """What a captured step is told of a step's rows, see `DeviceRows.fill`."""
+
+    said: NDArray[np.int64]
+    tables: NDArray[np.int32]
+    ranges: NDArray[np.int64] | None
+
+
 class DecodeGraphs:
     """most_rows: of a step. most_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
-    model has. obstacle: what ended capturing before everything was captured."""
+    model has. obstacle: what ended capturing before everything was captured. ranged: what is captured of steps with ranges."""
 
     def __init__(
         self,
@@ -51,14 +68,23 @@ class DecodeGraphs:
     ) -> None:
         self._num_ids = num_ids or decoder.spec.vocab_size
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
+        self._ranges = DeviceRanges(
+            rotary,
+            cells=MOST_CELLS,
+            windows=len(decoder.spec.attention_windows),
+            anchored=decoder.spec.scores_by_absolute_position,
+        )
         self.rows = DeviceRows(
             graphs,
             rotary,
+            self._ranges,
             most=most_rows,
             groups=len(decoder.spec.kv_groups),
             width=most_blocks,
+            ranged_width=most_blocks + _SPARE_BLOCKS,
             block_size=block_size,
         )
+        self.ranged = RangedGraphs(self._capture_ranged)
         self._captured: dict[int, _Captured] = {}  # by rows, rising
         self.obstacle: str | None = None
         self.num_replayed = 0
@@ -95,21 +121,52 @@ class DecodeGraphs:
         if self.obstacle is not None:
             _logger.warning("%s; those of %s rows were", self.obstacle, ", ".join(map(str, self._captured)) or "no")
 
+    @property
+    def largest_ranged(self) -> RangedKey | None:
+        """The step with ranges that takes most memory, None where the model has none."""
+        if self._decoder.spec.has_chunks:
+            return None
+        rows = max(size for size in self.sizes if 2 * size <= MOST_CELLS)
+        return RangedKey(rows, 1 << (MOST_CELLS // rows).bit_length() - 1)
+
+    @torch.inference_mode()
+    def capture_ranged(self, key: RangedKey) -> None:
+        """Capture a step with ranges, of as many rows as one without was captured for: see `RangedGraphs.capture`."""
+        self.ranged.capture(key)
+
     def _capture(self, size: int) -> _Captured:
         made: list[StepTensors] = []
 
         def step() -> None:
-            decoder = self._decoder
-            x, batch = decoder.embed(self.rows.batch(size))
-            hidden = decoder.run_layers(x, batch, self._cache)
-            logits = decoder.logits(hidden)[:, : self._num_ids]
-            maxima = decoder.backend.row_maxima(logits)
-            self.rows.go_on(size, *self._graphs.draw_rows(logits, maxima, self.rows.draws(size)))
-            made[:] = [StepTensors(hidden, logits, maxima)]
+            made[:] = [self._compute(size, 0)]
+            self._draw(size, made[0])
 
         self.rows.reset()
         again = self._graphs.capture(step)
         return _Captured(again, made[0])
+
+    def _capture_ranged(self, key: RangedKey) -> _Captured:
+        kept = self._captured[key.rows].made  # what it makes is put there, so that it keeps no memory of its own
+
+        def step() -> None:
+            made = self._compute(key.rows, key.ranges)
+            for target, source in zip(_tensors(kept), _tensors(made), strict=True):
+                target.copy_(source)
+            self._draw(key.rows, kept)
+
+        self.rows.reset()
+        return _Captured(self._graphs.capture(step), kept)
+
+    def _compute(self, size: int, ranges: int) -> StepTensors:
+        decoder = self._decoder
+        x, batch = decoder.embed(self.rows.batch(size, ranges))
+        hidden = decoder.run_layers(x, batch, self._cache)
+        logits = decoder.logits(hidden)[:, : self._num_ids]
+        return StepTensors(hidden, logits, decoder.backend.row_maxima(logits))
+
+    def _draw(self, size: int, made: StepTensors) -> None:
+        assert made.maxima is not None
+        self.rows.go_on(size, *self._graphs.draw_rows(made.logits, made.maxima, self.rows.draws(size)))
 
     def join(self) -> None:
         """What torch is asked for from now on comes after the passes that were asked for."""
@@ -122,7 +179,7 @@ class DecodeGraphs:
             return None
         captured, rows = found
         count = rows.said.shape[1]
-        self.rows.fill(rows.said, rows.tables, [LARGEST] * count)
+        self.rows.fill(rows.said, rows.tables, [LARGEST] * count, rows.ranges)
         self._graphs.ask(captured.again)
         self.rows.end()
         self._graphs.join()
@@ -139,7 +196,7 @@ class DecodeGraphs:
         if found is None:
             return None
         captured, rows = found
-        self.rows.fill(rows.said, rows.tables, drawing)
+        self.rows.fill(rows.said, rows.tables, drawing, rows.ranges)
         return self._passes(captured, passes, len(items))
 
     def begin_ahead(
@@ -150,11 +207,11 @@ class DecodeGraphs:
         order: abc.Sequence[int],
     ) -> Fetched:
         """The same for rows that go on from what the passes asked for last will draw. order: their places among those rows."""
-        found = self._rows_of(items, passes)
+        found = self._rows_of(items, passes, ahead=True)
         if found is None:
             raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
         captured, rows = found
-        self.rows.continue_from(order, rows.tables, drawing)
+        self.rows.continue_from(order, rows.tables, drawing, rows.ranges)
         return self._passes(captured, passes, len(items))
 
     def _passes(self, captured: _Captured, passes: int, rows: int) -> Fetched:
@@ -163,12 +220,26 @@ class DecodeGraphs:
         self.num_replayed += passes
         return self.rows.fetch(passes, rows)
 
-    def _rows_of(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> tuple[_Captured, PlainRows] | None:
+    def _rows_of(
+        self, items: abc.Sequence[ScheduledSequence], passes: int = 1, *, ahead: bool = False
+    ) -> tuple[_Captured, _Rows] | None:
         size = next((size for size in self._captured if size >= sum(item.num_tokens for item in items)), None)
         if size is None:
             return None
         rows = self._batches.plain_rows(items, passes)
-        if rows is None or rows.tables.shape[2] > self.rows.width:
+        if rows is None or rows.tables.shape[2] > self.rows.width(0 if rows.ranges is None else rows.ranges.most):
             return None
+        captured, ranges = self._captured[size], None
+        if rows.ranges is not None:
+            found = self.ranged.find(size, rows.ranges.most, ahead=ahead)
+            if found is None:
+                return None
+            key, captured = found
+            ranges = rows.ranges.padded(*key)
         rows.said[TOKEN] = rows.said[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
-        return self._captured[size], rows
+        return captured, _Rows(rows.said, rows.tables, ranges)
+
+
+def _tensors(made: StepTensors) -> tuple[Tensor, ...]:
+    assert made.maxima is not None
+    return made.hidden, made.logits, *made.maxima

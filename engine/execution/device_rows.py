@@ -15,6 +15,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
+from windlass.engine.execution.device_ranges import DeviceRanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.bursts import MOST_PASSES
@@ -50,48 +51,72 @@ class Fetched:
 class _Staging:
     """Host memory for one plan's copies; free again once the device has passed its mark."""
 
-    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int) -> None:
+    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int) -> None:
         self.said = graphs.host_memory((4, rows + 1), torch.int64)
         self.order = graphs.host_memory((rows + 1,), torch.int64)
         self.numbers = graphs.host_memory((4 + MOST_PASSES, rows), torch.float64)
         self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
+        self.ranges = graphs.host_memory((ranges,), torch.int64)
         self.drawn = graphs.host_memory((2, MOST_PASSES, rows), torch.int64)
         self.mark: Mark | None = None
 
 
 class DeviceRows:
-    """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under."""
+    """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under.
+
+    ranges: where those of rows that have some are kept. ranged_width: columns of the tables of steps with such rows, whose slots
+    may be more than their tokens.
+    """
 
     def __init__(
-        self, graphs: Graphs, rotary: RotaryTables, *, most: int, groups: int, width: int, block_size: int
+        self,
+        graphs: Graphs,
+        rotary: RotaryTables,
+        ranges: DeviceRanges,
+        *,
+        most: int,
+        groups: int,
+        width: int,
+        ranged_width: int,
+        block_size: int,
     ) -> None:
-        self.most, self.width = most, width
+        self.most, self._width, self._ranged_width = most, width, ranged_width
         self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
+        self._ranges = ranges
         self._device = device = rotary.inv_freq.device
-        # Token, slot's number in its sequence, position of that sequence's first slot, rotary row. The last column stays none.
+        # Token, slot's number in its sequence, its position less that number, rotary row. The last column stays none.
         self._said = torch.zeros(4, most + 1, dtype=torch.int64, device=device)
         self._said[_INDEX] = _NO_ROW
         self._order = torch.zeros(most + 1, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(4 + MOST_PASSES, most, dtype=torch.float64, device=device)
-        self._tables = torch.zeros(groups, most, width, dtype=torch.int32, device=device)
-        self._sent = torch.zeros(groups * most * width, dtype=torch.int32, device=device)  # tables side by side
+        self._tables = torch.zeros(groups, most, ranged_width, dtype=torch.int32, device=device)
+        self._sent = torch.zeros(groups * most * ranged_width, dtype=torch.int32, device=device)  # tables side by side
         self._drawn = torch.zeros(2, MOST_PASSES, most, dtype=torch.int64, device=device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
         # A plan's copies may still be read while the next one's are written, never longer.
-        self._staging = [_Staging(graphs, most, groups, width) for _ in range(2)]
+        numbers = ranges.fields * ranges.cells
+        self._staging = [_Staging(graphs, most, groups, ranged_width, numbers) for _ in range(2)]
         self._turn = 0
         self._known: NDArray[np.int32] | None = None  # the tables as they were sent last
+        self._known_ranges: NDArray[np.int64] | None = None  # and the ranges
 
     # -- on the device: what is captured ---------------------------------------------------------------------------
 
-    def batch(self, rows: int) -> ForwardBatch:
-        """The first `rows` rows as a step takes them."""
+    def width(self, ranges: int) -> int:
+        """Columns of the tables of a step whose rows have so many ranges, 0 for none."""
+        return self._ranged_width if ranges else self._width
+
+    def batch(self, rows: int, ranges: int = 0) -> ForwardBatch:
+        """The first `rows` rows as a step takes them, each in so many ranges."""
         ids, index, first, rotary = self._said[:, :rows].unbind(0)
         is_row, size = index >= 0, self._block_size
         positions = torch.where(is_row, index + first, 0)
-        tables = self._tables[:, :rows]
+        tables = self._tables[:, :rows, : self.width(ranges)]
         column = (index.clamp(min=0) // size).expand(self._groups, rows).unsqueeze(-1)
         blocks = tables.gather(2, column).squeeze(-1).long()  # [K, B]
+        versions, context_positions = None, positions
+        if ranges:
+            versions, context_positions = self._ranges.versions(rows, ranges, positions, rotary)
         return ForwardBatch(
             input_ids=ids,
             positions=positions,
@@ -100,8 +125,9 @@ class DeviceRows:
             block_tables=tables,
             query_start=torch.arange(rows + 1, device=self._device),
             seq_lens=index + 1,
-            context_positions=positions,
+            context_positions=context_positions,
             **self._rotary.cos_sin(rotary, positions)._asdict(),
+            versions=versions,
         )
 
     def draws(self, rows: int) -> RowDraws:
@@ -131,16 +157,24 @@ class DeviceRows:
         said: NDArray[np.int64],
         tables: NDArray[np.int32],
         drawing: abc.Sequence[RowDrawing],
+        ranges: NDArray[np.int64] | None = None,
     ) -> None:
-        """Say what the rows are. said: [4, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing."""
+        """Say what the rows are. said: [4, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
+
+        ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none.
+        """
         staging, rows = self._next_staging(), said.shape[1]
         staging.said[_INDEX] = _NO_ROW
         staging.said[:, :rows] = torch.from_numpy(said)
         self._graphs.ask(lambda: self._take_said(staging))
-        self._send(staging, tables, drawing)
+        self._send(staging, tables, drawing, ranges)
 
     def continue_from(
-        self, order: abc.Sequence[int], tables: NDArray[np.int32], drawing: abc.Sequence[RowDrawing]
+        self,
+        order: abc.Sequence[int],
+        tables: NDArray[np.int32],
+        drawing: abc.Sequence[RowDrawing],
+        ranges: NDArray[np.int64] | None = None,
     ) -> None:
         """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
 
@@ -150,7 +184,7 @@ class DeviceRows:
         staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
         staging.order[rows:] = self.most
         self._graphs.ask(lambda: self._take_order(staging))
-        self._send(staging, tables, drawing)
+        self._send(staging, tables, drawing, ranges)
 
     def fetch(self, passes: int, rows: int) -> Fetched:
         """What the passes asked for since `fill` or `continue_from` draw."""
@@ -171,13 +205,24 @@ class DeviceRows:
             staging.mark = None
         return staging
 
-    def _send(self, staging: _Staging, tables: NDArray[np.int32], drawing: abc.Sequence[RowDrawing]) -> None:
-        """The tables, unless the device has them, and how the rows draw."""
+    def _send(
+        self,
+        staging: _Staging,
+        tables: NDArray[np.int32],
+        drawing: abc.Sequence[RowDrawing],
+        ranges: NDArray[np.int64] | None,
+    ) -> None:
+        """The tables and ranges, unless the device has them, and how the rows draw."""
         numbers = staging.numbers.numpy()
         for row, one in enumerate(drawing):
             numbers[:4, row] = one.numbers
             numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
         self._graphs.ask(lambda: self._take_numbers(staging))
+        known = self._known_ranges
+        if ranges is not None and (known is None or not np.array_equal(ranges, known)):
+            self._known_ranges, count = ranges, ranges.size
+            staging.ranges.numpy()[:count] = ranges.ravel()
+            self._graphs.ask(lambda: self._ranges.take(staging.ranges[:count]))
         if self._known is not None and np.array_equal(self._known, tables):
             return
         self._known = tables.copy()

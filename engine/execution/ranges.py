@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout
+from windlass.engine.cache.runs import OPEN_END
 from windlass.engine.execution.far_keys import turns_to_far_keys
 from windlass.engine.execution.sequences import LiveSequence
 from windlass.engine.rotary.distances import Distances
@@ -23,7 +23,7 @@ _NOTHING = -1  # the row of a range in which nothing is seen
 
 
 @dataclass(frozen=True, slots=True)
-class _Span:
+class SlotSpan:
     """A part of a sequence's slots that its queries meet alike. offset: position where a key stands minus its slot.
 
     sink: whether its tokens stay in sight, at the edge of the window. chunks_back: whole chunks between it and the query's own,
@@ -105,7 +105,7 @@ def query_ranges(
     slopes: list[NDArray[np.float64]] = []
     token = versions = 0
     for b, ((live, position, count), own, rule) in enumerate(zip(chunks, spans, rules, strict=True)):
-        first_position, back = live.layout.first_position, live.layout.num_closed if anchored else 0
+        back = live.layout.num_closed if anchored else 0
         positions = np.arange(position, position + count, dtype=np.int64)
         rows_of: dict[tuple[int, bool, int, bool], int] = {}  # spans that ask for the same turns share a version
         for r, span in enumerate(own):
@@ -113,21 +113,13 @@ def query_ranges(
             if span.empty:
                 continue
             gap = gaps[b, r] = own[-1].offset - span.offset
-            for w, window in enumerate(windows):
-                bounds = [x for x in (window, None if span.sink else live.window) if x is not None]
-                reaches[w, b, r] = max(min(bounds) - gap, 0) if bounds else NO_BOUND
-            if span.reach is not None:
-                reaches[:, b, r] = span.reach
+            reaches[:, b, r] = reaches_of(span, gap, live, windows)
             plain_rows[b, r] = token
             known = rows_of.get((span.shift, span.sink, span.chunks_back, span.far))
             if known is not None:
                 rows[b, r] = known
                 continue
-            turn = np.full(count, back - span.shift, dtype=np.int64)
-            if span.sink:
-                assert live.window is not None
-                farthest = first_position + live.sinks + live.window - 1
-                turn += np.minimum(positions, farthest) - positions
+            turn = back - span.shift + np.minimum(last_turned(span, live) - positions, 0)
             if span.chunks_back:
                 turn += _turns_back(rule, positions, span.chunks_back)
             if span.far:
@@ -154,28 +146,47 @@ def query_ranges(
     )
 
 
-def _spans_under(rule: Distances, live: LiveSequence, position: int, count: int, far_slots: int) -> list[_Span]:
+def reaches_of(span: SlotSpan, gap: int, live: LiveSequence, windows: abc.Sequence[int | None]) -> list[int]:
+    """How far back the queries of each kind of window see in a span that is so many positions nearer than its slots say."""
+    if span.reach is not None:
+        return [span.reach] * len(windows)
+    own, reaches = None if span.sink else live.window, []
+    for window in windows:
+        bounds = [bound for bound in (window, own) if bound is not None]
+        reaches.append(max(min(bounds) - gap, 0) if bounds else NO_BOUND)
+    return reaches
+
+
+def last_turned(span: SlotSpan, live: LiveSequence) -> int:
+    """The last position from which a span is met at its distance; queries behind it are turned back to there."""
+    if not span.sink:
+        return NO_BOUND
+    assert live.window is not None
+    return live.layout.first_position + live.sinks + live.window - 1
+
+
+def _spans_under(rule: Distances, live: LiveSequence, position: int, count: int, far_slots: int) -> list[SlotSpan]:
     """The parts that `count` queries from a position on meet."""
     if rule.chunk is not None:
         return _chunk_spans(position // rule.chunk, rule.chunk)
     if rule.near is not None:
         return _far_spans(rule.near, position + count - rule.near, far_slots)
-    return _spans(live.layout, live.window, live.sinks)
+    return spans_of(live)
 
 
-def _far_spans(near: int, end: int, far_slots: int) -> list[_Span]:
+def _far_spans(near: int, end: int, far_slots: int) -> list[SlotSpan]:
     """The keys as they seem from far away, up to the last that any query sees so, and behind them those nearby."""
-    spans = [_Span(end, 0, 0, far=True, reach=-far_slots - near)] if end > 0 else []
+    spans = [SlotSpan(end, 0, 0, far=True, reach=-far_slots - near)] if end > 0 else []
     if max(end, 0) < far_slots:
-        spans.append(_Span(far_slots, 0, 0, empty=True))
-    return [*spans, _Span(OPEN_END, 0, 0, reach=near)]
+        spans.append(SlotSpan(far_slots, 0, 0, empty=True))
+    return [*spans, SlotSpan(OPEN_END, 0, 0, reach=near)]
 
 
-def _chunk_spans(number: int, size: int) -> list[_Span]:
+def _chunk_spans(number: int, size: int) -> list[SlotSpan]:
     """The parts that queries of a chunk meet: all chunks before the last but one, that one, and their own."""
-    spans = [_Span((number - 1) * size, 0, 0, chunks_back=2)] if number > 1 else []
-    spans += [_Span(number * size, 0, 0, chunks_back=1)] if number else []
-    return [*spans, _Span(OPEN_END, 0, 0)]
+    spans = [SlotSpan((number - 1) * size, 0, 0, chunks_back=2)] if number > 1 else []
+    spans += [SlotSpan(number * size, 0, 0, chunks_back=1)] if number else []
+    return [*spans, SlotSpan(OPEN_END, 0, 0)]
 
 
 def _turns_back(rule: Distances, positions: NDArray[np.int64], chunks_back: int) -> NDArray[np.int64]:
@@ -185,17 +196,18 @@ def _turns_back(rule: Distances, positions: NDArray[np.int64], chunks_back: int)
     return farthest - within if chunks_back > 1 else np.minimum(within + rule.chunk, farthest) - within
 
 
-def _spans(layout: SlotLayout, window: int | None, sinks: int) -> list[_Span]:
-    """The parts of a sequence's slots, in order; the last is open."""
-    spans: list[_Span] = []
+def spans_of(live: LiveSequence) -> list[SlotSpan]:
+    """The parts of a sequence's slots, in order; the last is open. They are those of every token until its layout changes."""
+    layout, window, sinks = live.layout, live.window, live.sinks
+    spans: list[SlotSpan] = []
     end, last_sink = 0, layout.first_position + sinks if window is not None else 0
     for run in layout.runs:
         if run.first_slot > end:
-            spans.append(_Span(run.first_slot, 0, 0, empty=True))
+            spans.append(SlotSpan(run.first_slot, 0, 0, empty=True))
         end = run.end_slot
         edge = last_sink - run.offset  # the first slot behind the sinks
         if window is not None and sinks and edge > run.first_slot:
-            spans.append(_Span(min(edge, run.end_slot), run.offset, run.shift, sink=True))
+            spans.append(SlotSpan(min(edge, run.end_slot), run.offset, run.shift, sink=True))
         if window is None or not sinks or edge < run.end_slot:
-            spans.append(_Span(run.end_slot, run.offset, run.shift))
+            spans.append(SlotSpan(run.end_slot, run.offset, run.shift))
     return spans

@@ -114,10 +114,14 @@ class RotaryTables:
         reduced in float64, so the float32 results are right to rounding at any position; a token's bits do not depend
         on the tokens beside it.
         """
-        cos, sin = self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
+        cos, sin = self.angles(rotary_ids, positions)
         return TokenRotations(
             cos, sin, self.q_scale.index_select(1, rotary_ids), self.score_scale.index_select(0, rotary_ids)
         )
+
+    def angles(self, rotary_ids: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """Cosines and sines [G, T, D/2] alone, of T tokens or turns: see `cos_sin`."""
+        return self._backend.rotary_angles(self.inv_freq, rotary_ids, positions)
 
     def slowed_cos_sin(self, rotary_ids: Tensor, positions: Tensor, slopes: Tensor) -> tuple[Tensor, Tensor]:
         """Cosines and sines [G, T, D/2] of the frequencies of each token times its slope.

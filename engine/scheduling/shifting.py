@@ -34,12 +34,21 @@ class HeldContext(ContextSize):
         """Give up what the next token does not need or leaves no room for; returns the tokens dropped."""
         before, kept = handle.layout.num_dropped, self.kept_blocks
         if self.seen is not None:
-            first = handle.layout.first_seen(handle.num_slots, self.seen) // self.block_size
+            first = self._first_seen(handle)
             if first > kept:
                 blocks.cut_out(handle, kept, first, closing=False)
         elif handle.num_slots == self.window:
             blocks.cut_out(handle, kept, kept + 1, closing=True)
         return handle.layout.num_dropped - before
+
+    def has_unseen(self, handle: CacheHandle) -> bool:
+        """Whether there are blocks that an attention window lets it give up."""
+        return self.seen is not None and self._first_seen(handle) > self.kept_blocks
+
+    def _first_seen(self, handle: CacheHandle) -> int:
+        """The first block that the next token sees under an attention window, kept ones aside."""
+        assert self.seen is not None
+        return handle.layout.first_seen(handle.num_slots, self.seen) // self.block_size
 
     def report_of(self, handle: CacheHandle) -> ContextReport | None:
         """What became of a sample's context; None where nothing ever becomes of it."""

@@ -49,6 +49,8 @@ class StepsAhead:
                 continue
             if item.start != seq.num_tokens - 1 or item.num_tokens > 1 or item.samples != (item.seq_id,):
                 return None
+            if seq.held.has_unseen(seq.cache):
+                return None  # only a step planned in the ordinary way gives blocks up
             planned += 1
             if seq.num_tokens_left > ahead:
                 start = seq.num_tokens - 1 + ahead

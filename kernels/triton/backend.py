@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
@@ -20,9 +20,11 @@ from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.recorder import Graphs
+from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary, thin
+from windlass.kernels.triton import routing as routes
 from windlass.kernels.triton.graphs import CudaGraphs
 from windlass.kernels.triton.launch import Device
 
@@ -38,7 +40,6 @@ class TritonBackend(TorchBackend):
     def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
         super().__init__(options)
         self._host = host
-        self.latent_expansion_cost = None  # the host does not know how long sequences are
         self._device = Device.of(self.device)
 
     def explain(self) -> str:
@@ -116,6 +117,11 @@ class TritonBackend(TorchBackend):
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         return products.AddressedExperts(weights, biases)
 
+    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+        if routes.takes(logits, routing):
+            return routes.route(logits, routing, bias)
+        return super().route(logits, routing, bias)
+
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, products.AddressedExperts) and experts.parts:
             return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
@@ -141,6 +147,9 @@ class TritonBackend(TorchBackend):
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        return None  # the host does not know how long sequences are
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         plain = q.shape[2] - rotary_dim

@@ -19,6 +19,7 @@ from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.torch.reference import rounded
 from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.product import gather_blocks, product
+from windlass.kernels.triton.routing import by_expert
 
 _TYPES = {
     torch.float32: tl.float32,
@@ -100,15 +101,13 @@ def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, *, f
     x = strided(x)
     places = chosen.numel()
     whole = x.new_empty(places, experts.columns)
-    ordered = chosen.flatten().sort(stable=True)
-    every = torch.arange(len(experts), device=x.device)
-    ends = torch.searchsorted(ordered.values, every, right=True)
+    order, ends = by_expert(chosen, len(experts))
     for part in experts.parts:
         out = whole[:, part.first : part.first + part.columns]
         _launch(
             x, (x.stride(0), 0), out, (out.stride(0), 0), part.operands, part.biases, places,
             part.columns, experts.inner, fixed=fixed,
-            experts=len(experts), order=ordered.indices, ends=ends, per_row=places // max(x.shape[0], 1),
+            experts=len(experts), order=order, ends=ends, per_row=places // max(x.shape[0], 1),
             bias_type=None if experts.biases is None else experts.biases[0].dtype,
         )  # fmt: skip
     return whole

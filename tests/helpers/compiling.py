@@ -23,7 +23,7 @@ from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from windlass.kernels import FORMS, AttentionCall, Filters, KVPages, LogitsChanges, Penalties, plane_shapes
+from windlass.kernels import FORMS, AttentionCall, Filters, KVPages, LogitsChanges, Penalties, Routing, plane_shapes
 from windlass.kernels.triton import launch
 
 _TYPES = {
@@ -111,6 +111,7 @@ def everything(capability: int) -> None:
         _by_element(dtype)
         _products(dtype)
     _latent(torch.bfloat16)
+    _routes()
     _draws()
 
 
@@ -207,6 +208,21 @@ def _products(dtype: torch.dtype) -> None:
         experts = products.AddressedExperts(plain, [torch.ones(128)] * 2)
         products.linear_of_experts(y, experts, chosen[:rows])
         products.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
+
+
+def _routes() -> None:
+    """Of models with few experts, with many, and with groups of them."""
+    from windlass.kernels.triton import routing
+
+    for experts, rule in (
+        (8, Routing(2)),
+        (128, Routing(8)),
+        (256, Routing(8, "sigmoid", groups=8, top_groups=4, least_sum=1e-20, scale=2.5)),
+        (512, Routing(10, normalized=False)),
+        (1024, Routing(4, "sigmoid", groups=2, group_score="largest")),
+    ):
+        for bias in (None, torch.ones(experts)):
+            routing.route(torch.ones(3, experts), rule, bias)
 
 
 def _latent(dtype: torch.dtype) -> None:

@@ -191,10 +191,15 @@ class PlayedBackend(RowIndependentBackend):
     def rotate_and_append(self, q: Tensor, *operands: Any) -> None:
         opaque(super().rotate_and_append, q, *operands)
 
+    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        out = q.new_empty(len(q) + len(rows), *q.shape[1:])
+        opaque(lambda *operands: out.copy_(super(PlayedBackend, self).turn_queries(*operands)), q, rows, cos, sin)
+        return out
+
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        if call.has_ranges or not call.only_single_tokens:
+        if not call.only_single_tokens:
             return super().paged_attention(q, pages, call)
-        out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
+        out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
         opaque(_attend, q, pages, call, out)
         return out
 
@@ -211,17 +216,8 @@ def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None
     rows = (call.seq_lens > 0).nonzero().squeeze(1)  # those that are none see nothing
     if not len(rows):
         return
-    own = AttentionCall.of_single_tokens(
-        call.block_tables[rows],
-        call.seq_lens[rows],
-        call.score_scale[rows],
-        call.scale,
-        window=call.window,
-        soft_cap=call.soft_cap,
-        sink_logits=call.sink_logits,
-        chunk=call.chunk,
-    )
-    out[rows] = rowwise.paged_attention(q[rows], pages, own)
+    own = call.some_sequences(rows)[1]
+    out[rows] = rowwise.paged_attention(call.queries(q, rows), pages, own)
 
 
 def _maxima(logits: Tensor, ids: Tensor, values: Tensor) -> None:

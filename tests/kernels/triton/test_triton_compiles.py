@@ -18,8 +18,8 @@ LINE = re.compile(r"sm_\d+ (\w+) shared (\d+) registers \d+ spilled (\d+) .*; (\
 MOST_SPILLED, MOST_SPILLED_OF_LATENTS = 400, 900
 NAMES = {
     "attention", "merge_splits", "rotate_and_append", "rerotate_keys", "turn_queries", "rms_norm", "layer_norm", "activation",
-    "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "thin_product",
-    "maxima_of_parts", "row_maxima", "log_sums", "change_rows", "draw_tokens",
+    "clamped_glu", "gate_by_sigmoid", "soft_cap", "sum_of_experts", "product", "gather_blocks", "thin_product", "route",
+    "by_expert", "maxima_of_parts", "row_maxima", "log_sums", "change_rows", "draw_tokens",
 }  # fmt: skip
 
 

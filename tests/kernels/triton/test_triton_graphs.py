@@ -12,14 +12,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.engines import greedy, make_core, run
+from helpers.every_request import same
 from helpers.interpreted import PLAYED
 from helpers.played_graphs import PlayedGraphs, opaque
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 from torch import Tensor
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.decode_graphs import DecodeGraphs
+from windlass.engine.execution.ranged_graphs import RangedKey
 from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filter_numbers
 from windlass.kernels.triton import drawing, launch
 from windlass.kernels.triton.backend import TritonBackend
@@ -76,6 +79,23 @@ def test_tokens_are_those_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranges_are_those_without(tmp_path: Path) -> None:
+    """A context that shifts beside a window with sinks, and a plain one that ends: one row of four is none."""
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
+    sent = [
+        greedy("shift", PROMPT * 6, 10, context=ContextRule("shift", keep_tokens=16), logprobs=1),
+        greedy("sinks", PROMPT * 2, 6, context=ContextRule(attention_window=8, attention_sinks=2), logprobs=1),
+        greedy("plain", PROMPT, 4, logprobs=1),
+    ]
+    options: dict[str, Any] = {"max_model_len": 64, "shift_context": 48, "max_num_seqs": 4}
+    want = run(make_core(directory, cuda_graphs=False, **options), sent)
+    core = make_core(directory, **options)
+    graphs = captures(core, [4])
+    same(run(core, sent, every_logit=False), want, 1e-5)
+    assert graphs.ranged.captured == [(4, 2)] and graphs.num_replayed >= 7
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
@@ -90,7 +110,9 @@ def test_tokens_are_those_without(tmp_path: Path) -> None:
 def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
-    captures(core, [1])
+    graphs = captures(core, [1])
+    graphs.capture_ranged(RangedKey(1, 2))
+    assert graphs.ranged.obstacle is None
 
 
 def test_rows_draw_what_a_drawer_draws() -> None:

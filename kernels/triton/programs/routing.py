@@ -1,0 +1,101 @@
+"""Which experts tokens go to, and the order in which experts take them: a program for each token, and for some places."""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.order import follow
+
+
+@triton.jit
+def first_largest(keys, left, place, count):
+    """The first place of the largest key among those that are left; `count` where none is."""
+    largest = tl.max(tl.where(left, keys, float("-inf")), 0)
+    return tl.min(tl.where(left & (keys == largest), place, count), 0)
+
+
+@triton.jit
+def route(
+    logits,
+    bias,
+    chosen,
+    weights,
+    least_sum,
+    scale,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Program (token). SOFTMAX: else scores are sigmoids. TWO: a group counts for its two largest scores, not one."""
+    follow()
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    there = expert < EXPERTS
+    x = tl.load(logits + token * EXPERTS + expert, mask=there, other=float("-inf"))
+    if SOFTMAX:
+        shares = tl.exp(x - tl.max(x, 0))
+        scores = shares / tl.sum(shares, 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    ranked = scores
+    if BIAS:
+        ranked += tl.load(bias + expert, mask=there, other=0.0)
+    keys = tl.where(ranked != ranked, float("inf"), ranked)  # what is no number comes first, as where torch sorts
+    if GROUPS > 1:
+        group = expert // (EXPERTS // GROUPS)
+        number = tl.arange(0, BLOCK_G)
+        of_groups = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        for each in range(GROUPS):
+            own = there & (group == each)
+            found = tl.max(tl.where(own, keys, float("-inf")), 0)
+            if TWO:
+                others = own & (expert != first_largest(keys, own, expert, EXPERTS))
+                found += tl.max(tl.where(others, keys, float("-inf")), 0)
+            of_groups = tl.where(number == each, found, of_groups)
+        left_groups = number < GROUPS
+        kept = expert < 0
+        for _ in range(TOP_GROUPS):
+            best = first_largest(of_groups, left_groups, number, GROUPS)
+            left_groups = left_groups & (number != best)
+            kept = kept | (group == best)
+        keys = tl.where(kept, keys, float("-inf"))
+    place = tl.arange(0, BLOCK_K)
+    taken = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    left = there
+    for k in range(TOP_K):
+        best = tl.minimum(first_largest(keys, left, expert, EXPERTS), EXPERTS - 1)
+        left = left & (expert != best)
+        taken = tl.where(place == k, best, taken)
+        weight = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weight)
+    if NORMALIZED:
+        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum, propagate_nan=tl.PropagateNan.ALL)
+    at = token * TOP_K + place
+    tl.store(chosen + at, taken.to(tl.int64), mask=place < TOP_K)
+    tl.store(weights + at, weight * scale, mask=place < TOP_K)
+
+
+@triton.jit(do_not_specialize=["places"])  # it differs from step to step
+def by_expert(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Program (BLOCK places, and as many experts): where places stand in the order of their experts, and how many places go to
+    these experts and those before them."""
+    follow()
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(chosen + own, mask=own < places, other=EXPERTS)
+    before = tl.zeros([BLOCK], tl.int32)
+    until = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, places, TILE):
+        other = begin + tl.arange(0, TILE)
+        theirs = tl.load(chosen + other, mask=other < places, other=EXPERTS)
+        same = (theirs[None, :] == expert[:, None]) & (other[None, :] < own[:, None])
+        before += tl.sum(((theirs[None, :] < expert[:, None]) | same).to(tl.int32), 1)
+        until += tl.sum((theirs[None, :] <= own[:, None]).to(tl.int32), 1)
+    tl.store(order + before, own.to(tl.int64), mask=own < places)
+    tl.store(ends + own, until.to(tl.int64), mask=own < EXPERTS)

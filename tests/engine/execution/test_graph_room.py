@@ -1,0 +1,77 @@
+"""What captured steps take, counted from what some of them were seen to take."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from helpers.engines import make_core
+from helpers.played_engines import device_of, played_device
+from helpers.tiny_models import make_model
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution import decode_graphs
+from windlass.engine.execution.graph_room import bytes_of_graphs
+from windlass.engine.execution.ranged_graphs import MOST_RANGED
+from windlass.kernels import Graphs
+
+__all__ = ["played_device"]
+
+
+@pytest.fixture(scope="module")
+def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
+
+
+def counted(core: EngineCore, taken: Sequence[int]) -> int:
+    """taken: of the device, before and after each step that is captured."""
+    memory = mock.Mock()
+    memory.taken.side_effect = taken
+    found = bytes_of_graphs(
+        core.runner.decoder, memory, cache_dtype=torch.float32, block_size=16, most_rows=8, most_blocks=6
+    )
+    assert memory.taken.call_count == len(taken)
+    return found
+
+
+def test_the_largest_and_another_tell_what_all_take(directory: Path) -> None:
+    """Four steps without ranges; of those with ranges as many as there may be."""
+    core = make_core(directory, max_model_len=96)
+    assert counted(core, [10, 110, 112, 112, 142, 145]) == 100 + 3 * 2 + 30 + (MOST_RANGED - 1) * 3
+
+
+@pytest.mark.parametrize(
+    ("captured", "taken", "want"),
+    [
+        (1, [10, 110], 4 * 100),
+        (2, [10, 110, 112, 112], 100 + 3 * 2),
+        (3, [10, 110, 112, 112, 142], 100 + 3 * 2 + MOST_RANGED * 30),
+    ],
+)
+def test_what_cannot_be_captured_ends_the_count(captured: int, taken: list[int], want: int, directory: Path) -> None:
+    core = make_core(directory, max_model_len=96)
+    backend = core.runner.decoder.backend
+    make, left = backend.make_graphs, [None] * captured
+
+    def fails() -> None:
+        if not left:
+            raise RuntimeError("it cannot be captured")
+        left.pop()
+
+    def limited() -> Graphs | None:
+        made = make()
+        device_of(core.runner.decoder).fails = fails
+        return made
+
+    with mock.patch.object(backend, "make_graphs", limited):
+        assert counted(core, taken) == want
+
+
+def test_rows_without_room_for_ranges_are_captured_without(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The two largest steps, of eight and four rows, have none."""
+    monkeypatch.setattr(decode_graphs, "MOST_CELLS", 5)
+    core = make_core(directory, max_model_len=96)
+    assert counted(core, [10, 110, 112, 120, 150, 153]) == 100 + 3 * 2 + 30 + (MOST_RANGED - 1) * 3

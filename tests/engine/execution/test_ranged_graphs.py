@@ -1,0 +1,226 @@
+"""Captured decode steps whose rows meet their keys in ranges, on a played device: the oracle is the same engine that captures
+nothing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import prompt, run_checked, same
+from helpers.played_engines import device_of, graphed, played_device
+from helpers.tiny_models import make_model
+from helpers.tiny_unrotated import make_unrotated
+
+from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution import ranged_graphs
+from windlass.engine.execution.ranged_graphs import RangedGraphs, RangedKey
+
+__all__ = ["played_device"]
+OPTIONS: dict[str, Any] = {"max_model_len": 96, "shift_context": 48, "max_num_seqs": 4}
+SHIFT = ContextRule("shift", keep_tokens=16)
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            make = make_unrotated if family == "bloom" else make_model
+            made[family] = make(family, tmp_path_factory.mktemp(family))
+        return made[family]
+
+    return get
+
+
+def contexts(**fields: Any) -> list[EngineRequest]:
+    """A context that shifts, windows with and without sinks, and a plain one beside them."""
+    return [
+        greedy("shift", prompt(1, 40), 40, context=SHIFT, **fields),
+        greedy("plain", prompt(2, 9), 15, **fields),
+        greedy("sinks", prompt(4, 9), 30, context=ContextRule(attention_window=16, attention_sinks=2), **fields),
+        greedy("window", prompt(6, 30), 35, context=ContextRule("shift", 0, 20), **fields),
+    ]
+
+
+def watched(core: EngineCore) -> list[RangedKey]:
+    """Which captured steps with ranges stand for steps, one after the other."""
+    found, graphs = list[RangedKey](), core.runner.graphs
+    assert graphs is not None
+    find = graphs.ranged.find
+
+    def noted(rows: int, ranges: int, *, ahead: bool) -> Any:
+        one = find(rows, ranges, ahead=ahead)
+        found.extend([] if one is None else [one[0]])
+        return one
+
+    graphs.ranged.find = noted  # type: ignore[method-assign]
+    return found
+
+
+def compared(
+    directory: Path, *sent: list[EngineRequest], **options: Any
+) -> tuple[EngineCore, list[RangedKey], list[RangedKey]]:
+    """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; what
+    stood for its steps, and for those of the last list."""
+    options = {**OPTIONS, **options}
+    plain = make_core(directory, cuda_graphs=False, **options)
+    core, _ = graphed(directory, **options)
+    stood, before = watched(core), 0
+    for requests in sent:
+        before = len(stood)
+        same(run_checked(core, requests, every_logit=False), run(plain, requests, every_logit=False), 0.0)
+    return core, stood, stood[before:]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+def test_contexts_of_every_kind_beside_plain_ones(burst_seconds: float, directory_of: Callable[[str], Path]) -> None:
+    """They come and go, so that ranges appear, change and vanish, in steps that the device goes on with by itself."""
+    core, stood, _ = compared(directory_of("llama"), contexts(), burst_seconds=burst_seconds)
+    assert core.scheduler.counters.context_shifts >= 4
+    assert core.runner.graphs is not None and core.runner.graphs.num_replayed >= 34
+    assert len(stood) >= (5 if burst_seconds else 30)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma3", "hunyuan", "bloom"])
+def test_logits_are_those_without(family: str, directory_of: Callable[[str], Path]) -> None:
+    """Of layers with windows and rotary groups of their own, weights behind the rotation, scores that fall with the distance."""
+    sent = contexts(logprobs=2)
+    if family == "bloom":
+        sent = [one for one in sent if one.request_id != "sinks"]
+    _, stood, _ = compared(directory_of(family), sent)
+    assert len(stood) >= 28 and {key.ranges for key in stood} == {2}
+
+
+def test_ranges_grow_beyond_what_was_captured_and_vanish(directory_of: Callable[[str], Path]) -> None:
+    """A stream of two ranges, then one of passages with holes between them beside it, and then only a plain one."""
+    documents = [prompt(seed, 40) for seed in (11, 12, 13)]
+    reuse = PassageReuse(32, scope="me")
+    of_passages = [
+        *prompt(5, 5),
+        *documents[2],
+        *prompt(6, 3),
+        *documents[0],
+        *prompt(7, 9),
+        *documents[1],
+        *prompt(8, 4),
+    ]
+    core, stood, last = compared(
+        directory_of("llama"),
+        [greedy(f"{i}", [*prompt(20 + i, 7), *document, 5], 1, reuse=reuse) for i, document in enumerate(documents)],
+        [greedy("shift", prompt(1, 40), 20, context=SHIFT, logprobs=1), greedy("a", prompt(2, 9), 20)],
+        [
+            greedy("shift", prompt(1, 40), 24, context=SHIFT, logprobs=1),
+            greedy("passages", of_passages, 10, reuse=reuse, logprobs=1),
+            greedy("plain", prompt(2, 9), 30, logprobs=1),
+        ],
+        max_model_len=192,
+    )
+    assert core.scheduler.counters.reused_passages == 3
+    assert {key.ranges for key in stood[: -len(last)]} == {2}
+    assert list(dict.fromkeys(key.ranges for key in last)) == [16, 2], "6 runs in 12 parts, and then those of the other"
+    graphs = core.runner.graphs
+    assert graphs is not None and graphs.num_replayed > len(stood), "those of the plain one alone have no ranges"
+
+
+def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
+    """Each is a row with the ranges of its sequence, of the model and of a draft model."""
+    sent = [greedy("shift", prompt(3, 40, period=4), 40, context=SHIFT), greedy("plain", prompt(9, 9, period=3), 30)]
+    for options in ({"speculative_ngram": 2}, {"speculative_model": str(directory_of("llama"))}):
+        core, stood, _ = compared(directory_of("llama"), sent, **options)
+        stats = core.stats()
+        assert any(key.rows > 2 for key in stood)
+        assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
+        drafter = core.runner.drafter
+        assert drafter is None or (drafter.graphs is not None and drafter.graphs.ranged.captured)
+
+
+def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory_of: Callable[[str], Path]) -> None:
+    core, _ = graphed(directory_of("llama"), **OPTIONS)
+    stood, plans, start = watched(core), list[int](), core.runner.start
+    core.runner.start = lambda plan: plans.append(plan.ahead) or start(plan)  # type: ignore[method-assign, func-returns-value]
+    core.add(greedy("window", prompt(1, 9), 60, context=ContextRule(attention_window=16)))
+    most = 0
+    while core.has_work():
+        core.step()
+        most = max(most, *(len(seq.cache.tables[0].blocks) for seq in core.scheduler.live_sequences()), 0)
+    assert most <= 3 and sum(plans) > 40 and len(stood) > 50
+
+
+def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -> None:
+    """Of four in a step of one."""
+    core = make_core(directory_of("llama"), **OPTIONS)
+    graphs = core.runner.graphs
+    assert graphs is not None
+    graphs.capture([4])
+    planes = [plane for planes in core.runner.cache.planes for plane in planes]
+    for plane in planes:
+        plane.fill_(7)
+    run(core, [greedy("shift", prompt(1, 40), 30, context=SHIFT)], every_logit=False)
+    assert graphs.ranged.captured == [RangedKey(4, 2)]
+    for plane in planes:
+        assert int((plane != 7).flatten(2).any(2).any(0).sum()) <= 5  # blocks of 69 tokens, as they came to be free
+
+
+@pytest.mark.parametrize("error", [torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("no\nmore")])
+def test_what_is_not_captured_takes_the_ordinary_way(
+    error: Exception, directory_of: Callable[[str], Path], caplog: pytest.LogCaptureFixture
+) -> None:
+    sent = [greedy("shift", prompt(1, 40), 20, context=SHIFT)]
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
+    core, device = graphed(directory_of("llama"), **OPTIONS)
+
+    def fails() -> None:
+        raise error
+
+    device.fails = fails
+    same(run(core, sent, every_logit=False), want, 0.0)
+    graphs = core.runner.graphs
+    assert graphs is not None and graphs.ranged.captured == [] and graphs.ranged.obstacle is not None
+    assert caplog.text.count("a decode step of 1 rows in 2 ranges was not captured") == 1
+    assert device_of(core.runner.decoder).replays == graphs.num_replayed > 0
+
+
+def graphs_of(captured: list[RangedKey]) -> RangedGraphs[str]:
+    return RangedGraphs(lambda key: captured.append(key) or f"{key.rows} x {key.ranges}")  # type: ignore[func-returns-value]
+
+
+def test_a_step_is_captured_when_it_was_asked_for_a_few_times() -> None:
+    captured: list[RangedKey] = []
+    graphs = graphs_of(captured)
+    assert [graphs.find(2, 1, ahead=False) for _ in range(3)] == [None, None, (RangedKey(2, 2), "2 x 2")]
+    assert graphs.find(2, 2, ahead=False) == graphs.find(1, 2, ahead=True) == ((2, 2), "2 x 2")
+    assert graphs.find(2, 3, ahead=False) is None
+    assert all(graphs.find(1, 2, ahead=True) for _ in range(9)) and captured == [(2, 2)], "nothing is captured ahead"
+
+
+def test_a_wider_one_stands_for_it_meanwhile_unless_it_is_far_wider() -> None:
+    captured: list[RangedKey] = []
+    graphs = graphs_of(captured)
+    graphs.capture(RangedKey(8, 8))
+    assert graphs.find(8, 5, ahead=False) == graphs.find(2, 2, ahead=False) == ((8, 8), "8 x 8")
+    assert graphs.find(1, 8, ahead=False) is None
+    assert graphs.find(1, 1, ahead=True) == ((8, 8), "8 x 8")
+    for _ in range(3):
+        found = graphs.find(2, 2, ahead=False)
+    assert found == ((2, 2), "2 x 2")
+
+
+def test_there_is_a_bound_on_how_many_and_how_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    captured: list[RangedKey] = []
+    graphs = graphs_of(captured)
+    for _ in range(4):
+        assert graphs.find(ranged_graphs.MOST_CELLS // 2, 3, ahead=False) is None
+    monkeypatch.setattr(ranged_graphs, "MOST_RANGED", 2)
+    for ranges in (2, 4, 8, 16):
+        for _ in range(4):
+            graphs.find(512 // ranges, ranges, ahead=False)
+    assert captured == graphs.captured == [(256, 2), (128, 4)]

@@ -1,0 +1,95 @@
+"""Ranges as numbers that hold from token to token: those of `query_ranges`, which is told the positions."""
+
+from __future__ import annotations
+
+import itertools
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
+from windlass.engine.execution.device_ranges import DeviceRanges
+from windlass.engine.execution.ranges import query_ranges
+from windlass.engine.execution.row_ranges import RangeNumbers
+from windlass.engine.rotary.distances import PLAIN
+from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.tables import RotaryTables
+from windlass.kernels import bind
+
+NUMBERS = itertools.count()
+WINDOWS = [None, 8, 30]
+
+
+def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0, **kept: int) -> Any:
+    """runs: (first slot, end slot, position as rotated, shift)."""
+    layout = SlotLayout(tuple(SlotRun(*run) for run in runs), **kept)
+    return SimpleNamespace(layout=layout, window=window, sinks=sinks, slot=SimpleNamespace(seq_id=next(NUMBERS)))
+
+
+ROWS = {
+    "plain": sequence((0, OPEN_END, 0, 0)),
+    "shifted": sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), slot_offset=-48, num_closed=48),
+    "moved alike, with holes": sequence(
+        (0, 5, 0, 0), (20, 52, 116, -96), (64, 70, 52, 0), (84, 90, 200, -142), (96, OPEN_END, 64, 0), slot_offset=26
+    ),
+    "passages and a shift": sequence(
+        (0, 16, 0, 32), (18, 40, 7, 70), (48, OPEN_END, 99, 0), slot_offset=-20, num_closed=32
+    ),
+    "window": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, slot_offset=-48),
+    "sinks": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, sinks=3, slot_offset=-48),
+}
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("names", [["shifted"], ["sinks", "plain"], list(ROWS)], ids=len)
+def test_a_steps_versions_follow_from_them(names: list[str], anchored: bool) -> None:
+    """Row by row and range by range, at positions near and far, with room for more rows and ranges than there are."""
+    rows = [ROWS[name] for name in names]
+    base = RotaryBase(1e4, 16, 16, 4096)
+    tables = RotaryTables(2, [base], bind("cpu"))
+    rotary = tables.acquire([resolve(RopeScaling.from_dict({"rope_type": "default"}), base, 4096)])
+    device = DeviceRanges(tables, cells=128, windows=len(WINDOWS), anchored=anchored)
+    numbers = RangeNumbers(WINDOWS, anchored=anchored)
+    found = numbers.of(rows)
+    assert numbers.of(rows)._numbers[0] is found._numbers[0]
+    size, ranges = 8, 16
+    assert found.most <= 9
+    device.take(torch.from_numpy(found.padded(size, ranges).ravel()))
+    for position in (70, 85, 3000):
+        positions = torch.full((size,), position)
+        want = query_ranges([(live, position, 1) for live in rows], [PLAIN] * len(rows), WINDOWS, anchored=anchored)
+        cos, sin = tables.angles(torch.full((len(want.turns),), rotary), torch.from_numpy(want.turns))
+        still = torch.ones(8), torch.zeros(8)
+        got, context = device.versions(size, ranges, positions, torch.full((size,), rotary))
+        assert got.cos.shape == (1, size * (ranges - 1), 8)
+        for b, live in enumerate(rows):
+            count = want.ends.shape[1]
+            assert got.ends[b, :count].tolist() == want.ends[b].tolist()
+            assert got.plain_rows[b, :count].tolist() == want.plain_rows[b].tolist()
+            assert got.reaches[:, b, :count].tolist() == want.reaches[:, b].tolist()
+            assert got.gaps[b, :count].tolist() == want.gaps[b].tolist()
+            assert (got.rows[b, count:] == -1).all() and (got.ends[b, count:] == OPEN_END).all()
+            for row, wanted in zip(got.rows[b, :count].tolist(), want.rows[b].tolist(), strict=True):
+                assert (row < 0) == (wanted < 0)
+                if row < 0:
+                    continue
+                mine = still if row < size else (got.cos[0, row - size], got.sin[0, row - size])
+                theirs = still if wanted < len(rows) else (cos[0, wanted - len(rows)], sin[0, wanted - len(rows)])
+                assert (row if row < size else int(got.sources[row - size])) == b
+                assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
+            assert int(context[b]) == position - live.layout.num_closed
+            if anchored:
+                assert got.anchor_cos is not None and got.every_query is not None
+                turned = tables.angles(torch.tensor([rotary]), torch.tensor([-live.layout.num_closed]))[0]
+                assert torch.equal(got.anchor_cos[0, b], turned[0, 0])
+        assert (got.rows[len(rows) :] == -1).all() and (got.anchor_cos is not None) == anchored
+
+
+def test_numbers_are_made_anew_where_slots_moved() -> None:
+    live, numbers = sequence((0, OPEN_END, 0, 0), window=20), RangeNumbers([None], anchored=False)
+    before = numbers.of([live])._numbers[0]
+    live.layout = SlotLayout((SlotRun(0, 16, 0, 16), SlotRun(16, OPEN_END, 32)), -16, 16, 16)
+    after = numbers.of([live])._numbers[0]
+    assert before.shape[1] == 1 and after.shape[1] == 2
