@@ -52,8 +52,7 @@ from windlass.kernels.torch import batched, routed
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
-# Rows of bfloat16 from which torch's product leads where the processor multiplies them natively (measured on Zen 4: as
-# quick at 8 rows, 1.3 times at 16, 2.3 times at 512).
+# Rows of bfloat16 from which torch's native product leads (measured on Zen 4: as quick at 8, 1.3 times at 16, 2.3 at 512).
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
@@ -170,6 +169,8 @@ class CompiledBackend(Backend):
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
             return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
+        if isinstance(weight, BlockWeight) and self.options.activations == "int8" and blocks.opens_gates(x, weight):
+            return blocks.linear_blocks(x, weight, bias, activation=activation, library=self._library)
         return super().gated_linear(x, weight, bias, activation)
 
     def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
@@ -358,11 +359,9 @@ class CompiledBackend(Backend):
 
     def drawer(self, vocab_size: int) -> Drawer:
         # Sums of a larger vocabulary are more than float64 has exactly.
-        return (
-            sampling.CompiledDrawer(vocab_size, self._library)
-            if vocab_size <= sampling.MAX_VOCAB
-            else self._torch.drawer(vocab_size)
-        )
+        if vocab_size > sampling.MAX_VOCAB:
+            return self._torch.drawer(vocab_size)
+        return sampling.CompiledDrawer(vocab_size, self._library)
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         if logits.shape[1] > sampling.MAX_VOCAB:

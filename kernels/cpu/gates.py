@@ -1,4 +1,4 @@
-"""Products of the matrix unit that end with activation(gate) * up: which weights they take, and how wide their results are."""
+"""Products that end with activation(gate) * up: which weights they take, and how wide their results are."""
 
 from __future__ import annotations
 

@@ -50,7 +50,7 @@ SIGNATURES: dict[str, list[type]] = {
     "pack_panels": [_POINTER, _LONG, _INT, _LONG, _LONG, _LONG, _POINTER],
     "widen_panels": [_POINTER, _INT, _LONG, _LONG, _LONG, _POINTER],
     "linear_blocks": [
-        *(_POINTER, _LONG, *_BLOCKS, _POINTER, _POINTER, _LONG),  # x, the weight, bias, out
+        *(_POINTER, _LONG, *_BLOCKS, _POINTER, _INT, _POINTER, _LONG),  # x, the weight, bias, activation, out
         *(_LONG, _LONG, _LONG),  # rows, columns, inner
     ],
     "linear_blocks_rounded": [

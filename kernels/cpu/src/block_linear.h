@@ -4,6 +4,8 @@
 // every instruction set reads the same bytes. The sum of a group is int32 (int16 where it provably fits) and exact. Then, in
 // float32 and in this order for every output: acc += sum * (weight's scale * x's scale), and with a minimum
 // acc += minimum * (x's scale * sum of x), group after group. So a row's bits do not depend on other rows, tiles or threads.
+//
+// Of a weight whose first half of rows are gates, out[M, N / 2] = activation(gate) * up, from a panel of each while both are near.
 
 #pragma once
 
@@ -12,6 +14,7 @@
 #include "block_codes.h"
 #include "block_groups.h"
 #include "block_rows.h"
+#include "elementwise.h"
 #include "names.h"
 #include "simd.h"
 #include "tiles.h"
@@ -35,8 +38,14 @@ struct BlockLinear {
     BlockWeight weight;
     const float *x; long x_stride;
     const float *bias;
+    int activation;  // as with_activation numbers them, of a gate; NONE for plain results
     float *out; long out_stride;
     long M;
+
+    static constexpr int NONE = -1;
+    INLINE_MEMBER bool gated() const { return activation != NONE; }
+    // Panels whose results a panel of out has: one, or one of gates and one of ups, which are so far behind.
+    INLINE_MEMBER long ups_behind() const { return weight.N / 2 / PANEL; }
 };
 
 // Of the last panel, which may have rows that there are not.
@@ -54,9 +63,25 @@ INLINE void finish(const BlockLinear &p, const float *sums, long n, float *out) 
     for (long i = 0; i < PANEL; i += W) store(out + i, p.bias ? load(sums + i) + load(p.bias + n + i) : load(sums + i));
 }
 
+// activation(gate) * up of whole panels, whose sums lie `step` apart from row to row.
+static NOINLINE void finish_gates(const BlockLinear &p, const float *gates, const float *ups, long step, long panel) {
+    const long n = panel * PANEL;
+    with_activation(p.activation, [&](auto activation) {
+        for (long i = 0; i < PANEL; i += W) {
+            const vf gate_bias = p.bias ? load(p.bias + n + i) : vf{}, up_bias = p.bias ? load(p.bias + p.weight.N / 2 + n + i) : vf{};
+            for (long m = 0; m < p.M; m++) {
+                vf gate = load(gates + m * step + i), up = load(ups + m * step + i);
+                if (p.bias) gate += gate_bias, up += up_bias;
+                store(p.out + m * p.out_stride + n + i, activation(gate) * up);
+            }
+        }
+        return 0;
+    });
+}
+
 // What a thread has for itself.
 struct Scratch {
-    float *sums, *scales;  // [M][16]; of as many quads as are taken at a time
+    float *sums, *scales;  // [M][16], or twice that; of as many quads as are taken at a time
     uint8_t *ready;
 };
 
@@ -90,7 +115,6 @@ static void multiply_panel(const BlockLinear &p, Tiles tiles, const RoundedRows 
             });
         }
     }
-    finish_panel(p, own, panel);
 }
 
 // A panel against a single tile, its scales taken as they come.
@@ -111,11 +135,19 @@ template <class F> static void multiply_at_once(const BlockLinear &p, const Roun
         const long supers = ceil_div(groups, p.weight.super_groups) * each;
         multiply(SuperScales<F>{(const T *)scales, p.weight.supers + panel * supers, p.weight.super_groups});
     }
-    finish_panel(p, own, panel);
 }
 
-// Two neighbouring panels against many tiles.
+// One panel against all tiles: own.sums.
+template <class F> INLINE void multiply_one(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
+    if constexpr (SCALES_IN_PASSING)
+        if (tiles.count == 1) return multiply_at_once<F>(p, x, panel, own);
+    if (F::UNPACKS && tiles.count > 2) multiply_panel<F, F::UNPACKS>(p, tiles, x, panel, own);
+    else multiply_panel<F, false>(p, tiles, x, panel, own);
+}
+
+// Two panels against many tiles: neighbours, or gates and ups.
 template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles, const RoundedRows &x, long panel, const Scratch &own) {
+    const long second = p.gated() ? p.ups_behind() : 1;
     constexpr bool READY = F::UNPACKS;
     const long groups = p.weight.groups(), blocks = ceil_div(groups, READY_QUADS / F::QUADS), block = ceil_div(groups, blocks);
     const long scales = block * F::PARTS * PANEL;
@@ -124,9 +156,9 @@ template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles
         const uint8_t *stored[2];
         PanelGroups both[2];
         for (int n = 0; n < 2; n++) {
-            stored[n] = p.weight.codes + ((panel + n) * groups + g) * F::STORED_BYTES;
+            stored[n] = p.weight.codes + ((panel + n * second) * groups + g) * F::STORED_BYTES;
             both[n] = {READY ? own.ready + n * block * F::READY_BYTES : stored[n], own.scales + n * scales};
-            widen_scales(p.weight, panel + n, g, g + count, own.scales + n * scales);
+            widen_scales(p.weight, panel + n * second, g, g + count, own.scales + n * scales);
             if (READY) make_ready<F>(stored[n], count, own.ready + n * block * F::READY_BYTES);
         }
         for (long t = 0; t < tiles.count; t++) {
@@ -136,7 +168,7 @@ template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles
                 for (int n = 0; n < 2; n++) __builtin_prefetch(stored[n] + bytes + i);
             if (g + block >= groups)  // rows of out lie far apart: each line would be waited for
                 for (long m = begin; m < begin + rows; m++)
-                    for (int n = 0; n < 2; n++) __builtin_prefetch(p.out + m * p.out_stride + (panel + n) * PANEL, 1);
+                    for (int n = 0; n < 2 - p.gated(); n++) __builtin_prefetch(p.out + m * p.out_stride + (panel + n) * PANEL, 1);
             with_rows(rows, [&](auto rows_constant) {
                 constexpr int MT = decltype(rows_constant)::value;
                 if constexpr (MT <= PAIRED_ROWS)
@@ -145,6 +177,7 @@ template <class F> static void multiply_panels(const BlockLinear &p, Tiles tiles
             });
         }
     }
+    if (p.gated()) return finish_gates(p, own.sums, own.sums + PANEL, 2 * PANEL, panel);
     for (long m = 0; m < p.M; m++)
         for (int n = 0; n < 2; n++) {
             const long at = (panel + n) * PANEL;
@@ -156,13 +189,15 @@ template <class F> static int linear_pass(const BlockLinear &p) {
     const long groups = p.weight.groups(), K = p.weight.K, N = p.weight.N;
     const bool paired = PAIRED_PANELS && p.M >= PAIRED_FROM;
     const Tiles tiles = {p.M, ceil_div(p.M, paired ? PAIRED_ROWS : TILE_ROWS)};
-    const long panels = ceil_div(N, PANEL), panel_bytes = groups * F::STORED_BYTES;
-    const long chunk = round_up(chunk_of(panels, panel_bytes), 1 + paired), chunks = ceil_div(panels, chunk);
+    // Panels of out, each with the bytes of its panels of the weight.
+    const long panels = p.gated() ? p.ups_behind() : ceil_div(N, PANEL), panel_bytes = (1 + p.gated()) * groups * F::STORED_BYTES;
+    const long step = paired && !p.gated() ? 2 : 1;
+    const long chunk = max_of(step, chunk_of(panels, panel_bytes) / step * step), chunks = ceil_div(panels, chunk);
     const long threads = p.M * N * K < SERIAL_WORK ? 1 : min_of(chunks, most_threads());
     const bool shared = p.M >= SHARED_ROWS && threads > 1;
     const long value_bytes = round_up(p.M * groups * F::GROUP * F::X, 64), scale_bytes = round_up(4 * p.M * groups, 64);
     const long x_bytes = value_bytes + 2 * scale_bytes;
-    const long sum_bytes = (1 + paired) * 4 * p.M * PANEL, scales_bytes = 4 * SINGLE_QUADS / F::QUADS * F::PARTS * PANEL;
+    const long sum_bytes = (1 + (paired || p.gated())) * 4 * p.M * PANEL, scales_bytes = 4 * SINGLE_QUADS / F::QUADS * F::PARTS * PANEL;
     const long own_bytes = sum_bytes + scales_bytes + (F::UNPACKS ? (1 + paired) * READY_QUADS / F::QUADS * F::READY_BYTES : 0);
     void *memory = nullptr;
     if (posix_memalign(&memory, 64, (shared ? 1 : threads) * x_bytes + threads * own_bytes)) return 1;
@@ -186,15 +221,17 @@ template <class F> static int linear_pass(const BlockLinear &p) {
             const long end = min_of((c + 1) * chunk, panels);
             long panel = c * chunk;
             if constexpr (PAIRED_PANELS)
-                for (; paired && panel + 2 <= end; panel += 2) multiply_panels<F>(p, tiles, x, panel, own);
+                for (; paired && panel + step <= end; panel += step) multiply_panels<F>(p, tiles, x, panel, own);
             for (; panel < end; panel++) {
-                if constexpr (SCALES_IN_PASSING)
-                    if (tiles.count == 1) {
-                        multiply_at_once<F>(p, x, panel, own);
-                        continue;
-                    }
-                if (F::UNPACKS && tiles.count > 2) multiply_panel<F, F::UNPACKS>(p, tiles, x, panel, own);
-                else multiply_panel<F, false>(p, tiles, x, panel, own);
+                multiply_one<F>(p, tiles, x, panel, own);
+                if (!p.gated()) {
+                    finish_panel(p, own, panel);
+                    continue;
+                }
+                Scratch up = own;
+                up.sums += p.M * PANEL;
+                multiply_one<F>(p, tiles, x, panel + p.ups_behind(), up);
+                finish_gates(p, own.sums, up.sums, PANEL, panel);
             }
         });
     });
@@ -217,13 +254,14 @@ template <class F> static int linear_all(const BlockLinear &p) {
     return 0;
 }
 
-// x, bias and out are float32, strides in elements; bias may be null, and supers where super_groups is 0. Returns 1 when out of
-// memory, 2 for a form that there is no product for.
+// x, bias and out are float32, strides in elements; bias may be null, and supers where super_groups is 0. activation: that of gates,
+// which fill whole panels, or -1. Returns 1 when out of memory, 2 for a form that there is no product for.
 EXPORT int WINDLASS_NAME(linear_blocks)(const float *x, long x_stride, const uint8_t *codes, const void *scales,
                                         const void *supers, int bits, int group, int super_groups, int minimum, int offset,
-                                        const float *bias, float *out, long out_stride, long M, long N, long K) {
+                                        const float *bias, int activation, float *out, long out_stride, long M, long N,
+                                        long K) {
     const BlockWeight weight = {codes, scales, (const f16 *)supers, bits, group, super_groups, minimum, offset, N, K};
-    const BlockLinear p = {weight, x, x_stride, bias, out, out_stride, M};
+    const BlockLinear p = {weight, x, x_stride, bias, activation, out, out_stride, M};
     if (bits == 4 && group == 32) return minimum ? linear_all<Form<4, 32, true>>(p) : linear_all<Form<4, 32, false>>(p);
     if (bits == 5 && group == 32) return minimum ? linear_all<Form<5, 32, true>>(p) : linear_all<Form<5, 32, false>>(p);
     if (bits == 6 && group == 16 && !minimum) return linear_all<Form<6, 16, false>>(p);

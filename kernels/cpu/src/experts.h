@@ -30,8 +30,8 @@ struct ExpertProducts {
     int (*linear)(const void *, long, int, const void *, long, int, const void *, int, void *, long, long, long, long);
     int (*linear_panels)(const void *, long, int, const void *, int, const void *, int, void *, long, long, long, long);
     int (*linear_blocks)(const float *, long, const uint8_t *, const void *, const void *, int, int, int, int, int,
-                         const float *, float *, long, long, long, long);
-    // By the matrix unit, or null, with -1 for the activation that is not theirs; and from how many rows of an expert on. Panels
+                         const float *, int, float *, long, long, long, long);  // -1 for the activation that is not theirs
+    // By the matrix unit, or null, with -1 as well; and from how many rows of an expert on. Panels
     // are of bfloat16, and so are their rows.
     int (*linear_blocks_rounded)(const void *, long, int, const uint8_t *, const void *, const void *, int, int, int, int, int,
                                  const float *, int, void *, long, long, long, long);
@@ -156,7 +156,7 @@ static int multiply(const ExpertProducts &products, const ExpertPart &p, const v
                                               (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1, to, out_row,
                                               rows, p.columns, K);
     return products.linear_blocks((const float *)x, x_row, (const uint8_t *)p.data, p.scales, p.supers, (int)p.bits,
-                                  (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias,
+                                  (int)p.group, (int)p.super_groups, (int)p.minimum, (int)p.offset, (const float *)p.bias, -1,
                                   (float *)to, out_row, rows, p.columns, K);
 }
 

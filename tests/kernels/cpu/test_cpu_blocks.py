@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
-from windlass.kernels.cpu import library
+from windlass.kernels.cpu import library, ops
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.blocks import codes_of, group_scales, store
@@ -66,6 +67,18 @@ def assert_linear(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | Non
     want, size = brute_force(x.float(), weight, bias)
     assert got.shape == want.shape
     assert ((got.double() - want).abs() <= 2e-6 * size).all(), (got - want).abs().max()
+
+
+@EVERY_FORM
+def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm) -> None:
+    weight, bias = random_blocks(96, 130, form), torch.randn(96)
+    for rows, activation in zip((1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(ops.ACTIVATIONS), strict=False):
+        x, own = torch.randn(rows, 130), bias if rows % 2 else None
+        both = cpu.linear_blocks(x, weight, own, library=library_of)
+        want = ops.gated_activation(both, activation, library=library_of)
+        assert torch.equal(cpu.linear_blocks(x, weight, own, activation=activation, library=library_of), want), rows
+    with pytest.raises(ValueError, match="do not fill panels"):
+        cpu.linear_blocks(torch.randn(2, 8), random_blocks(40, 8, form), activation="silu", library=library_of)
 
 
 @EVERY_FORM
