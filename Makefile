@@ -57,6 +57,9 @@ $(VENV)/.installed-%: $(BIN)/python $(SOURCES)
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
+# The tests start hundreds of processes: where the environment forbids to keep compiled modules, each would compile them all anew.
+test test-slow test-ray soak: export PYTHONDONTWRITEBYTECODE :=
+
 # The tests of a file stay in one process, so that they share its servers; a thread a process, or they would fight for cores.
 test: $(VENV)/.installed-dev
 	@echo "== testing"

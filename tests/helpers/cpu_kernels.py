@@ -22,19 +22,39 @@ from windlass.kernels.cpu.library import Library
 ARM = platform.machine() in ("aarch64", "arm64")
 
 
-def _slow(form: str) -> Any:
-    """Any processor runs these, after minutes of compiling; one that has the instructions runs the real ones besides."""
-    return pytest.param(form, marks=pytest.mark.slow)
+# The real forms whose code the portable ones have, for processors without their instructions.
+_LIKE = {
+    "16 lanes": "avx512",
+    "8 lanes vnni": "avx2_vnni",
+    "16 lanes vnni": "avx512_vnni",
+    "16 lanes bf16": "avx512_bf16",
+    "16 lanes amx": "avx512_amx",
+}
 
 
-FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), _slow("16 lanes"))
+@functools.cache
+def _runnable() -> tuple[str, ...]:
+    """The forms whose instructions this processor has; none where they cannot be loaded, which the tests will say."""
+    path = library.find()
+    try:
+        return () if path is None else library.runnable(path)
+    except (OSError, AttributeError):
+        return ()
+
+
+def _unless_real(*forms: str) -> tuple[Any, ...]:
+    """Of these portable forms those whose code this processor runs in no real form: any does, after minutes of compiling."""
+    return tuple(pytest.param(form, marks=pytest.mark.slow) for form in forms if _LIKE[form] not in _runnable())
+
+
+FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), *_unless_real("16 lanes"))
 # Where products with quantized weights and with quantized keys and values have code of their own.
 _PACKED = ("neon_dot",) if ARM else ("avx2_vnni", "avx512_vnni")
-PACKED_FORMS = (*FORMS, *_PACKED, _slow("8 lanes vnni"), _slow("16 lanes vnni"))
+PACKED_FORMS = (*FORMS, *_PACKED, *_unless_real("8 lanes vnni", "16 lanes vnni"))
 # Where bfloat16 is multiplied in pairs.
-PAIR_FORMS = ("avx512_bf16", "avx512_amx", _slow("16 lanes bf16"), _slow("16 lanes amx"))
+PAIR_FORMS = ("avx512_bf16", "avx512_amx", *_unless_real("16 lanes bf16", "16 lanes amx"))
 # Where there is a matrix unit.
-MATRIX_FORMS = ("avx512_amx", _slow("16 lanes amx"))
+MATRIX_FORMS = ("avx512_amx", *_unless_real("16 lanes amx"))
 
 _FLAGS = "-O1 -std=c++17 -fopenmp -fPIC -shared -fvisibility=hidden -Wno-psabi -DWINDLASS_PORTABLE".split()
 _BUILT = Path(__file__).resolve().parents[2] / "build" / "test-kernels"  # by the sources' digest, kept from run to run

@@ -58,7 +58,13 @@ class _Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 if is_fresh:
                     target.copy_(source)
 
-        self.calls.append(again)
+        def again_alone() -> None:
+            result.copy_(func(*args, **kwargs))
+
+        if not any(fresh):
+            self.calls.append(lambda: func(*args, **kwargs))
+        else:  # most make one tensor, and are repeated hundreds of thousands of times
+            self.calls.append(again_alone if isinstance(result, Tensor) else again)
         return result
 
 

@@ -64,27 +64,29 @@ class PrefillCase:
         self.scale = dim**-0.5
 
     def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        heads, (_, block_size, kv_heads, _) = self.q.shape[1], self.wide[0].shape
-        out = torch.zeros(*self.q.shape[:2], self.wide[1].shape[-1], dtype=torch.float64)
+        (_, block_size, kv_heads, _), found = self.wide[0].shape, []
         for b, (old, new) in enumerate(self.shapes):
-            for i in range(new):
-                last, row = old + i, int(self.start[b]) + i
-                ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
-                first, end = (
-                    0 if self.window is None else max(0, last - self.window + 1),
-                    min(old + new, last + 1 + ahead),
-                )
-                at = torch.arange(first if self.chunk is None else last // self.chunk * self.chunk, end)
-                where = self.table[b].long()[at // block_size], at % block_size
-                keys, values = (part[where].double().repeat_interleave(heads // kv_heads, 1) for part in self.wide)
-                scores = torch.einsum("shd,hd->hs", keys, self.q[row].double())
-                scores *= self.scale * self.temperature[row].double()
-                if soft_cap is not None:
-                    scores = soft_cap * torch.tanh(scores / soft_cap)
-                if sinks is not None:
-                    scores = torch.cat((scores, sinks[:, None].double()), dim=1)
-                out[row] = torch.einsum("hs,shd->hd", scores.softmax(1)[:, : len(at)], values)
-        return out
+            rows = slice(int(self.start[b]), int(self.start[b]) + new)
+            last = torch.arange(old, old + new)
+            ahead = 0 if self.causal else old + new if self.window is None else self.window - 1
+            first = torch.zeros_like(last) if self.window is None else (last - self.window + 1).clamp(min=0)
+            first = first if self.chunk is None else last // self.chunk * self.chunk
+            # Keys before those of the first row are poison, and seen by none.
+            at = torch.arange(int(first[0]), old + new)
+            seen = (at >= first[:, None]) & (at <= last[:, None] + ahead)
+            where = self.table[b].long()[at // block_size], at % block_size
+            keys, values = (part[where].double() for part in self.wide)
+            q = self.q[rows].double().unflatten(1, (kv_heads, -1))
+            scores = torch.einsum("skd,tkgd->tkgs", keys, q).flatten(1, 2)
+            scores *= self.scale * self.temperature[rows].double()[:, None, None]
+            if soft_cap is not None:
+                scores = soft_cap * torch.tanh(scores / soft_cap)
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            if sinks is not None:
+                scores = torch.cat((scores, sinks[:, None].double().expand(new, -1, 1)), dim=2)
+            weights = scores.softmax(2)[..., : len(at)].unflatten(1, (kv_heads, -1))
+            found.append(torch.einsum("tkgs,skd->tkgd", weights, values).flatten(1, 2))
+        return torch.cat(found)
 
     def got(
         self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None, **options: Any

@@ -86,41 +86,42 @@ class RangeCase:
     def angles(self, positions: Tensor) -> Tensor:
         return positions.double()[..., None] * self.inv_freq
 
-    def seen(self, b: int) -> list[list[tuple[int, int]]]:
-        """Of every new token of sequence b the keys that it sees, each with its shift."""
+    def placed(self, b: int) -> tuple[Tensor, Tensor]:
+        """Which keys every new token of sequence b sees [T, S], and how far each key is shifted [S]."""
         old, new = self.shapes[b]
-        found = []
-        for i in range(old, old + new):
-            row, begin = [], 0
-            for part in self.parts[b]:
-                for j in range(begin, min(part.end, i + 1)):
-                    if not part.hole and (i - j < part.reach if part.reach >= 0 else i - j >= -part.reach):
-                        row.append((j, part.shift))
-                begin = max(begin, part.end)
-            found.append(row)
-        return found
+        slots, begin = torch.arange(old + new), 0
+        back = slots[old:, None] - slots
+        seen, shifts = torch.zeros(new, old + new, dtype=torch.bool), torch.zeros(old + new, dtype=torch.int64)
+        for part in self.parts[b]:
+            own = slice(begin, max(begin, part.end))
+            shifts[own] = part.shift
+            if not part.hole:
+                seen[:, own] = back[:, own] < part.reach if part.reach >= 0 else back[:, own] >= -part.reach
+            begin = own.stop
+        return seen & (back >= 0), shifts
 
     def expected(self) -> Tensor:
-        out, row = torch.zeros(len(self.raw_q), self.heads, self.value_dim, dtype=torch.float64), 0
+        found, row = [], 0
         group = self.heads // self.kv_heads
-        for b, (old, _) in enumerate(self.shapes):
-            for n, seen in enumerate(self.seen(b)):
-                q = rotated(self.raw_q[row], self.angles(torch.tensor(self.base + old + n)))  # [Hq, D]
-                at = torch.tensor([j for j, _ in seen])
-                stands = torch.tensor([self.base + j + shift for j, shift in seen])
-                keys = rotated(self.exact[b][at], self.angles(stands)).repeat_interleave(group, 1)  # [S, Hq, D]
-                scores = torch.einsum("hd,shd->hs", q, keys) * (self.dim**-0.5 * self.score_scale[row].double())
-                if self.soft_cap is not None:
-                    scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
-                if self.slopes is not None:
-                    scores = scores - self.slopes.double()[:, None] * (self.base + old + n - stands)
-                if self.sinks is not None:
-                    scores = torch.cat((scores, self.sinks.double()[:, None]), dim=1)
-                weights = scores.softmax(dim=1)[:, : len(seen)]
-                values = self.values[b][at].double().repeat_interleave(group, 1)
-                out[row] = torch.einsum("hs,shd->hd", weights, values)
-                row += 1
-        return out
+        for b, (old, new) in enumerate(self.shapes):
+            seen, shifts = self.placed(b)
+            rows, row = slice(row, row + new), row + new
+            at, stands = self.base + torch.arange(old, old + new), self.base + torch.arange(old + new) + shifts
+            q = rotated(self.raw_q[rows], self.angles(at))  # [T, Hq, D]
+            keys = rotated(self.exact[b], self.angles(stands)).repeat_interleave(group, 1)  # [S, Hq, D]
+            scores = torch.einsum("thd,shd->ths", q, keys)
+            scores = scores * (self.dim**-0.5 * self.score_scale[rows].double()[:, None, None])
+            if self.soft_cap is not None:
+                scores = self.soft_cap * torch.tanh(scores / self.soft_cap)
+            if self.slopes is not None:
+                scores = scores - self.slopes.double()[:, None] * (at[:, None] - stands)[:, None]
+            scores = scores.masked_fill(~seen[:, None], -torch.inf)
+            if self.sinks is not None:
+                scores = torch.cat((scores, self.sinks.double()[:, None].expand(new, -1, 1)), dim=2)
+            weights = scores.softmax(dim=2)[..., : old + new]
+            values = self.values[b].double().repeat_interleave(group, 1)
+            found.append(torch.einsum("ths,shd->thd", weights, values))
+        return torch.cat(found)
 
     def pages(self) -> tuple[KVPages, Tensor]:
         """Shuffled pages and their table: -1 where nobody sees a key of a block, NaN where nobody sees the key."""
@@ -135,17 +136,16 @@ class RangeCase:
         if self.page_type == torch.int8:
             key, value = torch.randint(-127, 128, key.shape).char(), torch.randint(-127, 128, value.shape).char()
         for b in range(len(self.shapes)):
-            keys = {j for row in self.seen(b) for j, _ in row}
-            for block in sorted({j // size for j in keys}):
+            keys = self.placed(b)[0].any(dim=0).nonzero().squeeze(1)
+            for block in (keys // size).unique().tolist():
                 table[b, block] = free.pop()
-            for j in keys:
-                place = int(table[b, j // size]), j % size
-                if self.page_type == torch.int8:
-                    codes = self.scales[b]
-                    key[place], value[place] = codes[0][j], codes[2][j]
-                    scales[0][place], scales[1][place] = codes[1][j], codes[3][j]
-                else:
-                    key[place], value[place] = self.keys[b][j], self.values[b][j]
+            place = table[b].long()[keys // size], keys % size
+            if self.page_type == torch.int8:
+                codes = self.scales[b]
+                key[place], value[place] = codes[0][keys], codes[2][keys]
+                scales[0][place], scales[1][place] = codes[1][keys], codes[3][keys]
+            else:
+                key[place], value[place] = self.keys[b][keys], self.values[b][keys]
         if self.page_type == torch.int8:
             return KVPages.of_codes(key, scales[0], value, scales[1]), table
         return KVPages(key, value), table

@@ -30,6 +30,8 @@ from windlass.kernels.backend import Backend, BackendOptions
 from windlass.kernels.torch.backend import TorchBackend
 
 MIB = 2**20
+# What steps are given here: the largest sees a long context and is run, row by row, before anything is served.
+STEPS: dict[str, Any] = {"max_num_seqs": 512, "max_num_batched_tokens": 600, "max_model_len": 1000}
 
 
 class PlayedMemory(DeviceMemory):
@@ -86,7 +88,7 @@ def model_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
 
 
 def core_of(model: Path, **options: Any) -> EngineCore:
-    return make_core(model, kv_cache_memory=None, max_num_seqs=512, **options)
+    return make_core(model, kv_cache_memory=None, **{**STEPS, **options})
 
 
 @pytest.mark.usefixtures("on_a_gpu")
@@ -135,7 +137,7 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     model = model_of(family)
     expected = run(make_core(model, kv_cache_memory=8 * MIB), [greedy("a", range(5, 30), 6)])["a", 0].token_ids
     monkeypatch.setattr(Runner, "execute", watched)
-    core = core_of(model, max_num_batched_tokens=600, max_model_len=1000)
+    core = core_of(model)
     ((plan, results),) = plans
     assert plan.num_tokens == 600 and len(plan.sequences) == results == 512
     assert {item.start + item.num_tokens for item in plan.sequences} == {1000} and plan.sequences[-1].prompt_logprobs
@@ -175,7 +177,7 @@ def test_an_encoder_reads_a_whole_text(
     plans: list[SchedulerOutput] = []
     execute = Runner.execute
     monkeypatch.setattr(Runner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
-    core_of(make_encoder("modernbert", tmp_path / "model"), max_num_batched_tokens=100)
+    core_of(make_encoder("modernbert", tmp_path / "model"), max_num_batched_tokens=100, max_model_len=None)
     ((only,),) = (plan.sequences for plan in plans)
     assert (only.start, only.num_tokens, only.samples) == (0, 100, ())
 
@@ -206,7 +208,7 @@ def test_where_nothing_is_left(
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
     monkeypatch.setattr(Runner, "execute", fails)
-    said = refused(model_of("llama"))
+    said = refused(model_of("llama"), max_num_batched_tokens=2048)
     assert (
         said.startswith("a step of 2048 tokens needs more memory than cpu gives beside ") and "11.0 MiB of 64.0" in said
     )
@@ -266,7 +268,7 @@ def test_pages_of_ranks_get_what_the_fullest_device_allows(tmp_path: Path, heads
     model = make_model("llama", tmp_path / "model", max_position_embeddings=4096, **wide)
     asked = [greedy("a", range(5, 45), 10)]
     expected = run(make_core(model, kv_cache_memory=8 * MIB), asked)
-    with ranked(model, 2, kv_cache_memory=None, max_num_seqs=512) as core:
+    with ranked(model, 2, kv_cache_memory=None, **STEPS) as core:
         memory = core.runner.decoder.backend.device_memory
         assert isinstance(memory, PlayedMemory) and memory.said.count("peak") == 1
         large, small = ((total * 0.9 - 10 - 5) * MIB for total in (64, 54))
@@ -281,5 +283,5 @@ def test_a_rank_without_room_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyP
     model = make_model("llama", tmp_path / "model", max_position_embeddings=4096, num_key_value_heads=2)
     monkeypatch.setattr(PlayedMemory, "step", 45 * MIB)  # more than the smaller GPU leaves
     refused = pytest.raises(LoadError, match=r"no memory is left for the KV cache: 90% of the 54\.0 MiB")
-    with refused, ranked(model, 2, kv_cache_memory=None, max_num_seqs=512):
+    with refused, ranked(model, 2, kv_cache_memory=None, **STEPS):
         pass

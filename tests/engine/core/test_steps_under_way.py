@@ -67,7 +67,7 @@ def changing() -> list[EngineRequest]:
     [
         (alone, {}),
         (alone, {"max_num_seqs": 3}),
-        (alone, {"kv_cache_memory": 200 << 10, "prefix_caching": False}),
+        (alone, {"kv_cache_memory": 100 << 10, "prefix_caching": False}),
         (changing, {"max_model_len": 160}),
         (traffic, {}),
         (alone, {"speculative_ngram": 3}),
@@ -131,7 +131,7 @@ def test_who_leaves_and_who_comes_meanwhile(burst_seconds: float, directory_of: 
     """Blocks of those that left go to others, while the device still writes to them."""
     sent = {name: greedy(name, prompt(i, 20), 40, cache_salt=name) for i, name in enumerate("abcdef")}
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent.values())
-    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, kv_cache_memory=200 << 10, **OPTIONS)
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, kv_cache_memory=100 << 10, **OPTIONS)
     plans = plans_of(core)
     for name in "abc":
         core.add(sent[name])

@@ -49,13 +49,17 @@ class Case:
             first = self.first(length)
             for i in range(first // block_size, counts[b]):
                 self.table[b, i] = free.pop()
-            for at in range(first, length):
-                block, offset = int(self.table[b, at // block_size]), at % block_size
-                self.key[block, offset] = torch.randn(kv_heads, dim).to(page_type)
-                self.value[block, offset] = torch.randn(kv_heads, value_dim).to(page_type)
+            where = self.places(b, torch.arange(first, length))
+            self.key[where] = torch.randn(length - first, kv_heads, dim).to(page_type)
+            self.value[where] = torch.randn(length - first, kv_heads, value_dim).to(page_type)
         self.seq_lens = torch.tensor(lengths, dtype=index_type)
         self.score_scale = torch.rand(len(lengths)) + 0.5
         self.scale = dim**-0.5
+
+    def places(self, b: int, at: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """The blocks of these keys of sequence b, and where they are in them."""
+        block_size = self.key.shape[1]
+        return self.table[b].long()[at // block_size], at % block_size
 
     def first(self, length: int) -> int:
         """The first key that the last query of a sequence sees."""
@@ -64,21 +68,23 @@ class Case:
         return 0 if self.window is None else max(0, length - self.window)
 
     def expected(self, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
-        heads, kv_heads, block_size = self.q.shape[1], self.key.shape[2], self.key.shape[1]
+        heads, kv_heads = self.q.shape[1], self.key.shape[2]
         out = torch.zeros(*self.q.shape[:2], self.value.shape[-1], dtype=torch.float64)
         for b, length in enumerate(self.lengths):
             first = self.first(length)
-            seen = [(int(self.table[b, i // block_size]), i % block_size) for i in range(first, length)]
-            for h in range(heads if seen else 0):
+            if first == length:
+                continue
+            where = self.places(b, torch.arange(first, length))
+            seen = self.key[where].double(), self.value[where].double()
+            for h in range(heads):
                 kv = h // (heads // kv_heads)
-                keys = torch.stack([self.key[place][kv] for place in seen]).double()
-                values = torch.stack([self.value[place][kv] for place in seen]).double()
+                keys, values = (part[:, kv] for part in seen)
                 scores = keys @ self.q[b, h].double() * (self.scale * self.score_scale[b].double())
                 if soft_cap is not None:
                     scores = soft_cap * torch.tanh(scores / soft_cap)
                 if sinks is not None:
                     scores = torch.cat((scores, sinks[h : h + 1].double()))
-                out[b, h] = scores.softmax(0)[: len(seen)] @ values
+                out[b, h] = scores.softmax(0)[: length - first] @ values
         return out
 
     def got(self, library: Library, sinks: torch.Tensor | None = None, soft_cap: float | None = None) -> torch.Tensor:
@@ -150,9 +156,8 @@ def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
     case.q[..., 0] = 1e4
     values = case.value.clone()
     for b, length in enumerate(case.lengths):
-        for at in range(length):
-            place = (int(case.table[b, at // 16]), at % 16)
-            case.key[place][:, 0] = -1.0 + at / length if at != 7 else 1.0
+        at = torch.arange(length)
+        case.key[(*case.places(b, at), slice(None), 0)] = torch.where(at == 7, 1.0, -1.0 + at / length)[:, None]
         got = case.got(form)[b]
         winner = values[int(case.table[b, 0]), 7]
         torch.testing.assert_close(got, winner.repeat_interleave(2, 0), rtol=0, atol=0)
@@ -160,8 +165,8 @@ def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
 
 def test_increasing_scores_rescale_without_losing_early_keys(form: Library) -> None:
     case = Case([700], heads=2, kv_heads=1, dim=16)
-    for at in range(700):
-        case.key[int(case.table[0, at // 16]), at % 16] *= 0.02 * at / 16
+    at = torch.arange(700)
+    case.key[case.places(0, at)] *= (0.02 * at / 16)[:, None, None]
     want, got = case.expected(), case.got(form)
     torch.testing.assert_close(got.double(), want, rtol=2e-4, atol=2e-5)
 

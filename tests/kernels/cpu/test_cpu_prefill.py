@@ -106,9 +106,8 @@ def test_scores_far_beyond_the_range_of_exp(form: Library) -> None:
     case = Case([(0, 300)], dim=16, heads=2)
     case.q.fill_(0.0)
     case.q[..., 0] = 1e4
-    blocks = case.table[0].long()
-    for at in range(300):
-        case.pages[0][blocks[at // 16], at % 16, :, 0] = -1.0 + at / 300 if at != 7 else 1.0
+    blocks, at = case.table[0].long(), torch.arange(300)
+    case.pages[0][blocks[at // 16], at % 16, :, 0] = torch.where(at == 7, 1.0, -1.0 + at / 300)[:, None]
     got = case.got(form)
     winner = case.pages[1][blocks[0], 7]
     torch.testing.assert_close(got[7:], winner.expand(293, -1, -1), rtol=0, atol=0)

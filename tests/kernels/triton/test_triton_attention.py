@@ -70,16 +70,22 @@ def test_tokens_one_by_one(name: str) -> None:
     assert_near(paged_attention(case.q, case.all_pages, call, deterministic=True).double(), case.expected(sinks, cap))
 
 
+DIMS, GROUPS = (64, 80, 96, 128, 256), (1, 3, 8, 16)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("dim", [64, 80, 96, 128, 256])
-@pytest.mark.parametrize("group", [1, 3, 8, 16])
+@pytest.mark.parametrize("dim", DIMS)
+@pytest.mark.parametrize("group", GROUPS)
 def test_sizes_that_models_have(dim: int, group: int) -> None:
-    """Single tokens and prompts that end at, before and behind the end of a page, and a prompt without a past."""
-    shapes = [(15, 1), (16, 1), (31, 2), (0, 16), (17, 17), (0, 1)]
+    """Single tokens and prompts that end at, before and behind the end of a page, and a prompt without a past.
+
+    Every size and every group meets both ways, the next one the other.
+    """
+    shapes = [(15, 1), (16, 1), (31, 2), (0, 16), (14, 5), (0, 1)]
     case = PrefillCase(shapes, dim=dim, heads=group, kv_heads=1, page_type=torch.float16)
-    for deterministic in (False, True):
-        found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
-        assert_near(found.double(), case.expected())
+    deterministic = bool((DIMS.index(dim) + GROUPS.index(group)) % 2)
+    found = paged_attention(case.q, case.all_pages, call_of(case), deterministic=deterministic)
+    assert_near(found.double(), case.expected())
 
 
 def test_long_contexts_are_split_and_merged(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -33,11 +33,12 @@ FILTERS = (
 )
 
 
-@pytest.fixture(autouse=True, params=[32, 8192], ids=["short lists", "long lists"])
+@pytest.fixture(autouse=True, params=[(32, 16), (512, 64)], ids=["short lists", "long lists"])
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Lists of what is near the largest that hold few tokens, so that rows are read anew, or all."""
-    monkeypatch.setattr(drawing, "_MOST", request.param)
-    monkeypatch.setattr(drawing, "_FEW", 16)
+    most, few = request.param
+    monkeypatch.setattr(drawing, "_MOST", most)
+    monkeypatch.setattr(drawing, "_FEW", few)
     monkeypatch.setattr(drawing, "_BLOCK", 256)
     monkeypatch.setattr(drawing, "_LIST", 16)
     monkeypatch.setattr(drawing, "_PART", 128)

@@ -378,10 +378,11 @@ def work(seen: Seen, room: str) -> None:
         page.get_by_role("button", name="Pause").click()  # axe looks for a while
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [390, 1280])
 @pytest.mark.parametrize("room", ROOMS)
-def test_a_room_is_accessible_and_fits(browser: Browser, live: Live, room: str, width: int, scheme: str) -> None:
+def test_a_room_is_accessible_and_fits(browser: Browser, live: Live, room: str, width: int) -> None:
+    """In both colour schemes: what is dark in one room at one width is light at the other, and in the next room."""
+    scheme = ("light", "dark")[(ROOMS.index(room) + (width > 390)) % 2]
     live.engine.eos_after = None if room == "Completion" else 12
     seen = enter(browser, live, room, viewport={"width": width, "height": 844}, color_scheme=scheme)
     work(seen, room)
@@ -404,7 +405,8 @@ def test_every_control_of_a_room_is_reached_by_the_keyboard(browser: Browser, li
         page.get_by_role("link", name="API").focus()
         for _ in range(wanted + 30):
             page.keyboard.press("Tab")
-            here = page.evaluate(FOCUSED)
-            reached.add(here)
+            reached.add(page.evaluate(FOCUSED))
+            if len(reached - {""}) == wanted:
+                break
         assert len(reached - {""}) == wanted, room
         seen.done(page.get_by_role("link", name=room))

@@ -71,6 +71,7 @@ def test_an_engine_that_gets_no_more_memory(server: RealServer) -> None:
     assert server.engine_pid() != before
 
 
+@pytest.mark.slow
 def test_text_processes_that_are_killed(server: RealServer) -> None:
     def ask() -> httpx.Response:
         return httpx.post(
