@@ -19,8 +19,8 @@ _WIDENED = 1 << 21  # numbers of a weight widened at a time, 8 MiB: they stay in
 # at 64, twice at 512).
 FEWEST_ROUNDED_ROWS = 48
 
-# Rows from which `linear_blocks` opens gates itself: fewer are bound by reading, which is quicker in one run than in two (measured on
-# Zen 4: a single row 4 % slower, 4 as quick, 8 of 1B shape 5 % quicker, 512 12 %).
+# Rows from which `linear_blocks` opens gates itself: fewer are bound by reading, which is quicker in one run than in two
+# (measured on Zen 4: a single row 4 % slower, 4 as quick, 8 of 1B shape 5 % quicker, 512 12 %).
 FEWEST_GATED_ROWS = 4
 
 _Described: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
