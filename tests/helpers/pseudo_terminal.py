@@ -26,9 +26,11 @@ def paste(text: str) -> str:
 
 
 def _as_from_a_terminal() -> None:
-    """In the program before it begins: the terminal is its own, and hanging up ends it, even where the tests run under nohup."""
+    """In the program before it begins: the terminal is its own, and hanging up and ctrl-C reach it, even where the tests run
+    under nohup or behind a shell's `&`, which leave these signals ignored."""
     fcntl.ioctl(0, termios.TIOCSCTTY, 0)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    for number in (signal.SIGHUP, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL)
 
 
 class PseudoTerminal:
