@@ -65,10 +65,10 @@ test: $(VENV)/.installed-dev
 	@echo "== testing"
 	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "not slow and not soak"
 
-# Those on a Ray cluster have a target of their own: they need both cores.
+# In the order in which they are collected, long ones first. Those on a Ray cluster have a target of their own: they need both cores.
 test-slow: $(VENV)/.installed-dev
 	@echo "== testing: the slow ones"
-	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile -m "slow" --ignore tests/e2e/test_ray.py
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) --dist loadfile --no-loadscope-reorder -m "slow" --ignore tests/e2e/test_ray.py
 
 # The extra goes into the same environment, without another torch: constraints.txt names that.
 test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray

@@ -16,6 +16,13 @@ if not Path("/dev/nvidiactl").exists():
 if TYPE_CHECKING:
     from helpers.live_server import Live
 
+# Files with single tests of minutes: begun first, so that no process is left alone with one at the end.
+_LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: item.path.name not in _LONG)
+
 
 @pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:

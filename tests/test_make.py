@@ -65,7 +65,7 @@ def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
     ("goal", "options"),
     [
         ("test", '-n 2 --dist loadfile -m "not slow and not soak"'),
-        ("test-slow", '-n 2 --dist loadfile -m "slow" --ignore tests/e2e/test_ray.py'),
+        ("test-slow", '-n 2 --dist loadfile --no-loadscope-reorder -m "slow" --ignore tests/e2e/test_ray.py'),
         ("test-ray", "tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py"),
         ("soak", '-m "soak"'),
     ],
