@@ -25,7 +25,7 @@ namespace blocks {
 
 // Rows of a tile that meets two panels at once, where there are registers for that: of many tiles each byte of x is spread over a
 // vector for both (measured on Zen 5: up to a sixth less time than one panel and eight rows, which load nearly twice as much). Of few
-// tiles one panel's codes come from memory sooner (measured on Zen 4: 18 rows in 0.73 of the time, 32 in 0.82, 64 in 0.96).
+// tiles one panel's codes come from memory sooner (measured on Zen 4, 8 bits: 18 rows in 0.72 to 0.81 of the time, 32 in 0.77 to 0.92).
 constexpr bool PAIRED_PANELS = WINDLASS_QUADS && V == 1;
 constexpr int PAIRED_ROWS = 6;
 constexpr long PAIRED_FROM = 8 * TILE_ROWS + 1;  // rows of x
@@ -44,7 +44,7 @@ struct BlockLinear {
 
     static constexpr int NONE = -1;
     INLINE_MEMBER bool gated() const { return activation != NONE; }
-    // Panels whose results a panel of out has: one, or one of gates and one of ups, which are so far behind.
+    // How many panels behind its gates a panel of ups lies.
     INLINE_MEMBER long ups_behind() const { return weight.N / 2 / PANEL; }
 };
 
