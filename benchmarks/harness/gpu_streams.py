@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.engine_names import from_flat
+
+_GREEDY = {"temperature": 0.0}
 
 
 class _GraphClock:
@@ -54,19 +57,19 @@ class Streams:
         self._rng, self._count = random.Random(0), 0
 
     def add(self, length: int, tokens: int, **fields: Any) -> str:
-        """A greedy stream behind a prompt of random tokens; its id."""
+        """A stream, greedy unless `draw` says otherwise, behind a prompt of random tokens; its id."""
         request = self._request(length, tokens, **fields)
         self.core.add(request)
         return request.request_id
 
-    def _request(self, length: int, tokens: int, **fields: Any) -> EngineRequest:
+    def _request(self, length: int, tokens: int, *, draw: Mapping[str, Any] = _GREEDY, **fields: Any) -> EngineRequest:
         self._count += 1
         prompt = [self._rng.randrange(10, self.core.info.vocab_size) for _ in range(length)]
-        sampling = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
+        sampling = SamplingParams(max_tokens=tokens, ignore_eos=True, **draw)
         return EngineRequest(str(self._count), prompt, sampling, **fields)
 
     def decode(self, each: list[dict[str, Any]], prompt: int, steps: int) -> float:
-        """Seconds in which each of the streams gets a token. each: fields of their requests."""
+        """Seconds in which each of the streams gets a token. each: fields of their requests, `draw` how they draw."""
         ids = [self.add(prompt, steps + 64, **fields) for fields in each]
         waiting = set(ids)
         while waiting:
@@ -186,6 +189,14 @@ def stream_figures(
     ]
     same, mixed = (streams.decode(each, prompt, steps) for each in (scalings[1:2] * 8, scalings))
     found.append(Figure(f"{name}: 8 scalings mixed, over one for all", mixed / same, wanted=1.02, plain=True))
+    for draw in (
+        {"temperature": 1.0},
+        {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
+        {"temperature": 0.8, "top_p": 0.95},
+    ):
+        seconds = streams.decode([{"draw": draw}], prompt, steps)
+        drawn = ", ".join(f"{key} {value:g}" for key, value in draw.items())
+        found.append(Figure(f"{name}: 1 stream behind {prompt:,} tokens, drawn with {drawn}, a token", seconds))
     return found
 
 

@@ -2,8 +2,8 @@
 
 A sequence's single new token is attended in splits over the context, which another program merges; how many there are follows
 from the width of the tables, and what each takes from the lengths in the device's memory, so a captured call is right at any
-length. Longer runs go in tiles of tokens, unsplit. Under `deterministic` every token is a single one and splits have one size, so
-its bits follow from its own sequence and no chunking.
+length. Longer runs go in tiles of tokens, unsplit, the longest over keys that are brought in order first. Under `deterministic`
+every token is a single one and splits have one size, so its bits follow from its own sequence and no chunking.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.triton import in_order
 from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.attention import attention
 from windlass.kernels.triton.programs.merge import merge_splits
@@ -75,7 +76,10 @@ def paged_attention(
     else:
         if call.batch_size > 1:  # a sequence by itself has more than one token here
             _singles(q, pages, call, out, False, device)
-        _tiles(q, pages, call, out, device)
+        if in_order.takes(q, pages, call, device):
+            in_order.attend(q, pages, call, out)
+        else:
+            _tiles(q, pages, call, out, device)
     return out
 
 

@@ -34,17 +34,20 @@ def _next_starts_early(device: int) -> bool:
 
 
 class Device(NamedTuple):
-    """What sizes of programs depend on: processors, and bytes of memory that the threads of a program can share."""
+    """What sizes of programs depend on: processors, bytes of memory that the threads of a program can share, and the compute
+    capability."""
 
     processors: int = 1
     shared_memory: int = 99 << 10  # of the smaller GPUs
+    capability: tuple[int, int] = (8, 0)
 
     @classmethod
     def of(cls, device: torch.device) -> Device:
         if device.type != "cuda":
             return SMALL
         found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)
-        return cls(found["multiprocessor_count"], found["max_shared_mem"])
+        capability = torch.cuda.get_device_capability(device)
+        return cls(found["multiprocessor_count"], found["max_shared_mem"], capability)
 
 
 SMALL = Device()

@@ -22,6 +22,7 @@ from helpers.ranges import Part, RangeCase
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from windlass.kernels import FORMS, AttentionCall, Filters, KVPages, LogitsChanges, Penalties, Routing, plane_shapes
 from windlass.kernels.triton import launch
@@ -45,6 +46,8 @@ _seen: set[str] = set()
 def _type_of(operand: Any) -> str:
     if operand is None:
         return "constexpr"
+    if isinstance(operand, TensorDescriptor):
+        return f"tensordesc<{_TYPES[operand.base.dtype].lstrip('*')}{list(operand.block_shape)}>"
     if isinstance(operand, Tensor):
         return _TYPES[operand.dtype]
     if isinstance(operand, float):

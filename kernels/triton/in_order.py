@@ -1,0 +1,138 @@
+"""Attention of prompts over keys brought in order out of their pages; see `programs.in_order`. Nothing here waits for the device.
+
+Bringing them there is one more write and read of each key, in the type that is multiplied, where attending to them out of pages
+means finding each block for each tile of queries. So it is for sequences of many new tokens.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.triton.launch import Device, as_bytes, dot_type, launch, power_of_two
+from windlass.kernels.triton.programs.in_order import attention_in_order, bring_in_order
+
+_CAPABILITY = (9, 0)  # products and copies run beside the threads that ask for them; older ones spill registers
+_LEAST_TOKENS = 128  # of a sequence, on average
+_MOST_BYTES = 512 << 20  # of keys and values in order
+_WIDEST = 128
+_MULTIPLE = 128  # of the places of a sequence, and of the keys of a tile
+
+
+class Sizes(NamedTuple):
+    """Of tiles: rows, keys, warps of a program, and tiles of keys that are on their way or at work."""
+
+    rows: int
+    keys: int
+    warps: int
+    stages: int
+
+
+_SIZES = Sizes(64, 64, 4, 2)
+
+
+def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
+    """Whether it is for a call: by what the device does by itself, by type and sizes, by what bends scores, and by tokens per
+    sequence."""
+    widest = max(q.shape[2], pages.value_dim)
+    return (
+        device.capability == _CAPABILITY
+        and q.element_size() == 2
+        and widest <= _WIDEST
+        and call.soft_cap is None
+        and not call.has_ranges
+        and call.num_tokens >= _LEAST_TOKENS * call.batch_size
+        and _places(pages, call) * call.batch_size * pages.num_kv_heads * 4 * power_of_two(widest, 16) <= _MOST_BYTES
+    )
+
+
+def _places(pages: KVPages, call: AttentionCall) -> int:
+    """Of each sequence."""
+    return -(-call.block_tables.shape[1] * pages.block_size // _MULTIPLE) * _MULTIPLE
+
+
+def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: Sizes = _SIZES) -> None:
+    """Fills the rows of out [T, Hq, Dv] of sequences with more than one new token. q: [T, Hq, D], its last dim contiguous."""
+    kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
+    block_d, block_v = power_of_two(dim, 16), power_of_two(width, 16)
+    places = _places(pages, call)
+    keys, values = (q.new_empty(call.batch_size * places, kv_heads * block) for block in (block_d, block_v))
+    limits = {"WINDOW": call.window is not None, "CHUNK": call.chunk is not None}
+    launch(
+        bring_in_order,
+        (places // _MULTIPLE, kv_heads, call.batch_size),
+        q,
+        as_bytes(pages.key),
+        as_bytes(pages.value),
+        pages.key_scale,
+        pages.value_scale,
+        pages.key.shape[0],
+        call.block_tables,
+        call.block_tables.stride(0),
+        call.query_start,
+        call.seq_lens,
+        keys,
+        values,
+        places,
+        call.window or 0,
+        call.chunk or 0,
+        KV_HEADS=kv_heads,
+        SIZE=pages.block_size,
+        DIM=dim,
+        VALUE_DIM=width,
+        CODES=pages.key_scale is not None,
+        FLOAT8=pages.key.dtype == torch.float8_e4m3fn,
+        BLOCK_N=_MULTIPLE,
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
+        num_warps=8,
+        **limits,
+    )
+    group = q.shape[1] // kv_heads
+    heads = min(power_of_two(group), sizes.rows)
+    tokens = sizes.rows // heads
+    launch(
+        attention_in_order,
+        (call.num_tokens // tokens + call.batch_size, kv_heads * -(-group // heads)),
+        q,
+        q,
+        q.stride(0),
+        q.stride(1),
+        out,
+        _tiles_of(keys, sizes.keys, block_d),
+        _tiles_of(values, sizes.keys, block_v),
+        places,
+        call.query_start,
+        call.seq_lens,
+        call.batch_size,
+        call.score_scale,
+        call.scale,
+        call.window or 0,
+        call.chunk or 0,
+        call.sink_logits,
+        GROUP=group,
+        KV_HEADS=kv_heads,
+        DIM=dim,
+        VALUE_DIM=width,
+        PRECISION=dot_type(q.dtype)[1],
+        CAUSAL=call.causal,
+        SINKS=call.sink_logits is not None,
+        TOKENS=tokens,
+        HEADS=heads,
+        BLOCK_M=sizes.rows,
+        BLOCK_N=sizes.keys,
+        BLOCK_D=block_d,
+        BLOCK_V=block_v,
+        num_warps=sizes.warps,
+        num_stages=sizes.stages,
+        **limits,
+    )
+
+
+def _tiles_of(rows: Tensor, keys: int, width: int) -> TensorDescriptor:
+    return TensorDescriptor(rows, list(rows.shape), list(rows.stride()), [keys, width])

@@ -1,0 +1,232 @@
+"""Attention of prompts over keys that lie in order: one program brings a sequence's keys and values there out of its pages,
+another attends to them tile by tile, as whole pieces of memory that the device's copy engine fetches.
+
+A tile's values are multiplied while the next tile's scores are weighed: products and softmax take different units of a processor,
+and neither waits for the other (arXiv 2407.08608, section 3.2).
+"""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.attention import sequence_at
+from windlass.kernels.triton.programs.attention_tile import LOG2_E, end_seen, first_seen
+from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
+
+_BY_STEP = [
+    "num_blocks", "tables", "table_stride", "query_start", "seq_lens", "places", "num_sequences", "score_scale", "key_scales",
+    "value_scales",
+]  # fmt: skip
+
+
+@triton.jit(do_not_specialize=_BY_STEP)
+def bring_in_order(
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    num_blocks,
+    tables,
+    table_stride,
+    query_start,
+    seq_lens,
+    ordered_keys,
+    ordered_values,
+    places,
+    window,
+    chunk,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (tile of keys, head of keys, sequence): row b * places + i of both is place i of sequence b, which has so many.
+
+    Of sequences with more than one new token, from the tile of the first key that any of them sees on, up to the end of a tile.
+    Keys of a block that is none are NaN. Values of what is not there are 0: nothing is made of them, and nothing multiplied by
+    a weight of 0 may be NaN.
+    """
+    follow()
+    b = tl.program_id(2).to(tl.int64)
+    kv_head = tl.program_id(1)
+    new = (tl.load(query_start + b + 1) - tl.load(query_start + b)).to(tl.int32)
+    length = tl.load(seq_lens + b).to(tl.int32)
+    first_key = first_seen(length - new, window, chunk, WINDOW, CHUNK)
+    tile = first_key // BLOCK_N * BLOCK_N + tl.program_id(0) * BLOCK_N
+    if (new < 2) | (tile >= length):
+        return
+    key = tile + tl.arange(0, BLOCK_N)
+    ok = (key >= first_key) & (key < length)
+    block = tl.load(tables + b * table_stride + key // SIZE, mask=ok, other=-1)
+    there = (block >= 0) & (block < num_blocks)
+    block = tl.where(there, block, 0).to(tl.int64)
+    offset = key % SIZE
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    kind = ordered_keys.dtype.element_ty
+    at_key = key_place(block[:, None], offset[:, None], kv_head, dims[None, :], KV_HEADS, SIZE, DIM, CODES)
+    tile_keys = tl.load(keys + at_key, mask=there[:, None] & (dims < DIM)[None, :], other=0)
+    at_value = value_place(
+        block[:, None], offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES
+    )
+    tile_values = tl.load(values + at_value, mask=there[:, None] & (value_dims < VALUE_DIM)[None, :], other=0)
+    if FLOAT8:
+        tile_keys = from_float8(tile_keys)
+        tile_values = from_float8(tile_values)
+    if CODES:
+        at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
+        tile_keys = tile_keys.to(tl.float32) * tl.load(key_scales + at_scale, mask=there, other=0.0)[:, None]
+        tile_values = tile_values.to(tl.float32) * tl.load(value_scales + at_scale, mask=there, other=0.0)[:, None]
+    row = (b * places + key)[:, None] * KV_HEADS + kv_head
+    missing = tl.where(ok & ~there, float("nan"), 0.0)
+    tl.store(ordered_keys + row * BLOCK_D + dims[None, :], (tile_keys.to(tl.float32) + missing[:, None]).to(kind))
+    tl.store(ordered_values + row * BLOCK_V + value_dims[None, :], tile_values.to(kind))
+
+
+@triton.jit
+def weighed(scores, scale, key, first, end, largest, weight, WHOLE: tl.constexpr, EARLY: tl.constexpr):
+    """The softmax's state after these scores, what becomes of sums before them, and weights. scale: not below 0. WHOLE: all rows
+    see all keys. EARLY: whether there are keys before the first that a row sees."""
+    if WHOLE:
+        larger = tl.maximum(largest, tl.max(scores, 1) * scale)
+        base = larger
+        shares = tl.exp2(scores * scale[:, None] - base[:, None])
+    else:
+        seen = key[None, :] < end[:, None]
+        if EARLY:
+            seen = seen & (key[None, :] >= first[:, None])
+        scores = tl.where(seen, scores * scale[:, None], float("-inf"))
+        larger = tl.maximum(largest, tl.max(scores, 1))
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+        shares = tl.exp2(scores - base[:, None])
+    kept = tl.exp2(largest - base)
+    return larger, weight * kept + tl.sum(shares, 1), kept, shares
+
+
+@triton.jit(do_not_specialize=_BY_STEP)
+def attention_in_order(
+    q,
+    q_stride,
+    q_head_stride,
+    out,
+    keys,
+    values,
+    places,
+    query_start,
+    seq_lens,
+    num_sequences,
+    score_scale,
+    scale,
+    window,
+    chunk,
+    sinks,
+    GROUP: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    PRECISION: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    WINDOW: tl.constexpr,
+    CHUNK: tl.constexpr,
+    SINKS: tl.constexpr,
+    TOKENS: tl.constexpr,
+    HEADS: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_V: tl.constexpr,
+):
+    """Program (tile of TOKENS tokens of a sequence that has more than one, head tile). keys, values: descriptors of what
+    `bring_in_order` made, a tile of one head each. The rows of a tile are (token, head) pairs, heads side by side."""
+    follow()
+    place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most, and begin first
+    HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
+    kv_head = tl.program_id(1) // HEAD_TILES
+    first_head = tl.program_id(1) % HEAD_TILES * HEADS
+    b = sequence_at(query_start, place, num_sequences, TOKENS)
+    start = tl.load(query_start + b)
+    new = (tl.load(query_start + b + 1) - start).to(tl.int32)
+    length = tl.load(seq_lens + b).to(tl.int32)
+    local = ((place - (start // TOKENS + b)) * TOKENS).to(tl.int32)
+    count = tl.minimum(new - local, TOKENS)
+    if (new < 2) | (count <= 0):
+        return
+
+    rows = tl.arange(0, BLOCK_M)
+    head = first_head + rows % HEADS
+    row_ok = (rows // HEADS < count) & (head < GROUP)
+    head = kv_head * GROUP + head
+    token = local + rows // HEADS  # of the sequence's new ones
+    index = length - new + token
+    first_index = length - new + local
+    last_index = first_index + count - 1
+    dims = tl.arange(0, BLOCK_D)
+    value_dims = tl.arange(0, BLOCK_V)
+    own_scale = scale * LOG2_E * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
+    at_q = q + (start + token)[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
+    query = tl.load(at_q, mask=row_ok[:, None] & (dims < DIM)[None, :], other=0.0)
+    query = tl.where((own_scale < 0)[:, None], -query, query)  # a score is scaled after the largest was found
+    own_scale = tl.abs(own_scale)
+
+    first = first_seen(index, window, chunk, WINDOW, CHUNK)
+    end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    low = first_seen(first_index, window, chunk, WINDOW, CHUNK)
+    stop = tl.minimum(end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    end = tl.minimum(end, length)
+    # Tiles of which all rows see all keys stand between others.
+    begin = low // BLOCK_N * BLOCK_N
+    all_from = first_seen(last_index, window, chunk, WINDOW, CHUNK)
+    all_until = tl.minimum(end_seen(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    whole = (all_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
+    whole_end = all_until // BLOCK_N * BLOCK_N
+
+    first_row = (b * places).to(tl.int32)
+    at_head = kv_head * BLOCK_D
+    at_value_head = kv_head * BLOCK_V
+    places_of_tile = tl.arange(0, BLOCK_N)
+    largest = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    weight = tl.zeros([BLOCK_M], tl.float32)
+    summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
+    scores = tl.dot(query, keys.load([first_row + begin, at_head]).T, input_precision=PRECISION)
+    largest, weight, kept, shares = weighed(
+        scores, own_scale, begin + places_of_tile, first, end, largest, weight, False, WINDOW or CHUNK
+    )
+    for phase in tl.static_range(3):
+        if phase == 0:
+            from_tile, to_tile = begin, tl.minimum(whole, stop)
+        elif phase == 1:
+            from_tile, to_tile = whole, whole_end
+        else:
+            from_tile, to_tile = tl.maximum(whole, whole_end), stop
+        if phase > 0 or WINDOW or CHUNK:
+            from_tile = tl.maximum(from_tile, begin + BLOCK_N)
+            for tile in range(from_tile // BLOCK_N * BLOCK_N, to_tile, BLOCK_N):
+                tile_keys = keys.load([first_row + tile, at_head])
+                values_before = values.load([first_row + tile - BLOCK_N, at_value_head])
+                scores = tl.dot(query, tile_keys.T, input_precision=PRECISION)
+                summed = tl.dot(
+                    shares.to(query.dtype), values_before, summed * kept[:, None], input_precision=PRECISION
+                )
+                largest, weight, kept, shares = weighed(
+                    scores, own_scale, tile + places_of_tile, first, end, largest, weight, phase == 1, WINDOW or CHUNK
+                )
+    tile_values = values.load([first_row + (stop - 1) // BLOCK_N * BLOCK_N, at_value_head])
+    summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision=PRECISION)
+
+    if SINKS:
+        sink = tl.load(sinks + head, mask=row_ok, other=0.0) * LOG2_E
+        larger = tl.maximum(largest, sink)
+        kept = tl.exp2(largest - larger)
+        weight = weight * kept + tl.exp2(sink - larger)
+        summed = summed * kept[:, None]
+    found = summed / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
+    out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
+    tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)

@@ -1,0 +1,115 @@
+"""Attention of prompts over keys brought in order, interpreted, against float64; and which calls take it."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from helpers.interpreted import ON_THE_DEVICE, assert_near
+from helpers.prefill_case import PrefillCase
+
+from windlass.kernels import AttentionCall
+from windlass.kernels.triton import in_order
+from windlass.kernels.triton.attention import paged_attention
+from windlass.kernels.triton.in_order import Sizes
+from windlass.kernels.triton.launch import Device
+
+pytestmark = ON_THE_DEVICE
+SHAPES = [(17, 4), (70, 1), (0, 39), (150, 70)]  # cached and new tokens; one is not a prompt
+OTHER = slice(4, 5)
+HOPPER = Device(132, 227 << 10, (9, 0))
+
+
+def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
+    operands = case.table, case.start, case.lengths, case.temperature, case.scale
+    return AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk, **options)
+
+
+def attended(case: PrefillCase, call: AttentionCall, sizes: Sizes) -> torch.Tensor:
+    """Rows of the sequence of one token as they were: NaN."""
+    out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
+    in_order.attend(case.q, case.all_pages, call, out, sizes)
+    return out
+
+
+CASES: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "int8 pages": {"page_type": torch.int8},
+    "float8 pages and a window": {"page_type": torch.float8_e4m3fn, "window": 20},
+    "a narrow window and sinks": {"window": 7, "sinks": True},
+    "chunks": {"chunk": 6, "page_type": torch.bfloat16},
+    "long chunks": {"chunk": 50},
+    "both ways": {"causal": False},
+    "both ways in a window": {"causal": False, "window": 9},
+    "odd heads": {"heads": 6, "kv_heads": 2, "dim": 24, "value_dim": 40},
+    "more heads than rows of a tile": {"heads": 40, "kv_heads": 1, "dim": 16, "shapes": [(17, 4), (70, 1), (0, 9)]},
+    "large blocks": {"block_size": 128, "window": 90},
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_prompts(name: str) -> None:
+    options = dict(CASES[name])
+    with_sinks = options.pop("sinks", False)
+    case = PrefillCase(options.pop("shapes", SHAPES), **options)
+    sinks = torch.randn(case.q.shape[1]) if with_sinks else None
+    found = attended(case, call_of(case, sink_logits=sinks), Sizes(16, 16, 4, 2))
+    assert found[OTHER].isnan().all()
+    expected = case.expected(sinks)
+    found[OTHER] = expected[OTHER].to(found.dtype)
+    assert_near(found.double(), expected)
+
+
+def test_scores_may_be_turned_round() -> None:
+    """Scales below 0 make the least product the largest score."""
+    case = PrefillCase(SHAPES[2:], dim=16, spread=10.0)
+    case.scale = -case.scale
+    assert_near(attended(case, call_of(case), Sizes(64, 32, 4, 2)).double(), case.expected())
+
+
+def test_a_block_that_is_none_shows() -> None:
+    """In the rows of its sequence that see it, and nowhere else; a block of no keys does not matter."""
+    case = PrefillCase([(70, 3), (20, 30)], dim=16)
+    call = call_of(case)
+    sound = attended(case, call, Sizes(16, 32, 4, 2))
+    assert sound.isfinite().all()
+    for block in (-1, case.all_pages.key.shape[0]):
+        tables = call.block_tables.clone()
+        tables[0, 1] = block
+        tables[1, 2] = block  # keys 32 to 47, of which queries 20 to 31 see none
+        found = attended(case, replace(call, block_tables=tables), Sizes(16, 32, 4, 2))
+        assert found[:3].isnan().all() and found[3 + 12 :].isnan().all()
+        assert torch.equal(found[3 : 3 + 12], sound[3 : 3 + 12])
+
+
+def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Many new tokens of 16 bits on Hopper; scores are not bent, and keys and values in order have room."""
+    case = PrefillCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
+    q, pages, call = case.q, case.all_pages, call_of(case)
+    assert in_order.takes(q, pages, call, HOPPER)
+    assert not in_order.takes(q.float(), pages, call, HOPPER)
+    assert not in_order.takes(q, pages, replace(call, soft_cap=3.0), HOPPER)
+    for capability in ((8, 0), (8, 9), (12, 0)):
+        assert not in_order.takes(q, pages, call, HOPPER._replace(capability=capability))
+    short = PrefillCase([(3, 130), (0, 100)], q_type=torch.float16)
+    assert not in_order.takes(short.q, short.all_pages, call_of(short), HOPPER)
+    wide = PrefillCase([(3, 130)], q_type=torch.float16, dim=136)
+    assert not in_order.takes(wide.q, wide.all_pages, call_of(wide), HOPPER)
+    monkeypatch.setattr(
+        in_order, "_MOST_BYTES", 2 * 256 * 2 * (64 + 64) * 2 - 1
+    )  # rows, heads of keys, a key and a value
+    assert not in_order.takes(q, pages, call, HOPPER)
+
+
+def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Beside a sequence of one token, in one call."""
+    monkeypatch.setattr(in_order, "_LEAST_TOKENS", 1)
+    case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
+    taken = list[int]()
+    real = in_order.attend
+    monkeypatch.setattr(in_order, "attend", lambda *given: taken.append(1) or real(*given))
+    found = paged_attention(case.q, case.all_pages, call_of(case), device=HOPPER)
+    assert_near(found.double(), case.expected(), 2e-3)
+    assert taken
