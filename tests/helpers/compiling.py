@@ -105,7 +105,7 @@ def _compile(capability: int) -> Callable[..., None]:
 
 def everything(capability: int) -> None:
     """Every program, in the types and shapes that models bring."""
-    launch.SMALL = launch.Device(132, _SHARED[capability])
+    launch.SMALL = launch.Device(132, _SHARED[capability], (capability // 10, capability % 10))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _attention_of_all_kinds(dtype)
         for dim in (64, 128) if dtype == torch.bfloat16 else (128,):
@@ -113,6 +113,8 @@ def everything(capability: int) -> None:
                 _rotation(dtype, kind, dim)
         _by_element(dtype)
         _products(dtype)
+        if capability == 90 and dtype != torch.float32:
+            _prompts(dtype)
     _latent(torch.bfloat16)
     _routes()
     _draws()
@@ -155,6 +157,24 @@ def _attention_of_all_kinds(dtype: torch.dtype) -> None:
             q, pages, call = ranges.operands()
             for deterministic in (False, True):
                 paged_attention(q.to(dtype), pages, call, deterministic=deterministic)
+
+
+def _prompts(dtype: torch.dtype) -> None:
+    """Over keys in order."""
+    from windlass.kernels.triton import in_order
+
+    for dim, kind, options in (
+        (64, dtype, {}),
+        (128, dtype, {}),
+        (128, torch.int8, {"window": 70}),
+        (128, torch.float8_e4m3fn, {"chunk": 9}),
+        (96, dtype, {"causal": False}),
+    ):
+        case = PrefillCase([(17, 140)], dim=dim, heads=8, kv_heads=2, page_type=kind, **options)
+        operands = case.table, case.start, case.lengths, case.temperature, case.scale
+        call = AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk)
+        q = case.q.to(dtype)
+        in_order.attend(q, case.all_pages, call, torch.empty_like(q))
 
 
 def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
