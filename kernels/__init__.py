@@ -4,7 +4,7 @@
 of requests or models.
 """
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, Prompts
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
 from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, ranks_refusal, reads_narrow_weights
 from windlass.kernels.draws import (
@@ -62,6 +62,7 @@ __all__ = [
     "PanelRows",
     "PanelWeight",
     "Penalties",
+    "Prompts",
     "RankEndedError",
     "Ranks",
     "Recorder",

@@ -38,6 +38,15 @@ class LatentExpansion(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
+class Prompts(NamedTuple):
+    """What the host knows of the sequences that have more than one new token: how many there are at most, and how many new
+    tokens and keys they have together."""
+
+    sequences: int
+    tokens: int
+    keys: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """Attention of the last tokens of B sequences, T in all, over everything cached of their own sequence.
@@ -71,6 +80,9 @@ class AttentionCall:
         None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with range_gaps only
     )
     range_gaps: Tensor | None = None  # [B, R] int64; the distance of index i from key j is i - j + gap
+    prompts: Prompts | None = (
+        None  # None: nothing is known; of a call for some of its sequences or tokens, what it was of all
+    )
 
     def __post_init__(self) -> None:
         given = [part is not None for part in (self.range_ends, self.range_rows, self.range_reaches)]

@@ -73,6 +73,7 @@ class Backend(RepeatsSteps):
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
         self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
+        self.workspace_bytes = 0  # that an operation may take in some step and not in the largest
 
     @abstractmethod
     def explain(self) -> str:

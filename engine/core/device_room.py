@@ -67,6 +67,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
         ) from None
     finally:
         memory.give_back()
+    step += decoder.backend.workspace_bytes
     if config.cache.persist is not None or config.cache.host_memory is not None:
         token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
         step += staging_bytes(config.cache.block_size * token_bytes, saves=config.cache.host_memory is not None)

@@ -26,7 +26,7 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, RowsAhead, StepRows, sent
+from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, sent
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
@@ -207,6 +207,7 @@ class BatchBuilder:
             context_positions=positions if versions is None else self._tensor(places - closed[row]),
             **rotation._asdict(),
             versions=versions,
+            prompts=_prompts(counts, lengths),
         )
 
     def _versions(
@@ -342,6 +343,12 @@ class BatchBuilder:
         else:
             self._memory.move_to_end((rows, width))
         return found
+
+
+def _prompts(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Prompts:
+    """Of the new tokens and keys of each sequence."""
+    several = counts > 1
+    return Prompts(int(several.sum()), int(counts[several].sum()), int(lengths[several].sum()))
 
 
 def _under_rules(

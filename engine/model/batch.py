@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import AdapterRows
+from windlass.kernels import Prompts
 
 
 @dataclass(slots=True)
@@ -41,7 +42,7 @@ class ForwardBatch:
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
     rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
-    of a pair each token belongs to; None: all to the first.
+    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`.
     """
 
     input_ids: Tensor  # [T] int64
@@ -61,4 +62,5 @@ class ForwardBatch:
     adapters: AdapterRows | None = None
     token_types: Tensor | None = None  # [T] int64
     growth: Tensor | None = None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
+    prompts: Prompts | None = None
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another

@@ -23,7 +23,7 @@ from windlass.kernels.recorder import Graphs
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.triton import attention, drawing, norms, pointwise, products, rotary, thin
+from windlass.kernels.triton import attention, drawing, in_order, norms, pointwise, products, rotary, thin
 from windlass.kernels.triton import routing as routes
 from windlass.kernels.triton.graphs import CudaGraphs
 from windlass.kernels.triton.launch import Device
@@ -41,6 +41,8 @@ class TritonBackend(TorchBackend):
         super().__init__(options)
         self._host = host
         self._device = Device.of(self.device)
+        if self._device.capability == in_order.CAPABILITY and not self.deterministic:
+            self.workspace_bytes = in_order.MOST_BYTES
 
     def explain(self) -> str:
         return "Triton kernels"

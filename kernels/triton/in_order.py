@@ -12,14 +12,14 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import AttentionCall, Prompts
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton.launch import Device, as_bytes, dot_type, launch, power_of_two
 from windlass.kernels.triton.programs.in_order import attention_in_order, bring_in_order
 
-_CAPABILITY = (9, 0)  # products and copies run beside the threads that ask for them; older ones spill registers
+CAPABILITY = (9, 0)  # products and copies run beside the threads that ask for them; older ones spill registers
 _LEAST_TOKENS = 128  # of a sequence, on average
-_MOST_BYTES = 512 << 20  # of keys and values in order
+MOST_BYTES = 512 << 20  # of keys and values in order, of a call
 _WIDEST = 128
 _MULTIPLE = 128  # of the places of a sequence, and of the keys of a tile
 
@@ -39,33 +39,39 @@ _SIZES = Sizes(64, 64, 4, 2)
 def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
     """Whether it is for a call: by what the device does by itself, by type and sizes, by what bends scores, and by tokens per
     sequence."""
-    widest = max(q.shape[2], pages.value_dim)
+    widest, prompts = max(q.shape[2], pages.value_dim), _prompts(pages, call)
     return (
-        device.capability == _CAPABILITY
+        device.capability == CAPABILITY
         and q.element_size() == 2
         and widest <= _WIDEST
         and call.soft_cap is None
         and not call.has_ranges
-        and call.num_tokens >= _LEAST_TOKENS * call.batch_size
-        and _places(pages, call) * call.batch_size * pages.num_kv_heads * 4 * power_of_two(widest, 16) <= _MOST_BYTES
+        and prompts.tokens >= _LEAST_TOKENS * prompts.sequences
+        and _places(prompts) * pages.num_kv_heads * 4 * power_of_two(widest, 16) <= MOST_BYTES
     )
 
 
-def _places(pages: KVPages, call: AttentionCall) -> int:
-    """Of each sequence."""
-    return -(-call.block_tables.shape[1] * pages.block_size // _MULTIPLE) * _MULTIPLE
+def _prompts(pages: KVPages, call: AttentionCall) -> Prompts:
+    if call.prompts is not None:
+        return call.prompts
+    return Prompts(call.batch_size, call.num_tokens, call.block_tables.numel() * pages.block_size)
+
+
+def _places(prompts: Prompts) -> int:
+    """At most, where each sequence has a multiple of them."""
+    return (prompts.keys // _MULTIPLE + prompts.sequences) * _MULTIPLE
 
 
 def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: Sizes = _SIZES) -> None:
     """Fills the rows of out [T, Hq, Dv] of sequences with more than one new token. q: [T, Hq, D], its last dim contiguous."""
     kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
     block_d, block_v = power_of_two(dim, 16), power_of_two(width, 16)
-    places = _places(pages, call)
-    keys, values = (q.new_empty(call.batch_size * places, kv_heads * block) for block in (block_d, block_v))
+    places = _places(_prompts(pages, call))
+    keys, values = (q.new_empty(places, kv_heads * block) for block in (block_d, block_v))
     limits = {"WINDOW": call.window is not None, "CHUNK": call.chunk is not None}
     launch(
         bring_in_order,
-        (places // _MULTIPLE, kv_heads, call.batch_size),
+        (places // _MULTIPLE, kv_heads),
         q,
         as_bytes(pages.key),
         as_bytes(pages.value),
@@ -78,7 +84,7 @@ def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: S
         call.seq_lens,
         keys,
         values,
-        places,
+        call.batch_size,
         call.window or 0,
         call.chunk or 0,
         KV_HEADS=kv_heads,
@@ -106,7 +112,6 @@ def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: S
         out,
         _tiles_of(keys, sizes.keys, block_d),
         _tiles_of(values, sizes.keys, block_v),
-        places,
         call.query_start,
         call.seq_lens,
         call.batch_size,
@@ -122,6 +127,7 @@ def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: S
         PRECISION=dot_type(q.dtype)[1],
         CAUSAL=call.causal,
         SINKS=call.sink_logits is not None,
+        MULTIPLE=_MULTIPLE,
         TOKENS=tokens,
         HEADS=heads,
         BLOCK_M=sizes.rows,

@@ -160,9 +160,10 @@ class SharedAttention:
                 gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
                 calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
             elif kind.chunked:  # nothing moves in such a model, so there are no versions
-                calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap))
+                calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap, prompts=batch.prompts))
             elif versions is None:
-                calls.append(AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal))
+                call = AttentionCall(*operands, window=window, soft_cap=cap, causal=kind.causal, prompts=batch.prompts)
+                calls.append(call)
             else:
                 rows = versions.rows if kind.rotates else versions.plain_rows
                 ranges = _ranges_of(versions, rows, self._windows.index(window))

@@ -14,9 +14,27 @@ from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
 
 _BY_STEP = [
-    "num_blocks", "tables", "table_stride", "query_start", "seq_lens", "places", "num_sequences", "score_scale", "key_scales",
+    "num_blocks", "tables", "table_stride", "query_start", "seq_lens", "num_sequences", "score_scale", "key_scales",
     "value_scales",
 ]  # fmt: skip
+_AT_ONCE = tl.constexpr(64)  # sequences
+
+
+@triton.jit
+def tiles_before(query_start, seq_lens, end, tile, MULTIPLE: tl.constexpr):
+    """Of the sequences before `end`: how many tiles of MULTIPLE places they have, 0 those with one new token, and how many
+    sequences end no later than a tile."""
+    tiles = 0
+    sequences = 0
+    for begin in range(0, end, _AT_ONCE):
+        b = begin + tl.arange(0, _AT_ONCE)
+        ok = b < end
+        new = tl.load(query_start + b + 1, mask=ok, other=0) - tl.load(query_start + b, mask=ok, other=0)
+        length = tl.load(seq_lens + b, mask=ok, other=0)
+        own = tl.where(new > 1, (length + MULTIPLE - 1) // MULTIPLE, 0).to(tl.int32)
+        sequences += tl.sum((ok & (tiles + tl.cumsum(own, 0) <= tile)).to(tl.int32), 0)
+        tiles += tl.sum(own, 0)
+    return tiles, sequences
 
 
 @triton.jit(do_not_specialize=_BY_STEP)
@@ -32,7 +50,7 @@ def bring_in_order(
     seq_lens,
     ordered_keys,
     ordered_values,
-    places,
+    num_sequences,
     window,
     chunk,
     KV_HEADS: tl.constexpr,
@@ -47,22 +65,27 @@ def bring_in_order(
     BLOCK_D: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (tile of keys, head of keys, sequence): row b * places + i of both is place i of sequence b, which has so many.
+    """Program (tile of places, head of keys). Sequences with more than one new token have as many tiles of places as their keys
+    need, one sequence after the other.
 
-    Of sequences with more than one new token, from the tile of the first key that any of them sees on, up to the end of a tile.
-    Keys of a block that is none are NaN. Values of what is not there are 0: nothing is made of them, and nothing multiplied by
-    a weight of 0 may be NaN.
+    What none of their new tokens sees is not brought. Keys of a block that is none are NaN. Values of what is not there are 0:
+    nothing multiplied by a weight of 0 may be NaN.
     """
     follow()
-    b = tl.program_id(2).to(tl.int64)
+    tile = tl.program_id(0)
     kv_head = tl.program_id(1)
+    _, sequence = tiles_before(query_start, seq_lens, num_sequences, tile, BLOCK_N)
+    if sequence >= num_sequences:
+        return
+    before, _ = tiles_before(query_start, seq_lens, sequence, tile, BLOCK_N)
+    b = sequence.to(tl.int64)
     new = (tl.load(query_start + b + 1) - tl.load(query_start + b)).to(tl.int32)
     length = tl.load(seq_lens + b).to(tl.int32)
     first_key = first_seen(length - new, window, chunk, WINDOW, CHUNK)
-    tile = first_key // BLOCK_N * BLOCK_N + tl.program_id(0) * BLOCK_N
-    if (new < 2) | (tile >= length):
+    first_place = (tile - before) * BLOCK_N
+    if first_place + BLOCK_N <= first_key // BLOCK_N * BLOCK_N:
         return
-    key = tile + tl.arange(0, BLOCK_N)
+    key = first_place + tl.arange(0, BLOCK_N)
     ok = (key >= first_key) & (key < length)
     block = tl.load(tables + b * table_stride + key // SIZE, mask=ok, other=-1)
     there = (block >= 0) & (block < num_blocks)
@@ -84,7 +107,7 @@ def bring_in_order(
         at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
         tile_keys = tile_keys.to(tl.float32) * tl.load(key_scales + at_scale, mask=there, other=0.0)[:, None]
         tile_values = tile_values.to(tl.float32) * tl.load(value_scales + at_scale, mask=there, other=0.0)[:, None]
-    row = (b * places + key)[:, None] * KV_HEADS + kv_head
+    row = (tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * KV_HEADS + kv_head
     missing = tl.where(ok & ~there, float("nan"), 0.0)
     tl.store(ordered_keys + row * BLOCK_D + dims[None, :], (tile_keys.to(tl.float32) + missing[:, None]).to(kind))
     tl.store(ordered_values + row * BLOCK_V + value_dims[None, :], tile_values.to(kind))
@@ -118,7 +141,6 @@ def attention_in_order(
     out,
     keys,
     values,
-    places,
     query_start,
     seq_lens,
     num_sequences,
@@ -136,6 +158,7 @@ def attention_in_order(
     WINDOW: tl.constexpr,
     CHUNK: tl.constexpr,
     SINKS: tl.constexpr,
+    MULTIPLE: tl.constexpr,
     TOKENS: tl.constexpr,
     HEADS: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -144,7 +167,8 @@ def attention_in_order(
     BLOCK_V: tl.constexpr,
 ):
     """Program (tile of TOKENS tokens of a sequence that has more than one, head tile). keys, values: descriptors of what
-    `bring_in_order` made, a tile of one head each. The rows of a tile are (token, head) pairs, heads side by side."""
+    `bring_in_order` made in tiles of MULTIPLE, a tile of one head each. The rows of a tile are (token, head) pairs, heads side
+    by side."""
     follow()
     place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most, and begin first
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
@@ -187,7 +211,8 @@ def attention_in_order(
     whole = (all_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     whole_end = all_until // BLOCK_N * BLOCK_N
 
-    first_row = (b * places).to(tl.int32)
+    tiles, _ = tiles_before(query_start, seq_lens, b.to(tl.int32), 0, MULTIPLE)
+    first_row = tiles * MULTIPLE
     at_head = kv_head * BLOCK_D
     at_value_head = kv_head * BLOCK_V
     places_of_tile = tl.arange(0, BLOCK_N)

@@ -106,6 +106,22 @@ def test_pages_get_what_weights_and_steps_leave(
     assert order[-1] == "give back"  # before what is free is counted
 
 
+@pytest.mark.usefixtures("on_a_gpu", "memory")
+def test_what_operations_may_take_in_other_steps_is_kept_free(
+    model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = Backend.__init__
+
+    def taking(backend: Backend, options: BackendOptions) -> None:
+        real(backend, options)
+        backend.workspace_bytes = 3 * MIB
+
+    monkeypatch.setattr(Backend, "__init__", taking)
+    core, mib = core_of(model_of("llama")), 64 * 0.9 - 10 - 5 - 3
+    block = core.info.kv_bytes_per_token * core.info.block_size
+    assert mib * MIB - block < core.info.kv_cache_bytes <= mib * MIB
+
+
 @pytest.mark.usefixtures("on_a_gpu")
 @pytest.mark.parametrize("saves", [False, True])
 def test_copies_to_the_host_are_kept_free(

@@ -10,7 +10,7 @@ import torch
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 
-from windlass.kernels import AttentionCall
+from windlass.kernels import AttentionCall, Prompts
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.attention import paged_attention
 from windlass.kernels.triton.in_order import Sizes
@@ -97,10 +97,26 @@ def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not in_order.takes(short.q, short.all_pages, call_of(short), HOPPER)
     wide = PrefillCase([(3, 130)], q_type=torch.float16, dim=136)
     assert not in_order.takes(wide.q, wide.all_pages, call_of(wide), HOPPER)
-    monkeypatch.setattr(
-        in_order, "_MOST_BYTES", 2 * 256 * 2 * (64 + 64) * 2 - 1
-    )  # rows, heads of keys, a key and a value
-    assert not in_order.takes(q, pages, call, HOPPER)
+    known = replace(call, prompts=Prompts(2, 270, 273))
+    monkeypatch.setattr(in_order, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2)  # rows, heads of keys, a key and a value
+    assert in_order.takes(q, pages, known, HOPPER)
+    monkeypatch.setattr(in_order, "MOST_BYTES", in_order.MOST_BYTES - 1)
+    assert not in_order.takes(q, pages, known, HOPPER)
+
+
+def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the host knows of prompts decides, and is all that they take; streams of one token stand before and between them."""
+    monkeypatch.setattr(in_order, "_LEAST_TOKENS", 20)
+    shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
+    case = PrefillCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
+    q, pages, call = case.q, case.all_pages, call_of(case)
+    known = replace(call, prompts=Prompts(2, 60, 203))
+    assert in_order.takes(q, pages, known, HOPPER) and not in_order.takes(q, pages, call, HOPPER)
+    out = torch.full((len(q), 2, 16), torch.nan)
+    in_order.attend(q.float(), pages, known, out, Sizes(16, 16, 4, 2))
+    prompts = torch.tensor([new > 1 for _, new in shapes for _ in range(new)])
+    assert_near(out[prompts].double(), case.expected()[prompts])
+    assert out[~prompts].isnan().all()
 
 
 def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
