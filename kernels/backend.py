@@ -284,6 +284,16 @@ class Backend(RepeatsSteps):
         Returns [T, N] in x's dtype.
         """
 
+    def feed_forward_of_experts(
+        self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, routed: Routed, activation: str
+    ) -> Tensor:
+        """The sum, by a token's weights, of what its experts make of it: `gated_activation` between two products. x: [T, K].
+
+        What lies between the products may be left unrounded before it is activated. Returns [T, N] in x's dtype.
+        """
+        y = self.gated_activation(self.linear_of_experts(x, gate_up, routed.chosen), activation)
+        return self.sum_of_experts(self.linear_of_experts(y, down, routed.chosen), routed.weights)
+
     @abstractmethod
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         """cap * tanh(x / cap) of [T, N] float32."""

@@ -23,7 +23,7 @@ from windlass.kernels.recorder import Graphs
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.triton import attention, drawing, in_order, norms, pointwise, products, rotary, thin
+from windlass.kernels.triton import attention, drawing, grouped, in_order, norms, pointwise, products, rotary, thin
 from windlass.kernels.triton import routing as routes
 from windlass.kernels.triton.graphs import CudaGraphs
 from windlass.kernels.triton.launch import Device
@@ -125,9 +125,23 @@ class TritonBackend(TorchBackend):
         return super().route(logits, routing, bias)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        if isinstance(experts, products.AddressedExperts) and experts.parts:
-            return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
-        return super().linear_of_experts(x, experts, chosen)
+        if not isinstance(experts, products.AddressedExperts) or not experts.parts:
+            return super().linear_of_experts(x, experts, chosen)
+        if not self.deterministic and grouped.takes(x, chosen.numel(), experts):
+            return grouped.linear_of_experts(x, experts, chosen, self._device)
+        return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
+
+    def feed_forward_of_experts(
+        self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, routed: Routed, activation: str
+    ) -> Tensor:
+        if (
+            not self.deterministic
+            and isinstance(gate_up, products.AddressedExperts)
+            and isinstance(down, products.AddressedExperts)
+            and grouped.takes(x, routed.chosen.numel(), gate_up, down)
+        ):
+            return grouped.feed_forward_of_experts(x, gate_up, down, routed, activation, self._device)
+        return super().feed_forward_of_experts(x, gate_up, down, routed, activation)
 
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
         return pointwise.sum_of_experts(x, weights)

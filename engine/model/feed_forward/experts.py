@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
-from windlass.kernels import Backend, ExpertWeights, Routing
+from windlass.kernels import Backend, ExpertWeights, Routed, Routing
 
 _KEPT_ONES = 256  # tokens of a step
 
@@ -61,7 +61,22 @@ class ExpertsFeedForward:
         backend = self._backend
         wide = x.float()
         logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
-        chosen, weights = backend.route(logits, self._routing, self._choice_bias)
+        routed = backend.route(logits, self._routing, self._choice_bias)
+        if self.spec.scaled_inputs or self.spec.clamp is not None:
+            out = self._by_parts(x, routed)
+        else:
+            out = backend.feed_forward_of_experts(x, self._gate_up, self._down, routed, self.spec.activation)
+        if self._shared is not None:
+            shared = self._shared.forward(x, None if changes is None else changes.below("shared."))
+            if self._shared_gate is not None:
+                backend.gate_by_sigmoid(shared, backend.linear(wide, self._shared_gate))
+            backend.add(out, shared)
+        return out
+
+    def _by_parts(self, x: Tensor, routed: Routed) -> Tensor:
+        """What the experts make of x, with inputs that are scaled, or gates and ups that are limited."""
+        backend = self._backend
+        chosen, weights = routed
         gate_up = backend.linear_of_experts(x, self._gate_up, chosen)  # [T * k, 2 * intermediate]
         if self.spec.scaled_inputs:  # the product of what is scaled is the scaled product
             backend.scale_rows(gate_up, weights.view(-1))
@@ -70,10 +85,4 @@ class ExpertsFeedForward:
             y = backend.clamped_glu(gate_up, *self.spec.clamp)
         else:
             y = backend.gated_activation(gate_up, self.spec.activation)
-        out = backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)
-        if self._shared is not None:
-            shared = self._shared.forward(x, None if changes is None else changes.below("shared."))
-            if self._shared_gate is not None:
-                backend.gate_by_sigmoid(shared, backend.linear(wide, self._shared_gate))
-            backend.add(out, shared)
-        return out
+        return backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)

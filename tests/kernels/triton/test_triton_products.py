@@ -9,8 +9,10 @@ from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, StackedWeight
-from windlass.kernels.torch import blocks, latent, routed
-from windlass.kernels.triton import products
+from windlass.kernels.routing import Routed
+from windlass.kernels.torch import blocks, latent, reference, routed
+from windlass.kernels.triton import grouped, products
+from windlass.kernels.triton.launch import SMALL, Device
 from windlass.kernels.triton.products import AddressedExperts
 
 pytestmark = ON_THE_DEVICE
@@ -88,3 +90,69 @@ def test_experts_of_several_kinds_have_no_tables() -> None:
         assert not experts.parts
         with pytest.raises(ValueError, match="several kinds"):
             products.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())
+
+
+SMALL_TILES = [grouped.Tile(16, 32, 16, 4, 2), grouped.Tile(32, 16, 32, 4, 2)]
+
+
+def ragged(experts: int, places: int) -> Tensor:
+    """Choices of [places / 2, 2]: none of the first expert, one of the last, most of the second."""
+    chosen = torch.randint(1, experts - 1, (places // 2, 2))
+    chosen[: places // 3, 0] = 1
+    chosen[3, 1] = experts - 1
+    return chosen
+
+
+def wide(weights: list[Tensor], biases: list[Tensor] | None = None) -> AddressedExperts:
+    return AddressedExperts(
+        [one.float() for one in weights], None if biases is None else [one.float() for one in biases]
+    )
+
+
+@pytest.mark.parametrize("tile", SMALL_TILES)
+@pytest.mark.parametrize("per_row", [1, 2])
+@pytest.mark.parametrize(("columns", "inner"), [(64, 64), (40, 56)])
+def test_many_rows_meet_their_experts(tile: grouped.Tile, per_row: int, columns: int, inner: int) -> None:
+    """Where sizes of tiles divide all others, and where they divide none."""
+    weights = [torch.randn(columns, inner).half() for _ in range(5)]
+    biases = [torch.randn(columns).half() for _ in weights] if per_row == 2 else None
+    chosen = ragged(5, 90)
+    x = torch.randn(90 // per_row, inner).half()
+    expected = routed.linear_of_experts(x.float(), wide(weights, biases), chosen, plain)
+    order, ends = products.by_expert(chosen, 5)
+    experts = AddressedExperts(weights, biases)
+    found = grouped.product(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
+    assert found.dtype == torch.float16
+    assert_near(found.float(), expected, 2**-9)
+
+
+@pytest.mark.parametrize("activation", ["silu", "gelu_tanh", "gelu", "relu2"])
+def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None:
+    gate_up, down = [torch.randn(48, 40).half() for _ in range(4)], [torch.randn(40, 24).half() for _ in range(4)]
+    x, chosen, weights = torch.randn(120, 40).half(), ragged(4, 240), torch.rand(120, 2)
+    both = AddressedExperts(gate_up), AddressedExperts(down)
+    assert grouped.takes(x, chosen.numel(), *both)
+    found = grouped.feed_forward_of_experts(x, *both, Routed(chosen, weights), activation, SMALL)
+    opened = reference.gated_activation(routed.linear_of_experts(x.float(), wide(gate_up), chosen, plain), activation)
+    expected = routed.weighted_sum(routed.linear_of_experts(opened, wide(down), chosen, plain), weights)
+    assert_near(found.float(), expected, 2**-9)
+
+
+def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
+    x, weights = torch.ones(3, 64).half(), [torch.ones(8, 64).half()] * 2
+    assert grouped.takes(x, 96, AddressedExperts(weights)) and not grouped.takes(x, 95, AddressedExperts(weights))
+    for other in (
+        [one.float() for one in weights],
+        [one.bfloat16() for one in weights],
+        [torch.ones(64, 8).half().T] * 2,
+    ):
+        assert not grouped.takes(x, 96, AddressedExperts(other))
+    assert not grouped.takes(x, 96, AddressedExperts([random_blocks(8, 64, FORMS["q8_0"])] * 2))
+    assert not grouped.takes(x, 96, AddressedExperts([torch.ones(8 * 64 + 1).half()[1:].view(8, 64)] * 2))
+
+
+def test_tiles_fit_the_device() -> None:
+    for device in (SMALL, Device(132, 227 << 10)):
+        for rows in (48, 191, 192, 4096):
+            tile = grouped.tile_for(rows, device)
+            assert tile.shared_memory <= device.shared_memory and (rows < 192) == (tile.rows < 128)
