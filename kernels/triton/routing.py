@@ -56,8 +56,8 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
     expert's end, [experts] int64. chosen: int64, of any shape."""
     flat, places = chosen.reshape(-1), chosen.numel()
     if places > _MOST_PLACES:
-        ordered = flat.sort(stable=True)
-        every = torch.arange(experts, device=chosen.device)
+        ordered = flat.to(torch.int16).sort(stable=True)  # by radix: a quarter of what int64 takes
+        every = torch.arange(experts, dtype=torch.int16, device=chosen.device)
         return ordered.indices, torch.searchsorted(ordered.values, every, right=True)
     order, ends = torch.empty_like(flat), flat.new_empty(experts)
     grid = (-(-max(places, experts) // _BLOCK),)
