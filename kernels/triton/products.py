@@ -29,6 +29,7 @@ _TYPES = {
     torch.int8: tl.int8,
 }
 _TILE_COLUMNS, _TILE_INNER = 64, 64
+_MANY_ROWS = 256  # from which on numbers made of blocks are for twice as many of them
 
 
 def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
@@ -208,8 +209,7 @@ def _launch(
     """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
-    most = 64 if x.element_size() < 4 else 32  # float32 is multiplied number by number, out of registers
-    tile = 16 if fixed or rows <= 16 * max(experts, 1) else most
+    tile, warps = (16, 4) if fixed else _tile(-(-rows // max(experts, 1)), x, blocks)
     tiles = -(-rows // tile) if not experts else rows // tile + experts
     launch(
         product,
@@ -246,6 +246,15 @@ def _launch(
         BLOCK_M=tile,
         BLOCK_N=_TILE_COLUMNS,
         BLOCK_K=_TILE_INNER if x.element_size() < 4 else 32,
-        num_warps=4,
+        num_warps=warps,
         num_stages=3,
     )
+
+
+def _tile(rows: int, x: Tensor, blocks: BlockWeight | None) -> tuple[int, int]:
+    """How many rows a tile has, and its warps. rows: that meet a weight."""
+    if rows <= 16:
+        return 16, 4
+    if x.element_size() == 4:
+        return 32, 4  # multiplied number by number, out of registers
+    return (64, 4) if blocks is None or rows < _MANY_ROWS else (128, 8)

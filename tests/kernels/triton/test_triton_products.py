@@ -29,6 +29,12 @@ def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
     assert products.embed(weight, torch.tensor([35]), torch.float32, 1.0).isnan().all()
 
 
+@pytest.mark.parametrize("name", ["q4_k", "q8_0"])
+def test_blocks_meet_many_rows(name: str) -> None:
+    weight, x = random_blocks(20, 64, FORMS[name]), torch.randn(260, 64).half()
+    assert_near(products.linear(x, weight).float(), blocks.linear_widened(x.float(), weight, None), 2**-9)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     weight, x = torch.randn(70, 100).to(dtype), torch.randn(19, 130)[:, :100]
