@@ -24,7 +24,17 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from windlass.kernels import FORMS, AttentionCall, Filters, KVPages, LogitsChanges, Penalties, Routing, plane_shapes
+from windlass.kernels import (
+    FORMS,
+    AttentionCall,
+    Filters,
+    KVPages,
+    LogitsChanges,
+    Penalties,
+    Routed,
+    Routing,
+    plane_shapes,
+)
 from windlass.kernels.triton import launch
 
 _TYPES = {
@@ -230,7 +240,23 @@ def _products(dtype: torch.dtype) -> None:
         plain = [torch.ones(128, 256).to(dtype)] * 2
         experts = products.AddressedExperts(plain, [torch.ones(128)] * 2)
         products.linear_of_experts(y, experts, chosen[:rows])
+        if dtype != torch.float32 and rows == 300:
+            _many_rows(y, experts, chosen)
         products.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
+
+
+def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
+    """Of experts in large tiles, and in those of fewer rows."""
+    from windlass.kernels.triton import grouped, products
+
+    down = products.AddressedExperts([torch.ones(256, 64).to(x.dtype)] * 2)
+    plain = products.AddressedExperts(experts.weights)
+    for rows in (100, 300):
+        some, own = x[:rows], chosen[:rows]
+        grouped.linear_of_experts(some, experts, own, launch.SMALL)
+        for kind in ("silu", "gelu"):
+            routed = Routed(own, torch.ones(rows, 2))
+            grouped.feed_forward_of_experts(some, plain, down, routed, kind, launch.SMALL)
 
 
 def _routes() -> None:
