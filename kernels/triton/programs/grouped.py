@@ -1,8 +1,8 @@
 """Products of many rows with plain weights of experts, in tiles that keep matrix units busy.
 
-A tile that is twice as wide and twice as high reads twice the bytes for four times the operations. So tiles are large; few run at
-once, and what comes before and after their loop has to be short. Loads have no masks, unless BLOCK_K does not divide rows of a
-weight: in place of rows and columns that are not there the last ones are read again, and not stored.
+A tile that is twice as wide and twice as high reads twice the bytes for four times the operations, and what the cache can give is
+their bound. So tiles are large; few run at once, and what comes before and after their loop has to be short. Rows of x that are
+not there are not read. In place of columns that are not there the last one is read again, so loads of a weight need no mask.
 """
 
 import triton
@@ -83,11 +83,11 @@ def grouped_product(
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     for begin_k in range(0, inner, BLOCK_K):
         if WHOLE:
-            left = tl.load(at_x)
+            left = tl.load(at_x, mask=row_ok[:, None], other=0.0)
             right = tl.load(at_weight)
         else:
             k_ok = k < inner - begin_k
-            left = tl.load(at_x, mask=k_ok[None, :], other=0.0)
+            left = tl.load(at_x, mask=row_ok[:, None] & k_ok[None, :], other=0.0)
             right = tl.load(at_weight, mask=k_ok[:, None], other=0.0)
         total = tl.dot(left, right, total)
         at_x += BLOCK_K
