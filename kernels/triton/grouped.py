@@ -6,8 +6,6 @@ Nothing here waits for the device.
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton.language as tl
 from torch import Tensor
@@ -15,25 +13,11 @@ from torch import Tensor
 from windlass.kernels.routing import Routed
 from windlass.kernels.triton.launch import Device, launch, power_of_two, strided
 from windlass.kernels.triton.pointwise import check_activation, sum_of_experts
-from windlass.kernels.triton.products import AddressedExperts
+from windlass.kernels.triton.products import AddressedExperts, Tile
 from windlass.kernels.triton.programs.grouped import grouped_product
 from windlass.kernels.triton.routing import by_expert
 
 _BIAS_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
-
-
-class Tile(NamedTuple):
-    """Sizes of a program: its part of the result, what it takes of rows at once, its warps, and parts on their way."""
-
-    rows: int
-    columns: int
-    inner: int
-    warps: int
-    stages: int
-
-    @property
-    def shared_memory(self) -> int:
-        return (self.rows + self.columns) * self.inner * 2 * self.stages
 
 
 # From so many rows of an expert on, the first that a GPU has the memory for.

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import triton.language as tl
@@ -28,8 +28,22 @@ _TYPES = {
     torch.uint8: tl.uint8,
     torch.int8: tl.int8,
 }
-_TILE_COLUMNS, _TILE_INNER = 64, 64
 _MANY_ROWS = 256  # from which on numbers made of blocks are for twice as many of them
+
+
+class Tile(NamedTuple):
+    """Sizes of a program: its part of the result, what it takes of rows at once, its warps, and parts on their way."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Of numbers of 16 bits."""
+        return (self.rows + self.columns) * self.inner * 2 * self.stages
 
 
 def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
@@ -209,11 +223,12 @@ def _launch(
     """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
-    tile, warps = (16, 4) if fixed else _tile(-(-rows // max(experts, 1)), x, blocks)
-    tiles = -(-rows // tile) if not experts else rows // tile + experts
+    tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks)
+    tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
+    by_place = experts > 0 and rows < tiles
     launch(
         product,
-        (-(-columns // _TILE_COLUMNS), tiles, batches),
+        (-(-columns // tile.columns), rows if by_place else tiles, batches),
         x,
         x,
         *x_strides,
@@ -234,6 +249,8 @@ def _launch(
         GROUPED=experts > 0,
         PER_ROW=per_row,
         EXPERTS=experts,
+        BLOCK_E=power_of_two(experts),
+        BY_PLACE=by_place,
         ALIGNED=operands.aligned,
         BLOCKS=blocks is not None,
         **_form_sizes(blocks),
@@ -243,18 +260,18 @@ def _launch(
         BIAS_TYPE=_TYPES[bias_type or torch.float32],
         DOT=dot,
         PRECISION=precision,
-        BLOCK_M=tile,
-        BLOCK_N=_TILE_COLUMNS,
-        BLOCK_K=_TILE_INNER if x.element_size() < 4 else 32,
-        num_warps=warps,
-        num_stages=3,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
     )
 
 
-def _tile(rows: int, x: Tensor, blocks: BlockWeight | None) -> tuple[int, int]:
-    """How many rows a tile has, and its warps. rows: that meet a weight."""
+def _tile(rows: int, x: Tensor, blocks: BlockWeight | None) -> Tile:
+    """rows: that meet a weight."""
+    if x.element_size() == 4:  # multiplied number by number, out of registers
+        return Tile(16 if rows <= 16 else 32, 64, 32, 4, 3)
     if rows <= 16:
-        return 16, 4
-    if x.element_size() == 4:
-        return 32, 4  # multiplied number by number, out of registers
-    return (64, 4) if blocks is None or rows < _MANY_ROWS else (128, 8)
+        return Tile(16, 64, 64, 4, 3)
+    return Tile(64, 64, 64, 4, 3) if blocks is None or rows < _MANY_ROWS else Tile(128, 64, 64, 8, 3)

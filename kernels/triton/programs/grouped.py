@@ -10,15 +10,7 @@ import triton.language as tl
 
 from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pointwise import activated
-
-
-@triton.jit
-def expert_of(tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr):
-    """Whose rows a tile has, EXPERTS behind the last: expert e has the tiles from ends[e - 1] // BLOCK_M + e on."""
-    index = tl.arange(0, BLOCK_E)
-    there = index < EXPERTS
-    first_of_next = tl.load(ends + index, mask=there, other=0) // BLOCK_M + index + 1
-    return tl.sum((there & (first_of_next <= tile)).to(tl.int32))
+from windlass.kernels.triton.programs.product import part_of_expert
 
 
 @triton.jit
@@ -54,13 +46,7 @@ def grouped_product(
     the first half of the columns are gates, the others what they open. WHOLE: whether BLOCK_K divides `inner`.
     """
     follow()
-    tile = tl.program_id(1)
-    expert = expert_of(tile, ends, EXPERTS, BLOCK_E, BLOCK_M)
-    if expert >= EXPERTS:
-        return
-    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
-    end = tl.load(ends + expert)
-    first = begin + (tile - (begin // BLOCK_M + expert)) * BLOCK_M
+    expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE=False)
     if first >= end:
         return
     weight = tl.multiple_of(tl.load(weights + expert).to(tl.pointer_type(x.dtype.element_ty)), 16)

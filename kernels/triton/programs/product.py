@@ -61,6 +61,30 @@ def block_numbers(
     return numbers
 
 
+@triton.jit
+def part_of_expert(
+    tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr
+):
+    """Whose rows a tile has, which of all rows in order is its first, and where its expert's end: not behind it if it has none.
+
+    Every expert's rows start a tile of their own: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for fewer
+    rows than these: a tile for each row, which has rows if a part of an expert begins there. BLOCK_E: EXPERTS or more.
+    """
+    index = tl.arange(0, BLOCK_E)
+    there = index < EXPERTS
+    last = tl.load(ends + index, mask=there, other=0)
+    if not BY_PLACE:
+        last = last // BLOCK_M + index + 1
+    expert = tl.sum((there & (last <= tile)).to(tl.int32))
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
+    if BY_PLACE:
+        first = tl.where((tile - begin) % BLOCK_M == 0, tile, end)
+    else:
+        first = begin + (tile - (begin // BLOCK_M + expert)) * BLOCK_M
+    return expert, first, end
+
+
 # Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
 @triton.jit(do_not_specialize=["rows"])
 def product(
@@ -87,6 +111,8 @@ def product(
     GROUPED: tl.constexpr,
     PER_ROW: tl.constexpr,
     EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BY_PLACE: tl.constexpr,
     ALIGNED: tl.constexpr,
     BLOCKS: tl.constexpr,
     BITS: tl.constexpr,
@@ -107,30 +133,17 @@ def product(
     """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
 
     GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
-    of experts, PER_ROW how many places a row of x has. ALIGNED: whether 16 divides the addresses.
+    of experts, PER_ROW how many places a row of x has. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
     """
     follow()
     tile = tl.program_id(1)
     batch = tl.program_id(2).to(tl.int64)
     if GROUPED:
-        # Every expert's rows start a tile of their own: expert e has the tiles from row_ends[e - 1] // BLOCK_M + e on.
-        expert = 0
-        high = EXPERTS
-        while expert < high:
-            middle = (expert + high) // 2
-            begin_of_next = tl.load(row_ends + middle) // BLOCK_M + middle + 1
-            if begin_of_next <= tile:
-                expert = middle + 1
-            else:
-                high = middle
-        if expert >= EXPERTS:
+        expert, first, end = part_of_expert(tile, row_ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE)
+        if first >= end:
             return
-        begin = tl.load(row_ends + expert - 1, mask=expert > 0, other=0)
-        first = begin + (tile - (begin // BLOCK_M + expert)) * BLOCK_M
         place = first + tl.arange(0, BLOCK_M)
-        row_ok = place < tl.load(row_ends + expert)
-        if first >= tl.load(row_ends + expert):
-            return
+        row_ok = place < end
         to_row = tl.load(order + place, mask=row_ok, other=0)
         x_row = to_row // PER_ROW
         at_weight = tl.load(weight + expert).to(tl.pointer_type(WEIGHT))

@@ -73,6 +73,19 @@ def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
         assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
 
 
+def test_few_rows_meet_many_experts() -> None:
+    """One expert has more rows than a tile, others have one."""
+    weights = [torch.randn(20, 64) for _ in range(30)]
+    chosen = torch.full((10, 2), 7)
+    chosen[3, 0], chosen[8, 1] = 29, 0
+    x, experts = torch.randn(10, 64), AddressedExperts(weights)
+    expected = routed.linear_of_experts(x, experts, chosen, plain)
+    for fixed in (False, True):
+        assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
+        one = products.linear_of_experts(x[3:4], experts, chosen[3:4], fixed=fixed)
+        assert_near(one, expected[6:8])
+
+
 def test_experts_whose_rows_are_stored_in_two_ways() -> None:
     """As files have gates and ups of two kinds."""
     weights = [StackedWeight((random_blocks(16, 64, FORMS["q4_k"]), torch.randn(20, 64))) for _ in range(4)]
