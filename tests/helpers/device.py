@@ -4,4 +4,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
+
 DEVICE = os.environ.get("WINDLASS_TEST_DEVICE", "cpu")
+ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of what engines do on a CPU")

@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import DEVICE
 from helpers.engines import make_core
 from helpers.every_request import Results
 from helpers.played_graphs import PlayedBackend, PlayedGraphs
@@ -18,6 +19,8 @@ from windlass.kernels import binding
 @pytest.fixture(autouse=True)
 def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for such a device."""
+    if DEVICE != "cpu":
+        pytest.skip("plays a device on a CPU")
     own = binding._Own(lambda options: None, PlayedBackend, narrow=False)
     monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
 

@@ -11,6 +11,7 @@ from queue import SimpleQueue
 from typing import Any
 
 import pytest
+from helpers.device import DEVICE
 from helpers.engines import make_core
 
 from windlass.engine.api.config import EngineConfig
@@ -102,6 +103,8 @@ class ThreadRanks:
 @contextmanager
 def ranked(directory: Path, ranks: int, **options: Any) -> Iterator[EngineCore]:
     """A core of so many ranks, the others of which are threads of this process."""
+    if DEVICE != "cpu":
+        pytest.skip("there is one GPU for all")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(engine_core, "OtherRanks", ThreadRanks)
         core = make_core(directory, tensor_parallel=ranks, threads=1, **options)

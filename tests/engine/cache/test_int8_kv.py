@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import engine_config
+from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 from tokenizers import Tokenizer
@@ -44,6 +45,7 @@ def test_names() -> None:
     assert engine_config("x").cache.dtype == "auto"
 
 
+@ON_A_CPU
 def test_float8_is_for_gpus(tmp_path: Path) -> None:
     directory = make_model("llama", tmp_path)
     with pytest.raises(LoadError, match=r"`cache\.dtype=fp8` is for GPUs.*`cache\.dtype=int8`"):
@@ -130,7 +132,7 @@ def test_rerotated_keys_are_rounded_once_however_often(tmp_path: Path) -> None:
     assert sequence.cache.num_rerotations == 4
     core.step()
     pages = core.runner.cache.pages(0)
-    wide = pages.keys_of(torch.arange(pages.key.shape[0]), 16).double()
+    wide = pages.keys_of(torch.arange(pages.key.shape[0], device=pages.key.device), 16).double().cpu()
     original = wide[torch.tensor(sequence.cache.originals[0].blocks[:3])].flatten(0, 1)  # [48, Hkv, D]
     rerotated = wide[torch.tensor(sequence.cache.block_tables[0][:3])].flatten(0, 1)
     old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import engine_config
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.played_copies import PlayedCopies
 from helpers.thread_ranks import ranked
@@ -28,6 +29,8 @@ from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.kernels import DeviceMemory, binding
 from windlass.kernels.backend import Backend, BackendOptions
 from windlass.kernels.torch.backend import TorchBackend
+
+pytestmark = ON_A_CPU
 
 MIB = 2**20
 # What steps are given here: the largest sees a long context and is run, row by row, before anything is served.

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
@@ -115,6 +116,7 @@ def test_an_early_deadline_survives_among_many_ended_requests(model: Path) -> No
     assert [(output.request_id, output.finish_reason) for output in core.step()] == [("late", "timeout")]
 
 
+@ON_A_CPU
 @pytest.mark.skipif(not kernels.reads_narrow_weights("cpu"), reason="weights are always widened here")
 @pytest.mark.parametrize(("stored", "named"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", None)])
 def test_matrices_are_kept_as_the_files_store_them(model: Path, stored: str, named: str | None) -> None:

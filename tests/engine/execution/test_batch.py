@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
@@ -18,6 +19,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snapshot
 
 
+@ON_A_CPU
 def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
     monkeypatch.setattr("windlass.engine.execution.batch._FIRST_COLUMNS", 4)

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
@@ -17,7 +18,10 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.kernels import cpu
 
-pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats")
+pytestmark = [
+    ON_A_CPU,
+    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats"),
+]
 
 LINEAR = RopeScaling.from_dict({"rope_type": "linear", "factor": 3.0})
 

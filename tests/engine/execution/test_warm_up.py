@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import FAMILIES, make_model
 
@@ -45,6 +46,7 @@ def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options
     assert found[0] == found[1]
 
 
+@ON_A_CPU
 def test_the_first_stream_repeats_recorded_steps_at_once():
     core = make_core(DEMO)
     core.warm_up(most_seconds=math.inf)

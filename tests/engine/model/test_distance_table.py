@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
@@ -48,6 +49,8 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(params=["compiled", "plain torch"])
 def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     if request.param == "plain torch":
+        if DEVICE != "cpu":
+            pytest.skip("of kernels for a CPU")
         monkeypatch.setenv(library.ISA_VARIABLE, "off")
     library._attempt.cache_clear()
     yield request.param

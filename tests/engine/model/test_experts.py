@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
@@ -119,6 +120,7 @@ def test_deterministic_rows_do_not_depend_on_each_other(glm: Path) -> None:
     assert torch.equal(torch.stack(beside.logits), torch.stack(alone.logits))
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("quantization", ["none", "int8", "int4"])
 def test_decode_steps_are_recorded_and_repeated(glm: Path, quantization: str) -> None:
     core = make_core(glm, quantization=quantization)

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import engine_config
+from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import Reference, make_model
@@ -50,6 +51,7 @@ def test_a_token_takes_its_latent_vector_and_one_rotated_part(dtype: str, size: 
     run(core, [greedy("a", PROMPT)])
 
 
+@ON_A_CPU
 def test_a_token_in_8_bits_takes_a_scale_for_every_32_numbers(models: dict[str, Path]) -> None:
     core = make_core(models["deepseek_v3"], kv_cache_dtype="int8", kv_cache_memory=1 << 20)
     assert core.info.kv_cache_dtype == "int8" and core.info.kv_bytes_per_token == LAYERS * (WIDTH + 4)
@@ -99,6 +101,7 @@ def error_with_rounded_rows(
     return float((torch.stack(got.logits) - right).norm() / right.norm())
 
 
+@ON_A_CPU
 @pytest.mark.parametrize(
     "options", [{}, {"max_num_batched_tokens": 7}, {"deterministic": True}], ids=["", "chunks", "det"]
 )
@@ -118,6 +121,7 @@ def test_8_bits_lose_what_their_codes_lose(
     assert lost > 1e-3 and left < 0.05 * lost, (lost, left)
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("model", ["deepseek_v3", "minicpm3"])
 def test_8_bit_rows_in_company_preempted_cut_and_from_the_cache(model: str, models: dict[str, Path]) -> None:
     """Bit by bit under `deterministic`, where nothing else may round a number to another code."""
@@ -139,6 +143,7 @@ def test_8_bit_rows_in_company_preempted_cut_and_from_the_cache(model: str, mode
             assert torch.equal(torch.stack(together[name, 0].logits), torch.stack(right.logits)), (way, name)
 
 
+@ON_A_CPU
 def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
     if library.unavailable_reason() is not None:
         pytest.skip("no compiled kernels")
@@ -147,6 +152,7 @@ def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
     assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
 
 
+@ON_A_CPU
 def test_8_bit_rows_that_are_turned_are_rounded_once(tmp_path: Path) -> None:
     """Under `rotate`: only the rotated groups change, and four turns away they are as near as after their first rounding."""
     model = make_model(
@@ -243,6 +249,7 @@ def test_a_crowd_that_is_preempted_gets_what_each_gets_alone(
         assert difference <= (0 if options else 1e-4), name
 
 
+@ON_A_CPU
 @pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
 @pytest.mark.parametrize("options", [{}, {"kv_cache_dtype": "bfloat16"}], ids=["float32", "bfloat16 pages"])
 def test_decode_steps_are_recorded_and_repeated(options: dict[str, Any], models: dict[str, Path]) -> None:

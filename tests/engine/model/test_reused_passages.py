@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
@@ -159,7 +160,7 @@ def test_in_one_layer_a_reused_prompt_is_the_computed_one(options: dict[str, Any
     torch.testing.assert_close(torch.stack(got.logits), torch.stack(right.logits), rtol=0, atol=2e-5)
 
 
-@pytest.mark.parametrize("name", ["one layer", "one latent layer"])
+@pytest.mark.parametrize("name", ["one layer", pytest.param("one latent layer", marks=ON_A_CPU)])
 def test_int8_pages_are_reused_as_they_are(name: str, models: dict[str, Path]) -> None:
     core = core_of(models[name], kv_cache_dtype="int8")
     right = run(core, [greedy("whole", TURNED, 8)])["whole", 0]
@@ -189,7 +190,7 @@ def pages_of(core: EngineCore, blocks: list[int]) -> str:
     for layer in range(len(core.runner.decoder.spec.layers)):
         pages = core.runner.cache.pages(layer)
         for plane in (pages.key, pages.value):
-            digest.update(plane[blocks].contiguous().view(torch.uint8).numpy().tobytes())
+            digest.update(plane[blocks].contiguous().view(torch.uint8).cpu().numpy().tobytes())
     return digest.hexdigest()
 
 

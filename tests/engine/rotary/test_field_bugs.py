@@ -65,7 +65,7 @@ def cached_keys(core: EngineCore, scaling: RopeScaling, tokens: list[int]) -> to
     with recorded_batches(core) as batches:
         run(core, [greedy("a", tokens, 1, rope_scaling=scaling)])
     keys = core.runner.cache.pages(0).key.flatten(0, 1)
-    return torch.cat([keys[batch.slots[0]] for batch in batches])  # [T, Hkv, D]
+    return torch.cat([keys[batch.slots[0]] for batch in batches]).cpu()  # [T, Hkv, D]
 
 
 # --- narrow positions, frequencies and angles ---------------------------------------------------------------------
@@ -86,9 +86,9 @@ def test_a_model_cast_to_half_does_not_cast_its_rotation(dtype: str, llama: Path
         run(core, [request])
     for batch in batches:
         assert (batch.positions.dtype, batch.cos.dtype, batch.sin.dtype) == (torch.int64, torch.float32, torch.float32)
-        angles = batch.positions.double()[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
-        assert (batch.cos[0] - angles.cos()).abs().max() < 1e-6
-        assert (batch.sin[0] - angles.sin()).abs().max() < 1e-6
+        angles = batch.positions.cpu().double()[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
+        assert (batch.cos[0].cpu() - angles.cos()).abs().max() < 1e-6
+        assert (batch.sin[0].cpu() - angles.sin()).abs().max() < 1e-6
     assert core.runner.tables.inv_freq.dtype == torch.float64
     assert core.runner.decoder.dtype == getattr(torch, dtype)
 
@@ -122,9 +122,10 @@ def test_positions_stay_whole_past_what_float32_counts(dtype: str, llama: Path) 
         core.runner.restore(Snapshot(0, sequences=(held,)))
         batch = core.runner.batches.build([ScheduledSequence(0, 0, 4, 4)])
         assert batch.positions.tolist() == [first, first + 1, first + 2, first + 3]
+        cos, sin = batch.cos[0].cpu(), batch.sin[0].cpu()
         for t in range(4):
-            np.testing.assert_allclose(batch.cos[0, t], exact(mpmath.cos, first + t, spec.inv_freq), rtol=0, atol=2e-6)
-            np.testing.assert_allclose(batch.sin[0, t], exact(mpmath.sin, first + t, spec.inv_freq), rtol=0, atol=2e-6)
+            np.testing.assert_allclose(cos[t], exact(mpmath.cos, first + t, spec.inv_freq), rtol=0, atol=2e-6)
+            np.testing.assert_allclose(sin[t], exact(mpmath.sin, first + t, spec.inv_freq), rtol=0, atol=2e-6)
 
 
 # --- the attention factor -----------------------------------------------------------------------------------------
@@ -243,7 +244,7 @@ def test_biases_are_permuted_with_their_rows(tmp_path: Path) -> None:
     for i, layer in enumerate(decoder.layers):
         bias = layer.mixer.weights.qkv_bias
         assert bias is not None
-        for name, heads, view in zip("qk", (4, 2), torch.split(bias, [64, 32, 32])[:2], strict=True):
+        for name, heads, view in zip("qk", (4, 2), torch.split(bias.cpu(), [64, 32, 32])[:2], strict=True):
             stored = tensors[f"model.layers.{i}.self_attn.{name}_proj.bias"]
             pairs = stored.view(heads, 8, 2)  # (2j, 2j + 1)
             assert torch.equal(view.view(heads, 2, 8), pairs.transpose(1, 2))

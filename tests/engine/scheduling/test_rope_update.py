@@ -247,7 +247,7 @@ def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[
     while core.has_work():
         if sequence.cache.originals:
             kept = torch.tensor(sequence.cache.originals[0].blocks)
-            now = core.runner.cache.pages(0).key[kept].clone()
+            now = core.runner.cache.pages(0).key[kept].cpu()
             if originals is not None:
                 assert torch.equal(
                     now[: len(originals)][:3], originals[:3]
@@ -258,7 +258,7 @@ def test_rerotated_keys_in_bfloat16_are_rounded_once_however_often(models: dict[
         core.step()
     assert originals is not None
     table = torch.tensor(sequence.cache.block_tables[0][:3])
-    rerotated = core.runner.cache.pages(0).key[table].flatten(0, 1).double()  # [48, Hkv, D]
+    rerotated = core.runner.cache.pages(0).key[table].flatten(0, 1).double().cpu()  # [48, Hkv, D]
     old, new = sequence.cache.originals[0].origins[0][1][0], sequence.stage.specs[0]
     step = torch.tensor(new.inv_freq, dtype=torch.float64) - torch.tensor(old.inv_freq, dtype=torch.float64)
     angle = torch.arange(48).double()[:, None, None] * step

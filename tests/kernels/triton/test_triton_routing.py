@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.routing import Routing
@@ -31,8 +32,8 @@ def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
     if routing.groups * 2 > experts:
         routing = Routing(**{**rule, "groups": 4, "top_groups": 3})
     for tokens in (1, 5):
-        logits = torch.randn(tokens, experts, generator=generator) * 3
-        for bias in (None, torch.randn(experts, generator=generator) / 4):
+        logits = (torch.randn(tokens, experts, generator=generator, device="cpu") * 3).to(DEVICE)
+        for bias in (None, (torch.randn(experts, generator=generator, device="cpu") / 4).to(DEVICE)):
             assert routes.takes(logits, routing)
             found, wanted = routes.route(logits, routing, bias), routed.route(logits, routing, bias)
             assert torch.equal(found.chosen, wanted.chosen)

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.adapters import ALL, merged, save_adapter
+from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
 from helpers.tiny_models import make_model
@@ -16,7 +17,10 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
 from windlass.kernels import cpu
 
-pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats")
+pytestmark = [
+    ON_A_CPU,
+    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="without compiled kernels nothing repeats"),
+]
 
 PROMPT = list(range(3, 24))
 FUSED = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")

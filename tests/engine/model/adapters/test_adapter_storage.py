@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers.adapters import save_adapter
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
@@ -45,6 +46,7 @@ def rewritten(adapter: Path, target: Path, dtype: torch.dtype) -> Path:
     return target
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("dtype", HALVES)
 def test_rounding_is_asked_for_and_halves_the_memory(llama: Path, tmp_path: Path, dtype: torch.dtype) -> None:
     adapter = save_adapter(tmp_path / "wide", llama, rank=5)

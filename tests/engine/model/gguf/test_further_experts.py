@@ -12,6 +12,7 @@ import pytest
 import torch
 from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.gguf_further_experts import convert
 from helpers.gguf_logits import PROMPT, derived, logits
@@ -113,7 +114,7 @@ def test_four_bit_floats_are_kept_as_codes_of_five(tmp_path: Path) -> None:
         for expert in range(6):
             mine = weights[f"layers.2.experts.{expert}.gate_up"]
             assert isinstance(mine, BlockWeight) and mine.form == FORMS["q5_0"]
-            assert torch.equal(mine.dequantize()[rows], want[expert])
+            assert torch.equal(mine.dequantize()[rows].cpu(), want[expert])
     found, wanted = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0], logits(source)[0]
     assert torch.nn.functional.cosine_similarity(found, wanted, dim=0) > 0.9
 
@@ -135,6 +136,7 @@ def test_what_does_not_fit_is_told(family: str, changes: dict[str, Any], says: s
     assert "\n" not in str(refused.value)
 
 
+@ON_A_CPU
 def test_heads_in_blocks_are_read_in_half_the_bytes(tmp_path: Path) -> None:
     """As float16, as near to the file's numbers as that is; deterministic steps have them whole."""
     wide = {

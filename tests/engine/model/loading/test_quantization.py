@@ -185,7 +185,7 @@ def as_an_ordinary_model(source: Path, decoder: Decoder, target: Path) -> Path:
         if not isinstance(weight, (BlockWeight, StackedWeight)):
             continue
         parts = weight.parts if isinstance(weight, StackedWeight) else (weight,)
-        numbers = torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)])
+        numbers = torch.cat([part.dequantize() for part in parts if isinstance(part, BlockWeight)]).cpu()
         for stored in spec.stored:
             rows, first = numbers[first : first + stored.rows], first + stored.rows
             heads = stored.interleaved

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.configs import engine_config
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
@@ -86,6 +87,7 @@ def no_quantizing(monkeypatch: pytest.MonkeyPatch) -> Callable[[], None]:
     return forbid
 
 
+@ON_A_CPU
 @pytest.mark.parametrize("width", ["int8", "int4"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_are_the_same_bits_from_the_cache(

@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
@@ -15,7 +16,10 @@ from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Backend, PanelWeight, cpu
 from windlass.kernels.cpu.backend import CompiledBackend
 
-pytestmark = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="panels need the compiled kernels")
+pytestmark = [
+    ON_A_CPU,
+    pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="panels need the compiled kernels"),
+]
 
 TYPES = ("bfloat16", "float16")
 
