@@ -108,7 +108,7 @@ def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tens
     scores = torch.einsum("ihd,jhd->hij", q[:, heads], k) * spec.scale
     if spec.soft_cap is not None:
         scores = spec.soft_cap * torch.tanh(scores / spec.soft_cap)
-    index = torch.arange(q.shape[0])
+    index = torch.arange(q.shape[0], device=q.device)
     distance = index[:, None] - index[None]  # [T, T]
     hidden = distance < 0
     if spec.window is not None:
