@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     stages: int
 
 
-_SIZES = Sizes(64, 64, 4, 2)
+_SIZES = Sizes(64, 64, 4, 3)
 
 
 def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
