@@ -22,10 +22,10 @@ _BIAS_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloa
 
 # From so many rows of an expert on, the first that a GPU has the memory for.
 _TILES = (
-    (192, Tile(128, 256, 64, 8, 3)),
-    (192, Tile(128, 128, 64, 8, 3)),
-    (48, Tile(64, 256, 64, 4, 3)),
-    (48, Tile(64, 128, 64, 4, 3)),
+    (96, Tile(128, 256, 64, 8, 4)),
+    (96, Tile(128, 256, 64, 8, 3)),
+    (96, Tile(128, 128, 64, 8, 3)),
+    (32, Tile(64, 128, 64, 4, 3)),
 )
 _FEWEST_ROWS = min(least for least, _ in _TILES)
 

@@ -7,6 +7,8 @@ from torch import Tensor
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import norms as programs
 
+_LEAST = 1024  # numbers of a program: queries and keys have many short rows
+
 
 def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """See `Backend.rms_norm`."""
@@ -58,9 +60,10 @@ def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tens
     """out: where the rows go, side by side unless it is x. residual: [T, D], to which x is added."""
     dim, heads = x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     block = power_of_two(dim)
+    rows, each = x.shape[0] * heads, max(1, _LEAST // block)
     launch(
         programs.rms_norm,
-        (x.shape[0] * heads,),
+        (-(-rows // each),),
         x,
         x,
         x.stride(0),
@@ -71,11 +74,13 @@ def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tens
         0 if residual is None else residual.stride(0),
         weight,
         eps,
+        rows,
         HEADS=heads,
         DIM=dim,
         ADD=residual is not None,
+        ROWS=each,
         BLOCK=block,
-        num_warps=_warps(block),
+        num_warps=_warps(each * block),
     )
 
 

@@ -223,7 +223,7 @@ def _launch(
     """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
     blocks = operands.example
     dot, precision = dot_type(x.dtype)
-    tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks)
+    tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks, experts=experts > 0)
     tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
     by_place = experts > 0 and rows < tiles
     launch(
@@ -268,10 +268,10 @@ def _launch(
     )
 
 
-def _tile(rows: int, x: Tensor, blocks: BlockWeight | None) -> Tile:
+def _tile(rows: int, x: Tensor, blocks: BlockWeight | None, *, experts: bool) -> Tile:
     """rows: that meet a weight."""
     if x.element_size() == 4:  # multiplied number by number, out of registers
         return Tile(16 if rows <= 16 else 32, 64, 32, 4, 3)
     if rows <= 16:
-        return Tile(16, 64, 64, 4, 3)
+        return Tile(16, 64, 128 if experts and blocks is None else 64, 4, 3)
     return Tile(64, 64, 64, 4, 3) if blocks is None or rows < _MANY_ROWS else Tile(128, 64, 64, 8, 3)

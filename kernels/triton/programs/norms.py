@@ -1,4 +1,5 @@
-"""Norms of rows, each by one program in one piece: float32, so a row's bits follow from that row alone."""
+"""Norms of rows, float32. A program has a row in one piece, or a few of them where they are short; how many follows from their
+length, so a row's bits follow from that row alone."""
 
 import triton
 import triton.language as tl
@@ -6,7 +7,8 @@ import triton.language as tl
 from windlass.kernels.triton.programs.order import follow
 
 
-@triton.jit
+# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+@triton.jit(do_not_specialize=["rows"])
 def rms_norm(
     x,
     stride,
@@ -17,16 +19,19 @@ def rms_norm(
     residual_stride,
     weight,
     eps,
+    rows,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
     ADD: tl.constexpr,
+    ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    """Program (row): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it becomes."""
+    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it
+    becomes."""
     follow()
-    row = tl.program_id(0).to(tl.int64)
-    dims = tl.arange(0, BLOCK)
-    ok = dims < DIM
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    ok = (row < rows) & (dims < DIM)
     at = x + row // HEADS * stride + row % HEADS * head_stride + dims
     wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
     if ADD:
@@ -35,8 +40,8 @@ def rms_norm(
         rounded = (tl.load(to, mask=ok, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
         tl.store(to, rounded, mask=ok)
         wide = rounded.to(tl.float32)
-    mean = tl.sum(wide * wide, 0) / DIM
-    normed = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * tl.load(weight + dims, mask=ok, other=0.0)
+    mean = tl.sum(wide * wide, 1)[:, None] / DIM
+    normed = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * tl.load(weight + dims, mask=dims < DIM, other=0.0)
     tl.store(out + row * out_stride + dims, normed.to(out.dtype.element_ty), mask=ok)
 
 

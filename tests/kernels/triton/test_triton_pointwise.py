@@ -14,12 +14,13 @@ pytestmark = ON_THE_DEVICE
 
 def test_norms() -> None:
     weight, bias = torch.randn(24), torch.randn(24)
-    for x in (torch.randn(5, 72)[:, 8:32], torch.randn(3, 80)[:, :48].view(3, 2, 24), torch.randn(0, 24)):
+    many = torch.randn(90, 72)[:, 8:32]
+    for x in (many, many[:5], torch.randn(23, 80)[:, :48].view(23, 2, 24), torch.randn(0, 24)):
         assert_near(norms.rms_norm(x, weight, 1e-5), reference.rms_norm(x, weight, 1e-5))
         for shift in (None, bias):
             found = norms.layer_norm(x + 3, weight, shift, 1e-5)
             assert_near(found, reference.layer_norm(x + 3, weight, shift, 1e-5), 5e-6)
-    whole = torch.randn(4, 40)
+    whole = torch.randn(41, 40)
     inside, plain = whole.clone(), whole.clone()
     norms.rms_norm_in_place(inside[:, 8:32], weight, 1e-5)
     latent.rms_norm_in_place(plain[:, 8:32], weight, 1e-5)

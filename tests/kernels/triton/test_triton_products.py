@@ -159,7 +159,7 @@ def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None
 
 def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
     x, weights = torch.ones(3, 64).half(), [torch.ones(8, 64).half()] * 2
-    assert grouped.takes(x, 96, AddressedExperts(weights)) and not grouped.takes(x, 95, AddressedExperts(weights))
+    assert grouped.takes(x, 64, AddressedExperts(weights)) and not grouped.takes(x, 63, AddressedExperts(weights))
     for other in (
         [one.float() for one in weights],
         [one.bfloat16() for one in weights],
@@ -172,6 +172,6 @@ def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
 
 def test_tiles_fit_the_device() -> None:
     for device in (SMALL, Device(132, 227 << 10)):
-        for rows in (48, 191, 192, 4096):
+        for rows in (32, 95, 96, 4096):
             tile = grouped.tile_for(rows, device)
-            assert tile.shared_memory <= device.shared_memory and (rows < 192) == (tile.rows < 128)
+            assert tile.shared_memory <= device.shared_memory and (rows < 96) == (tile.rows < 128)
