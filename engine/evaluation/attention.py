@@ -35,7 +35,7 @@ class _Witness:
         self._backend.rotate_and_append(q, k, v, cos, sin, *others)
         count = k.shape[0]
         if cos.shape[-1]:
-            k = self._backend.turn_queries(k.contiguous(), torch.arange(count), cos, sin)[count:]
+            k = self._backend.turn_queries(k.contiguous(), torch.arange(count, device=k.device), cos, sin)[count:]
         self.queries.append(q.to(torch.float32, copy=True))
         self.keys.append(k.to(torch.float32, copy=True))
 

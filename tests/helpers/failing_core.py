@@ -26,7 +26,7 @@ def core(config: Any, progress: ProgressCallback) -> Any:
     if len(decoder.embedding) > POISONED:
         decoder.embedding = decoder.embedding.clone()  # the head is the same tensor
         decoder.embedding[POISONED] = math.nan
-    execute, forward = made.runner.execute, decoder.forward
+    start, forward = made.runner.start, decoder.forward
 
     def out_of_luck(batch: Any, cache: Any) -> Any:
         hidden, counts = forward(batch, cache), batch.query_start.diff().tolist()
@@ -45,7 +45,7 @@ def core(config: Any, progress: ProgressCallback) -> Any:
             raise ArithmeticError("a kernel has failed")
         while STUCK in lengths:
             time.sleep(1)
-        return execute(plan)
+        return start(plan)
 
-    made.runner.execute = failing
+    made.runner.start = failing
     return made

@@ -456,6 +456,7 @@ def test_folders_that_cannot_serve(models: dict[str, Path], tmp_path: Path) -> N
         assert (tmp_path / "new" / "one").stat().st_mode & 0o777 == 0o700
 
 
+@ON_A_CPU  # whose threads copy pages beside the steps that write to them
 def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

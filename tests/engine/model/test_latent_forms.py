@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cpu_kernels import MATRIX_FORMS, kernels
+from helpers.device import DEVICE, ON_A_CPU
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
@@ -310,9 +311,10 @@ def test_a_prompt_cut_anyhow_is_what_transformers_has(
     right = Reference(models[model], specs_of(core, request), ["full_attention"]).logits([*PROMPT, *got.token_ids])
     right = right[len(PROMPT) - 1 : -1]
     assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
-    assert bool(expansions) is (piece > 1)
+    assert bool(expansions) is (piece > 1 and DEVICE == "cpu")  # a GPU's host does not know how long sequences are
 
 
+@ON_A_CPU
 def test_a_prefix_from_the_cache_is_expanded_too(
     models: dict[str, Path], at_cost: Choice, expansions: list[int]
 ) -> None:
@@ -331,6 +333,7 @@ def test_a_prefix_from_the_cache_is_expanded_too(
     assert (torch.stack(got.logits) - right).abs().max() / right.abs().max() < 1e-5
 
 
+@ON_A_CPU
 def test_a_text_that_lost_its_middle_goes_on_right(tmp_path: Path, at_cost: Choice, expansions: list[int]) -> None:
     """Keys that moved are expanded as they lie, and met by turned queries: proposed tokens are short prompts there."""
     at_cost(0.0)

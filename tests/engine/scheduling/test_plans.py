@@ -127,7 +127,8 @@ def test_a_sequence_brings_its_tokens_once_and_is_named_once_when_it_ends() -> N
 
 
 def add_rank(core: EngineCore) -> tuple[Runner, list[SchedulerOutput]]:
-    """A second runner with a cache and rotary tables of its own, which hears pickled plans and nothing else.
+    """A second runner with a cache and rotary tables of its own, which hears pickled plans and nothing else. Of an engine
+    without graphs, which would be ahead of it.
 
     Whatever it draws must be what the engine's own runner draws.
     """
@@ -163,6 +164,7 @@ def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: P
         max_model_len=256,
         speculative_ngram=4,
         speculative_ngram_min=1,
+        cuda_graphs=False,
     )
     rank, plans = add_rank(core)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
@@ -183,7 +185,7 @@ def test_a_rank_that_hears_only_plans_computes_the_same(family: str, tmp_path: P
 
 
 def test_a_rank_takes_a_snapshot_and_goes_on(tmp_path: Path) -> None:
-    core = make_core(make_model("llama", tmp_path))
+    core = make_core(make_model("llama", tmp_path), cuda_graphs=False)
     rank, _ = add_rank(core)
     core.add(greedy("a", range(3, 40), 30, repetition_penalty=1.3))
     for _ in range(6):

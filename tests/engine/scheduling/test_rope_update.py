@@ -14,8 +14,9 @@ from helpers.tiny_models import Reference, make_model
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
+from windlass.engine.execution.device_passes import StartedStep
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.sequence import SequenceStatus
 
 M = 64
@@ -205,13 +206,13 @@ def test_keys_of_a_single_length_are_not_kept_for_others(models: dict[str, Path]
 def test_one_sequence_rerotates_its_keys_per_step(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
     alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate", 40)])["a", 0]
-    execute, counts = core.runner.execute, []
+    start, counts = core.runner.start, []
 
-    def watch(output: SchedulerOutput) -> list[StepResult]:
+    def watch(output: SchedulerOutput) -> StartedStep:
         counts.append(sum(1 for rerotation in output.rerotations if rerotation.start == 0))
-        return execute(output)
+        return start(output)
 
-    core.runner.execute = watch  # type: ignore[method-assign]
+    core.runner.start = watch  # type: ignore[method-assign]
     results = run(core, [request(str(i), "dynamic_rotate", 40) for i in range(4)])
     assert max(counts) == 1 and sum(counts) == 4 * 2
     for i in range(4):

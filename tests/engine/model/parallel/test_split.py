@@ -51,8 +51,16 @@ def test_a_slice_tells_its_rows_within_each_tensor() -> None:
     ],
 )
 def test_what_is_not_split_is_refused_in_one_line(
-    tmp_path: Path, family: str, overrides: dict[str, Any], options: dict[str, Any], told: str
+    tmp_path: Path,
+    family: str,
+    overrides: dict[str, Any],
+    options: dict[str, Any],
+    told: str,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(
+        "windlass.engine.model.loading.device._torch_has_cuda", lambda: False
+    )  # whichever build is here
     directory = make_model(family, tmp_path / "model", **overrides)
     with pytest.raises(LoadError) as refused:
         check_start(engine_config(directory, **{"device": "cpu", "tensor_parallel": 2, **options}))
