@@ -254,10 +254,7 @@ class Backend(RepeatsSteps):
 
     @abstractmethod
     def gather_columns(self, part: Tensor) -> Tensor:
-        """Float32 [R, V] on the first rank, of what each rank has of its columns [R, own]; on the others the part itself.
-
-        Raises RankEndedError.
-        """
+        """Float32 [R, V] on the first rank, of each rank's columns [R, own]; on the others the part. Raises RankEndedError."""
 
     # Experts
 
@@ -271,26 +268,20 @@ class Backend(RepeatsSteps):
 
     @abstractmethod
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        """`linear` of each token with each of its experts. chosen: int64 [T, k], experts that there are.
-
-        x: [T, K], a row of which meets all k experts, or [T * k, K], row t * k + j of which meets expert chosen[t, j]. Returns
-        [T * k, N] in x's dtype. Only weights of chosen experts are read.
-        """
+        """`linear` of each token with each of its experts, [T * k, N] in x's dtype. chosen: int64 [T, k], experts that there are.
+        x: [T, K], a row of which meets all k experts, or [T * k, K], row t * k + j of which meets expert chosen[t, j]. Only weights
+        of chosen experts are read."""
 
     @abstractmethod
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
-        """The sum over j of x[t * k + j] * weights[t, j], in float32 and in this order. x: [T * k, N]. weights: float32 [T, k].
-
-        Returns [T, N] in x's dtype.
-        """
+        """The sum over j of x[t * k + j] * weights[t, j], [T, N] in x's dtype; summed in float32 and in this order.
+        x: [T * k, N]. weights: float32 [T, k]."""
 
     def feed_forward_of_experts(
         self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, routed: Routed, activation: str
     ) -> Tensor:
         """The sum, by a token's weights, of what its experts make of it: `gated_activation` between two products. x: [T, K].
-
-        What lies between the products may be left unrounded before it is activated. Returns [T, N] in x's dtype.
-        """
+        Returns [T, N] in x's dtype. What lies between the products may be left unrounded before it is activated."""
         y = self.gated_activation(self.linear_of_experts(x, gate_up, routed.chosen), activation)
         return self.sum_of_experts(self.linear_of_experts(y, down, routed.chosen), routed.weights)
 
