@@ -269,8 +269,8 @@ class Backend(RepeatsSteps):
     @abstractmethod
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         """`linear` of each token with each of its experts, [T * k, N] in x's dtype. chosen: int64 [T, k], experts that there are.
-        x: [T, K], a row of which meets all k experts, or [T * k, K], row t * k + j of which meets expert chosen[t, j]. Only weights
-        of chosen experts are read."""
+        x: [T, K], a row of which meets all k experts, or [T * k, K], row t * k + j of which meets expert chosen[t, j]. Only
+        weights of chosen experts are read."""
 
     @abstractmethod
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
