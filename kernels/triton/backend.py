@@ -41,7 +41,7 @@ class TritonBackend(TorchBackend):
         super().__init__(options)
         self._host = host
         self._device = Device.of(self.device)
-        if self._device.capability == in_order.CAPABILITY and not self.deterministic:
+        if self._device.capability == in_order.CAPABILITY and self.dtype.itemsize == 2 and not self.deterministic:
             self.workspace_bytes = in_order.MOST_BYTES
 
     def explain(self) -> str:

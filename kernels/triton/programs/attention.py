@@ -24,8 +24,8 @@ _BY_STEP = [
 
 @triton.jit
 def sequence_at(starts, place, count, TOKENS: tl.constexpr):
-    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 0 starts[b] <= place."""
-    low = 0
+    """The last b for which starts[b] // TOKENS + b <= place, or with TOKENS 0 starts[b] <= place. starts[0] is 0."""
+    low = 1
     high = count
     while low < high:
         middle = (low + high) // 2
