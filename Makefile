@@ -9,6 +9,8 @@ MODEL  ?=
 EXTRAS ?=
 # Processes that run the tests side by side.
 TESTERS ?= 2
+# Where make test-gpu computes.
+DEVICE ?= cuda
 BIN    := $(VENV)/bin
 
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
@@ -18,13 +20,14 @@ export OMP_NUM_THREADS ?= 2
 RELEASE := build/release
 TOOLS   := $(RELEASE)/bin
 
-.PHONY: help serve test test-slow test-ray soak check format docs bench clean lock sbom audit wheels
+.PHONY: help serve test test-slow test-ray test-gpu soak check format docs bench clean lock sbom audit wheels
 
 help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray"
+	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-gpu: engines and kernels"
+	@echo "                on a GPU (DEVICE=cuda:1, TESTERS=14)"
 	@echo "make soak       attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
@@ -58,7 +61,7 @@ serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes: where the environment forbids to keep compiled modules, each would compile them all anew.
-test test-slow test-ray soak: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-ray test-gpu soak: export PYTHONDONTWRITEBYTECODE :=
 
 # The tests of a file stay in one process, so that they share its servers; a thread a process, or they would fight for cores.
 test: $(VENV)/.installed-dev
@@ -74,6 +77,11 @@ test-slow: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 	@echo "== testing on a Ray cluster"
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py
+
+# Those of engines and of Triton's programs, on a GPU that all processes share. cuBLAS is as torch's own determinism asks for.
+test-gpu: $(VENV)/.installed-dev
+	@echo "== testing on $(DEVICE)"
+	OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) --dist loadscope -m "not slow and not soak" tests/kernels/triton tests/engine
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, fuzzing, simulating and loading, in the long form"

@@ -54,6 +54,14 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
         assert installs(commands(install(tmp_path / goal, ".installed", ".installed-dev"), goal)) == []
 
 
+def test_engines_and_kernels_are_tested_on_the_gpu_that_is_named(tmp_path: Path) -> None:
+    venv = install(tmp_path / "venv", ".installed-dev")
+    for words, device in ((), "cuda"), (("DEVICE=cuda:1",), "cuda:1"):
+        (line,) = [line for line in commands(venv, "test-gpu", "TESTERS=14", *words) if "pytest" in line]
+        assert f" WINDLASS_TEST_DEVICE={device} " in line and "-n 14" in line
+        assert line.split()[-2:] == ["tests/kernels/triton", "tests/engine"]
+
+
 def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")
     lines = commands(venv, "test-ray")
