@@ -9,7 +9,7 @@ sequence and the sizes of tiles and splits alone.
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.attention_tile import LOG2_E, end_seen, first_seen, meet
+from windlass.kernels.triton.programs.attention_tile import LOG2_E, averaged, end_seen, first_seen, meet, rows_of_tile
 from windlass.kernels.triton.programs.order import follow
 
 FAR = tl.constexpr(1 << 30)  # keys, more than any sequence has
@@ -135,11 +135,7 @@ def attention(
     if count <= 0:
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    head = first_head + rows % HEADS
-    row_ok = (rows // HEADS < count) & (head < GROUP)
-    head = kv_head * GROUP + head
-    token = local + rows // HEADS  # of the sequence's new ones
+    head, token, row_ok = rows_of_tile(first_head, kv_head, local, count, GROUP, HEADS, BLOCK_M)
     index = length - new + token
     first_index = length - new + local
     last_index = first_index + count - 1
@@ -240,13 +236,7 @@ def attention(
         at_sum = at[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(sums + at_sum, summed, mask=row_ok[:, None] & (value_dims < VALUE_DIM)[None, :])
     else:
-        if SINKS:
-            sink = tl.load(sinks + head, mask=row_ok, other=0.0) * LOG2_E
-            larger = tl.maximum(largest, sink)
-            kept = tl.exp2(largest - larger)
-            weight = weight * kept + tl.exp2(sink - larger)
-            summed = summed * kept[:, None]
-        found = summed / tl.where(weight == 0.0, 1.0, weight)[:, None]
+        found = averaged(largest, weight, summed, sinks, head, row_ok, SINKS)
         at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
         out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)

@@ -1,4 +1,5 @@
-"""What attention does with one tile of keys: which of them a query sees, and the softmax's state behind it."""
+"""What attention does with one tile: which rows it has, which keys a query sees, the softmax's state behind a tile of keys, and
+what it comes to at the end."""
 
 import triton
 import triton.language as tl
@@ -28,6 +29,27 @@ def end_seen(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.cons
     if CHUNK:
         end = tl.minimum(end, index // chunk * chunk + chunk)
     return end
+
+
+@triton.jit
+def rows_of_tile(first_head, kv_head, local, count, GROUP: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The head of each row, its token among a sequence's new ones, and whether there is one: `count` of them from `local` on."""
+    rows = tl.arange(0, BLOCK_M)
+    head = first_head + rows % HEADS
+    ok = (rows // HEADS < count) & (head < GROUP)
+    return kv_head * GROUP + head, local + rows // HEADS, ok
+
+
+@triton.jit
+def averaged(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
+    """Sums of values over weights, with what sinks weigh."""
+    if SINKS:
+        sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2_E
+        larger = tl.maximum(largest, sink)
+        kept = tl.exp2(largest - larger)
+        weight = weight * kept + tl.exp2(sink - larger)
+        summed = summed * kept[:, None]
+    return summed / tl.where(weight == 0.0, 1.0, weight)[:, None]
 
 
 @triton.jit

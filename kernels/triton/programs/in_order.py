@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.programs.attention import sequence_at
-from windlass.kernels.triton.programs.attention_tile import LOG2_E, end_seen, first_seen
+from windlass.kernels.triton.programs.attention_tile import LOG2_E, averaged, end_seen, first_seen, rows_of_tile
 from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
 
@@ -183,11 +183,7 @@ def attention_in_order(
     if (new < 2) | (count <= 0):
         return
 
-    rows = tl.arange(0, BLOCK_M)
-    head = first_head + rows % HEADS
-    row_ok = (rows // HEADS < count) & (head < GROUP)
-    head = kv_head * GROUP + head
-    token = local + rows // HEADS  # of the sequence's new ones
+    head, token, row_ok = rows_of_tile(first_head, kv_head, local, count, GROUP, HEADS, BLOCK_M)
     index = length - new + token
     first_index = length - new + local
     last_index = first_index + count - 1
@@ -245,13 +241,7 @@ def attention_in_order(
     tile_values = values.load([first_row + (stop - 1) // BLOCK_N * BLOCK_N, at_value_head])
     summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision=PRECISION)
 
-    if SINKS:
-        sink = tl.load(sinks + head, mask=row_ok, other=0.0) * LOG2_E
-        larger = tl.maximum(largest, sink)
-        kept = tl.exp2(largest - larger)
-        weight = weight * kept + tl.exp2(sink - larger)
-        summed = summed * kept[:, None]
-    found = summed / tl.where(weight == 0.0, 1.0, weight)[:, None]
+    found = averaged(largest, weight, summed, sinks, head, row_ok, SINKS)
     at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
     out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)
