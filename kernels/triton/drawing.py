@@ -17,6 +17,7 @@ from windlass.kernels.layouts.pinned import sent
 from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
+from windlass.kernels.triton.programs import logits as of_logits
 
 # A row is drawn from by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
 _BLOCK, _LIST = 8192, 512  # _LIST: of changed tokens at once
@@ -34,12 +35,12 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     part_places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     part_largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     operands = logits, logits.stride(0), columns, part_places, part_largest, parts
-    launch(programs.maxima_of_parts, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
+    launch(of_logits.maxima_of_parts, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(256, power_of_two(parts))
     launch(
-        programs.row_maxima,
+        of_logits.row_maxima,
         (rows,),
         logits,
         part_places,
@@ -58,7 +59,7 @@ def log_sums(rows: Tensor) -> Tensor:
     rows = strided(rows)
     found = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
     operands = rows, rows.stride(0), rows.shape[1], found
-    launch(programs.log_sums, (rows.shape[0],), rows, *operands, BLOCK=min(2048, _block(rows.shape[1])))
+    launch(of_logits.log_sums, (rows.shape[0],), rows, *operands, BLOCK=min(2048, _block(rows.shape[1])))
     return found
 
 
@@ -175,7 +176,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
     empty = torch.zeros(1, device=device)
     out = torch.empty(len(altered), columns, dtype=torch.float32, device=device)
     launch(
-        programs.change_rows,
+        of_logits.change_rows,
         (len(altered),),
         logits,
         logits,
