@@ -6,7 +6,7 @@ Typical-p and the exclusion of top choices are drawn in plain torch, to the same
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import numpy as np
 import torch
@@ -19,12 +19,13 @@ from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 from windlass.kernels.triton.programs import logits as of_logits
 
-# A row is drawn from by one program, a block after the other: of many numbers at once, as each takes as long as the memory takes.
-_BLOCK, _LIST = 8192, 512  # _LIST: of changed tokens at once
+_BLOCK, _LIST = 8192, 512  # columns that are changed at once, and tokens of a list, by one program for each row
 _PART = 4096  # columns of which a program finds the largest
-_MOST, _FEW = 8192, 1024  # tokens near the largest that a draw lists, and of that list at once
-_WARPS = 16
-_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": _WARPS}
+_DRAWN = 2048  # columns that a draw reads at once
+# Programs for a row, and for all rows: so many find room at once, and little time where they have nothing to do.
+_MOST_PARTS, _PROGRAMS = 64, 512
+_TURNS = 0, 3, 5  # that narrow what is kept: for no filter, for top-k or top-p, for both
+_EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
 def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
@@ -82,64 +83,90 @@ def _needs_torch(draw: TorchDraw) -> bool:
 
 def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
     device, columns = logits.device, logits.shape[1]
-    maxima = row_maxima(logits)
     altered = [(one, one.changes) for one in draws if one.changes is not None]
-    changed = _changed_rows(logits, [(one, changes) for one, changes in altered]) if altered else logits
     places = iter(range(len(altered)))
     whole = np.array([[one.row, -1 if one.changes is None else next(places)] for one in draws], dtype=np.int64)
     kinds = np.array([filter_numbers(one.filters, columns) for one in draws], dtype=np.float64).T
     limits = np.ascontiguousarray(kinds[1:3].astype(np.int32))
     shares = np.array([kinds[3], [one.uniform for one in draws]], dtype=np.float64)
-    rows, changed_rows = _to(device, np.ascontiguousarray(whole.T))
+    own_rows, changed_rows = _to(device, np.ascontiguousarray(whole.T))
     magnitude, top_k = _to(device, limits)
     top_p, uniform = _to(device, shares)
     told = RowDraws(_to(device, kinds[0].astype(np.float32)), magnitude, top_k, top_p, uniform)
-    found = _launch(logits, rows, changed, changed_rows, maxima, told)
+    filters = int((((kinds[2] > 0) * 1 + (kinds[3] < 1)) * (kinds[0] > 0)).max())
+    rows = _Rows(logits, row_maxima(logits), own_rows)
+    changed = rows._replace(of_draw=changed_rows)
+    if altered:
+        made = _changed_rows(logits, altered)
+        changed = _Rows(made, row_maxima(made), changed_rows)
+    found = _launch(rows, changed, told, _TURNS[filters])
     for one, token, status in zip(draws, *found.tolist(), strict=True):
         one.settle(token, DrawStatus(status))
 
 
 def draw_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
     """See `Graphs.draw_rows`."""
-    logits = strided(logits)
-    rows = torch.arange(logits.shape[0], device=logits.device)
-    tokens, statuses = _launch(logits, rows, logits, torch.full_like(rows, -1), maxima, draws)
+    tokens, statuses = _launch(_Rows(strided(logits), maxima, None), None, draws, _TURNS[-1])
     return tokens, statuses
 
 
-def _launch(
-    logits: Tensor,
-    rows: Tensor,
-    changed: Tensor,
-    changed_rows: Tensor,
-    maxima: tuple[Tensor, Tensor],
-    draws: RowDraws,
-) -> Tensor:
-    """Tokens and statuses [2, draws]. changed_rows: of each draw its row of `changed`, below 0 for none."""
+class _Rows(NamedTuple):
+    """Rows [R, V] and their `row_maxima`. of_draw: int64, each draw's row, below 0 for none; None for one after the other."""
+
+    logits: Tensor
+    maxima: tuple[Tensor, Tensor]
+    of_draw: Tensor | None
+
+
+def _launch(rows: _Rows, changed: _Rows | None, draws: RowDraws, turns: int) -> Tensor:
+    """Tokens and statuses [2, draws]. turns: of `narrow_draws`."""
+    logits, device, count = rows.logits, rows.logits.device, draws.uniform.shape[0]
     columns = logits.shape[1]
-    found = torch.empty(2, rows.shape[0], dtype=torch.int64, device=logits.device)
+    found = torch.empty(2, count, dtype=torch.int64, device=device)
+    largest = torch.empty(count, dtype=torch.float32, device=device)
+    states, masses, part_masses = (
+        torch.empty(count, size, dtype=torch.int64, device=device)
+        for size in (programs.STATE.value, programs.MASSES.value, _MOST_PARTS)
+    )
+    counts, tickets = (
+        torch.empty(count, size, dtype=torch.int32, device=device)
+        for size in (programs.COUNTS.value, programs.TICKETS.value)
+    )
+    temperature, floor, top_k, top_p, uniform = draws
+    sums = counts, masses, tickets
     launch(
-        programs.draw_tokens,
-        (rows.shape[0],),
+        programs.begin_draws,
+        (count,),
         logits,
-        logits,
-        logits.stride(0),
-        columns,
-        rows,
-        changed,
-        changed_rows,
-        *maxima,
-        *draws,
-        found[0],
-        found[1],
-        torch.empty(rows.shape[0], _MOST, dtype=torch.float32, device=logits.device),
-        torch.empty(rows.shape[0], _MOST, dtype=torch.int32, device=logits.device),
-        BLOCK=_block(columns),
-        FEW=_FEW,
-        MOST=_MOST,
+        rows.of_draw,
+        None if changed is None else changed.of_draw,
+        *rows.maxima,
+        *(rows if changed is None else changed).maxima,
+        temperature,
+        floor,
+        top_k,
+        top_p,
+        *found,
+        largest,
+        states,
+        *sums,
         **_EXACT,
     )
+    block = min(_DRAWN, power_of_two(columns))
+    blocks, parts = _parts(count, -(-columns // block))
+    row = logits, logits.stride(0), columns, logits if changed is None else changed.logits, temperature
+    narrow: tuple[Any, ...] = *row, top_k, top_p, largest, states, *sums
+    for turn in range(turns):
+        launch(programs.narrow_draws, (count, parts), logits, *narrow, turn, blocks, BLOCK=block, **_EXACT)
+    draw: tuple[Any, ...] = *row, uniform, largest, states, found[0], part_masses, tickets, blocks
+    launch(programs.draw_tokens, (count, parts), logits, *draw, BLOCK=block, PARTS=_MOST_PARTS, **_EXACT)
     return found
+
+
+def _parts(rows: int, blocks: int) -> tuple[int, int]:
+    """Blocks that a program reads, and programs for each row: many for few rows, so that all fit on a device."""
+    each = -(-blocks // max(1, min(_MOST_PARTS, _PROGRAMS // rows)))
+    return each, -(-blocks // each)
 
 
 def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChanges]]) -> Tensor:
@@ -192,7 +219,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
         _to(device, penalties),
         BLOCK=_block(columns),
         LIST=_LIST,
-        **_EXACT,
+        **_EXACT | {"num_warps": 16},
     )
     return out
 

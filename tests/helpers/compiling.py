@@ -33,6 +33,7 @@ from windlass.kernels import (
     Penalties,
     Routed,
     Routing,
+    RowDraws,
     plane_shapes,
 )
 from windlass.kernels.triton import launch
@@ -302,6 +303,10 @@ def _draws() -> None:
         drawer.draw(logits, [one])
     except ValueError as error:  # what was never drawn is no status
         assert "DrawStatus" in str(error)
+    shares = torch.ones(2, dtype=torch.float64)
+    drawing.draw_rows(
+        logits, drawing.row_maxima(logits), RowDraws(shares.float(), *[some[:2].int()] * 2, shares, shares)
+    )
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -33,12 +34,12 @@ FILTERS = (
 )
 
 
-@pytest.fixture(autouse=True, params=[(32, 16), (512, 64)], ids=["short lists", "long lists"])
+@pytest.fixture(autouse=True, params=[(64, 512), (128, 50)], ids=["many parts", "few parts"])
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
-    """Lists of what is near the largest that hold few tokens, so that rows are read anew, or all."""
-    most, few = request.param
-    monkeypatch.setattr(drawing, "_MOST", most)
-    monkeypatch.setattr(drawing, "_FEW", few)
+    """Rows that many programs share, a block each, or few, which read several."""
+    block, programs = request.param
+    monkeypatch.setattr(drawing, "_DRAWN", block)
+    monkeypatch.setattr(drawing, "_PROGRAMS", programs)
     monkeypatch.setattr(drawing, "_BLOCK", 256)
     monkeypatch.setattr(drawing, "_LIST", 16)
     monkeypatch.setattr(drawing, "_PART", 128)
@@ -106,6 +107,86 @@ def test_the_tokens_of_plain_torch() -> None:
 @pytest.mark.parametrize("seed", range(3))
 def test_the_tokens_of_plain_torch_on_hard_rows(seed: int) -> None:
     check(FILTERS, list(range(len(ROWS))), seed)
+
+
+def adjacent(first: float, count: int) -> Tensor:
+    """Numbers of which none lies between."""
+    return (torch.tensor(first).view(torch.int32) + torch.arange(count, dtype=torch.int32)).view(torch.float32)
+
+
+def hard_magnitudes() -> Tensor:
+    """Below the largest, which is 0, in the order of what a token weighs: [R, V]."""
+    rows = {
+        "flat": torch.rand(VOCAB) * 0.3,
+        "peaked": torch.randn(VOCAB).abs() * 5 + 8,
+        "equal": torch.zeros(VOCAB),
+        "of two values": torch.where(torch.rand(VOCAB) < 0.1, 0.0, 3.0),
+        "of bfloat16": (torch.rand(VOCAB) * 4).bfloat16().float(),
+        "around an eighth": adjacent(0.125 * (1 - 2**-18), VOCAB),
+        "over the end of a bucket": adjacent(2.0, VOCAB) + torch.arange(VOCAB) // 150 * 2**-7,
+        "next to nothing": adjacent(0.0, VOCAB),
+        "as much as nothing": torch.linspace(20.0, 30.0, VOCAB),
+        "few": torch.where(torch.arange(VOCAB) < 9, torch.rand(VOCAB), torch.inf),
+    }
+    found = torch.stack(list(rows.values()))
+    found[:, 0] = 0.0
+    return found.sort(-1).values
+
+
+def test_the_least_likely_that_stay() -> None:
+    """The token at the end of what is kept, by each kind of filter: uniforms are all but 1."""
+    torch.manual_seed(3)
+    x = -hard_magnitudes()
+    kept = [
+        Filters(top_k=151),
+        Filters(top_p=0.0),
+        Filters(top_p=0.3),
+        Filters(top_p=0.999),
+        Filters(top_k=299, top_p=0.9),
+        Filters(top_k=7, min_p=0.05),
+    ]
+    drawer, draws = TritonDrawer(), []
+    for row in range(len(x)):
+        for own in kept:
+            one = drawer.new(own, Penalties())
+            one.row, one.uniform = row, 1 - 2**-53
+            draws.append(one)
+    drawer.draw(x, draws)
+    expected = draw.draw(x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws))
+    assert [one.token for one in draws] == expected
+    assert len(set(expected)) > 15
+
+
+def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.MonkeyPatch) -> None:
+    started, names = drawing.launch, list[str]()
+
+    def counted(kernel: Any, *operands: Any, **sizes: Any) -> None:
+        names.append(kernel.__name__)
+        started(kernel, *operands, **sizes)
+
+    monkeypatch.setattr(drawing, "launch", counted)
+    drawer = TritonDrawer()
+    for filters, turns in (
+        ([Filters(), Filters(min_p=0.1), Filters(temperature=0.0, top_k=3, top_p=0.5)], 0),
+        ([Filters(top_k=300), Filters(top_p=0.5)], 3),
+        ([Filters(top_k=3, top_p=0.5), Filters()], 5),
+    ):
+        names.clear()
+        drawer.draw(torch.randn(1, VOCAB), [drawer.new(one, Penalties()) for one in filters])
+        assert names.count("narrow_draws") == turns
+
+
+@pytest.mark.parametrize("vocabulary", [1, 2, 33])
+def test_small_vocabularies(vocabulary: int) -> None:
+    torch.manual_seed(vocabulary)
+    x, tokens = torch.randn(1, vocabulary), []
+    for drawer in (TorchDrawer(), TritonDrawer()):
+        draws = [drawer.new(own, Penalties()) for own in (Filters(top_k=2, top_p=0.7), Filters(top_k=40), Filters())]
+        for one in draws:
+            one.uniform = 0.9
+        drawer.draw(x, draws)
+        tokens.append([one.token for one in draws])
+    assert tokens[0] == tokens[1]
 
 
 def test_nothing_left_and_an_id_alone() -> None:
