@@ -94,11 +94,11 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
     top_p, uniform = _to(device, shares)
     told = RowDraws(_to(device, kinds[0].astype(np.float32)), magnitude, top_k, top_p, uniform)
     filters = int((((kinds[2] > 0) * 1 + (kinds[3] < 1)) * (kinds[0] > 0)).max())
-    rows = _Rows(logits, row_maxima(logits), own_rows)
+    rows = _DrawnRows(logits, row_maxima(logits), own_rows)
     changed = rows._replace(of_draw=changed_rows)
     if altered:
         made = _changed_rows(logits, altered)
-        changed = _Rows(made, row_maxima(made), changed_rows)
+        changed = _DrawnRows(made, row_maxima(made), changed_rows)
     found = _launch(rows, changed, told, _TURNS[filters])
     for one, token, status in zip(draws, *found.tolist(), strict=True):
         one.settle(token, DrawStatus(status))
@@ -106,11 +106,11 @@ def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
 
 def draw_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
     """See `Graphs.draw_rows`."""
-    tokens, statuses = _launch(_Rows(strided(logits), maxima, None), None, draws, _TURNS[-1])
+    tokens, statuses = _launch(_DrawnRows(strided(logits), maxima, None), None, draws, _TURNS[-1])
     return tokens, statuses
 
 
-class _Rows(NamedTuple):
+class _DrawnRows(NamedTuple):
     """Rows [R, V] and their `row_maxima`. of_draw: int64, each draw's row, below 0 for none; None for one after the other."""
 
     logits: Tensor
@@ -118,7 +118,7 @@ class _Rows(NamedTuple):
     of_draw: Tensor | None
 
 
-def _launch(rows: _Rows, changed: _Rows | None, draws: RowDraws, turns: int) -> Tensor:
+def _launch(rows: _DrawnRows, changed: _DrawnRows | None, draws: RowDraws, turns: int) -> Tensor:
     """Tokens and statuses [2, draws]. turns: of `narrow_draws`."""
     logits, device, count = rows.logits, rows.logits.device, draws.uniform.shape[0]
     columns = logits.shape[1]

@@ -24,7 +24,7 @@ _WIDEST = 128
 _MULTIPLE = 128  # of the places of a sequence, and of the keys of a tile
 
 
-class Sizes(NamedTuple):
+class PromptTiles(NamedTuple):
     """Of tiles: rows, keys, warps of a program, and tiles of keys that are on their way or at work."""
 
     rows: int
@@ -33,7 +33,7 @@ class Sizes(NamedTuple):
     stages: int
 
 
-_SIZES = Sizes(64, 64, 4, 3)
+_TILES = PromptTiles(64, 64, 4, 3)
 
 
 def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
@@ -62,7 +62,7 @@ def _places(prompts: Prompts) -> int:
     return (prompts.keys // _MULTIPLE + prompts.sequences) * _MULTIPLE
 
 
-def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: Sizes = _SIZES) -> None:
+def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: PromptTiles = _TILES) -> None:
     """Fills the rows of out [T, Hq, Dv] of sequences with more than one new token. q: [T, Hq, D], its last dim contiguous."""
     kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
     block_d, block_v = power_of_two(dim, 16), power_of_two(width, 16)

@@ -13,7 +13,7 @@ from helpers.prefill_case import PrefillCase
 from windlass.kernels import AttentionCall, Prompts
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.attention import paged_attention
-from windlass.kernels.triton.in_order import Sizes
+from windlass.kernels.triton.in_order import PromptTiles
 from windlass.kernels.triton.launch import Device
 
 pytestmark = ON_THE_DEVICE
@@ -27,7 +27,7 @@ def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
     return AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk, **options)
 
 
-def attended(case: PrefillCase, call: AttentionCall, sizes: Sizes) -> torch.Tensor:
+def attended(case: PrefillCase, call: AttentionCall, sizes: PromptTiles) -> torch.Tensor:
     """Rows of the sequence of one token as they were: NaN."""
     out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
     in_order.attend(case.q, case.all_pages, call, out, sizes)
@@ -55,7 +55,7 @@ def test_prompts(name: str) -> None:
     with_sinks = options.pop("sinks", False)
     case = PrefillCase(options.pop("shapes", SHAPES), **options)
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
-    found = attended(case, call_of(case, sink_logits=sinks), Sizes(16, 16, 4, 2))
+    found = attended(case, call_of(case, sink_logits=sinks), PromptTiles(16, 16, 4, 2))
     assert found[OTHER].isnan().all()
     expected = case.expected(sinks)
     found[OTHER] = expected[OTHER].to(found.dtype)
@@ -66,20 +66,20 @@ def test_scores_may_be_turned_round() -> None:
     """Scales below 0 make the least product the largest score."""
     case = PrefillCase(SHAPES[2:], dim=16, spread=10.0)
     case.scale = -case.scale
-    assert_near(attended(case, call_of(case), Sizes(64, 32, 4, 2)).double(), case.expected())
+    assert_near(attended(case, call_of(case), PromptTiles(64, 32, 4, 2)).double(), case.expected())
 
 
 def test_a_block_that_is_none_shows() -> None:
     """In the rows of its sequence that see it, and nowhere else; a block of no keys does not matter."""
     case = PrefillCase([(70, 3), (20, 30)], dim=16)
     call = call_of(case)
-    sound = attended(case, call, Sizes(16, 32, 4, 2))
+    sound = attended(case, call, PromptTiles(16, 32, 4, 2))
     assert sound.isfinite().all()
     for block in (-1, case.all_pages.key.shape[0]):
         tables = call.block_tables.clone()
         tables[0, 1] = block
         tables[1, 2] = block  # keys 32 to 47, of which queries 20 to 31 see none
-        found = attended(case, replace(call, block_tables=tables), Sizes(16, 32, 4, 2))
+        found = attended(case, replace(call, block_tables=tables), PromptTiles(16, 32, 4, 2))
         assert found[:3].isnan().all() and found[3 + 12 :].isnan().all()
         assert torch.equal(found[3 : 3 + 12], sound[3 : 3 + 12])
 
@@ -113,7 +113,7 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     known = replace(call, prompts=Prompts(2, 60, 203))
     assert in_order.takes(q, pages, known, HOPPER) and not in_order.takes(q, pages, call, HOPPER)
     out = torch.full((len(q), 2, 16), torch.nan)
-    in_order.attend(q.float(), pages, known, out, Sizes(16, 16, 4, 2))
+    in_order.attend(q.float(), pages, known, out, PromptTiles(16, 16, 4, 2))
     prompts = torch.tensor([new > 1 for _, new in shapes for _ in range(new)])
     assert_near(out[prompts].double(), case.expected()[prompts])
     assert out[~prompts].isnan().all()
