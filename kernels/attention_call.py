@@ -6,6 +6,7 @@ field by field. Knows neither pages nor arithmetic: keys and values are an argum
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
@@ -13,6 +14,17 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+
+KEY_CUT = 512
+
+
+def blocks_of_cut(block_size: int) -> int:
+    """Blocks that hold a multiple of KEY_CUT slots.
+
+    Under `deterministic` every implementation cuts a sequence's keys at places that divide those: where keys between two cuts
+    move by so many blocks, what is met in them keeps its bits.
+    """
+    return math.lcm(block_size, KEY_CUT) // block_size
 
 
 class KeyRange(NamedTuple):

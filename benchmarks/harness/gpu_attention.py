@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+from functools import partial
+
 import torch
 from harness.gpu_figures import Bounds, Figure, fastest
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.functional import scaled_dot_product_attention
 
 from windlass.kernels import AttentionCall, KVPages, bind
 
@@ -14,7 +19,9 @@ def attention_figures(bounds: Bounds, *, tiny: bool) -> list[Figure]:
     """One layer's. Keys and values of decode are larger than any cache of a GPU."""
     cases = ((2, 64), (1, 256)) if tiny else ((64, 8192), (1, 131_072), (8, 32_768))
     found = [_decode(bounds, streams, length) for streams, length in cases]
-    return [*found, *(_prompt(bounds, length) for length in ((128,) if tiny else (2048, 8192, 32_768)))]
+    for length in (128,) if tiny else (2048, 8192, 32_768):
+        found += [_prompt(bounds, length), _prompt_of_torch(bounds, length)]
+    return found
 
 
 def _pages(bounds: Bounds, streams: int, length: int) -> tuple[KVPages, torch.Tensor]:
@@ -44,5 +51,26 @@ def _prompt(bounds: Bounds, length: int) -> Figure:
     call = AttentionCall(tables, start, lengths, torch.ones(length, device=bounds.device), _DIM**-0.5)
     q = torch.randn(length, _HEADS, _DIM, device=bounds.device).to(bounds.dtype)
     seconds = fastest(lambda: backend.paged_attention(q, pages, call), bounds.device, 5)
-    operations = 4 * _HEADS * _DIM * length * (length + 1) / 2
-    return Figure(f"attention of a prompt of {length:,} tokens", seconds, operations / bounds.matrix, 0.6)
+    return Figure(f"attention of a prompt of {length:,} tokens", seconds, _operations(length) / bounds.matrix, 0.6)
+
+
+def _prompt_of_torch(bounds: Bounds, length: int) -> Figure:
+    """The fastest that torch has, of queries, keys and values that lie as it likes them."""
+    q, k, v = (
+        torch.randn(1, heads, length, _DIM, device=bounds.device).to(bounds.dtype)
+        for heads in (_HEADS, _KV_HEADS, _KV_HEADS)
+    )
+    found: dict[str, float] = {}
+    for way in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
+        with contextlib.suppress(RuntimeError), sdpa_kernel(way):  # not every device has each
+            attend = partial(scaled_dot_product_attention, q, k, v, is_causal=True, enable_gqa=True)
+            found[way.name] = fastest(attend, bounds.device, 5)
+    name = f"attention of a prompt of {length:,} tokens by torch"
+    if not found:
+        return Figure(name, None, note="torch has none for this device")
+    way = min(found, key=found.__getitem__)
+    return Figure(f"{name} ({way})", found[way], _operations(length) / bounds.matrix)
+
+
+def _operations(length: int) -> float:
+    return 4 * _HEADS * _DIM * length * (length + 1) / 2

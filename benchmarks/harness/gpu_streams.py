@@ -19,6 +19,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.engine_names import from_flat
 
 _GREEDY = {"temperature": 0.0}
+_SHIFTS = 9
 
 
 class _GraphClock:
@@ -102,12 +103,12 @@ class Streams:
         For an engine that takes a step for each token.
         """
         room, counters = self.core.info.shift_context, self.core.scheduler.counters
-        one = self.add(room - 8, steps + 1024, context=ContextRule(overflow="shift"))
+        one = self.add(room - 8, steps + 1024 + 16 * _SHIFTS, context=ContextRule(overflow="shift"))
         begun = counters.context_shifts
         while counters.context_shifts < begun + 2:  # programs are compiled at the first one
             self._step()
         shifting, others = list[float](), list[float]()
-        while len(others) < steps or not shifting:
+        while len(others) < steps or len(shifting) < _SHIFTS:
             before, begin = counters.context_shifts, time.perf_counter()
             self._step()
             taken = time.perf_counter() - begin

@@ -20,7 +20,8 @@ class ContextSize:
     """A request's rule in slots and whole blocks.
 
     longest: tokens at which the sequence ends. window: slots it holds at most under `shift`, None where none are dropped.
-    kept_blocks: leading blocks that stay. seen: keys that a token sees under an attention window, None for all.
+    kept_blocks: leading blocks that stay. seen: keys that a token sees under an attention window, None for all. cut_blocks:
+    blocks of a multiple of which those stay and others go under an attention window.
     """
 
     longest: int
@@ -28,6 +29,7 @@ class ContextSize:
     window: int | None = None
     kept_blocks: int = 0
     seen: int | None = None
+    cut_blocks: int = 1
 
     @property
     def rotary_length(self) -> int:
@@ -37,6 +39,11 @@ class ContextSize:
         return self.longest if self.window is None else min(self.longest, self.window)
 
     @property
+    def staying_blocks(self) -> int:
+        """Leading blocks that stay under an attention window."""
+        return -(-self.kept_blocks // self.cut_blocks) * self.cut_blocks
+
+    @property
     def floor(self) -> int:
         """Slots that dropping never brings a sequence below."""
         return ENDLESS if self.window is None else self.window - self.block_size
@@ -44,7 +51,7 @@ class ContextSize:
     def most_slots(self, chunk: int) -> int:
         """Slots taken at once by a sequence that computes up to `chunk` tokens in a step."""
         if self.seen is not None:
-            return min(self.longest, (self.kept_blocks + 1) * self.block_size + self.seen + chunk)
+            return min(self.longest, (self.staying_blocks + self.cut_blocks) * self.block_size + self.seen + chunk)
         return self.longest if self.window is None else min(self.longest, self.window)
 
     def report(self, num_computed: int) -> ContextReport | None:
@@ -69,7 +76,7 @@ class ContextSizes:
 
     max_model_len: of a sequence that drops nothing. shift_context: of one that drops its oldest tokens, which goes on up to
     max_total_tokens (None: for ever). shift_refusal: why none of this model may. window_refusal, sinks_refusal: why none may
-    have an attention window, or sinks in front of it.
+    have an attention window, or sinks in front of it. cut_blocks: see `ContextSize`.
     """
 
     max_model_len: int
@@ -79,6 +86,7 @@ class ContextSizes:
     shift_refusal: str | None = None
     window_refusal: str | None = None
     sinks_refusal: str | None = None
+    cut_blocks: int = 1
 
     def size(self, rule: ContextRule) -> ContextSize:
         """The rule of a request in slots and blocks. Raises RequestError for one that cannot be."""
@@ -106,7 +114,8 @@ class ContextSizes:
                     "attention_window",
                     "invalid_value",
                 )
-            return ContextSize(longest, size, None, -(-rule.attention_sinks // size), rule.attention_window)
+            kept = -(-rule.attention_sinks // size)
+            return ContextSize(longest, size, None, kept, rule.attention_window, self.cut_blocks)
         if not endless:
             return ContextSize(longest, size)
         window = self.shift_context // size * size

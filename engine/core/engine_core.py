@@ -59,6 +59,7 @@ from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.shifting import ContextLimits
+from windlass.kernels import blocks_of_cut
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -146,6 +147,7 @@ class EngineCore:
             block_size=config.cache.block_size,
             shift_context=_shift_context(config, plan.max_model_len),
             max_total_tokens=config.context.max_total_tokens,
+            cut_blocks=blocks_of_cut(config.cache.block_size) if self._deterministic else 1,
             **context_refusals(spec),
         )
         self.scheduler = Scheduler(

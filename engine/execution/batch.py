@@ -26,7 +26,7 @@ from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, sent
+from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, blocks_of_cut, sent
 
 _MAX_SHAPES = 4
 _FIRST_COLUMNS = 64
@@ -35,9 +35,6 @@ _ROW_BY_ROW_LENGTH = 1024
 # On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
 # that reads more, until that is about half of what the weights of an 8B model are.
 _ROW_BY_ROW_KEYS = 1 << 16
-# Far keys take a multiple of as many slots: kernels cut a sequence at absolute places, and however many keys there are, those
-# nearby lie in the same cuts.
-_FAR_SLOTS = 256
 
 
 class _Memory:
@@ -107,7 +104,8 @@ class BatchBuilder:
         self._sequences, self._rotary = sequences, rotary
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
-        self._far_step = math.lcm(block_size, _FAR_SLOTS) // block_size  # blocks
+        # However many far keys there are, those nearby stand in the same cuts.
+        self._far_step = blocks_of_cut(block_size)
         self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
         self.lasting = backend.reads_host_memory
 

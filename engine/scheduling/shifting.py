@@ -2,9 +2,9 @@
 
 Under `shift` a sequence holds a window of slots. When they are taken, the oldest block behind the kept ones goes, so that the
 next token has room; the kept tokens then stand next to those that are left, as if what was dropped had never been between
-them. Under an attention window the blocks go that no token to come sees, and every token stays where it stands. Which
-tokens are held when a token is computed follows from its index alone, so a sequence that lost its blocks comes to the same
-keys again by computing from its first token.
+them. Which tokens are held when a token is computed follows from its index alone, so a sequence that lost its blocks comes to
+the same keys again by computing from its first token. Under an attention window the blocks go that no token to come sees, once a
+step, and every token stays where it stands.
 
 Responsible for these rules; blocks are the block manager's.
 """
@@ -33,22 +33,21 @@ class HeldContext(ContextSize):
     def make_room(self, blocks: BlockManager, handle: CacheHandle) -> int:
         """Give up what the next token does not need or leaves no room for; returns the tokens dropped."""
         before, kept = handle.layout.num_dropped, self.kept_blocks
-        if self.seen is not None:
-            first = self._first_seen(handle)
-            if first > kept:
-                blocks.cut_out(handle, kept, first, closing=False)
+        if self.has_unseen(handle):
+            blocks.cut_out(handle, self.staying_blocks, self._first_seen(handle), closing=False)
         elif handle.num_slots == self.window:
             blocks.cut_out(handle, kept, kept + 1, closing=True)
         return handle.layout.num_dropped - before
 
     def has_unseen(self, handle: CacheHandle) -> bool:
         """Whether there are blocks that an attention window lets it give up."""
-        return self.seen is not None and self._first_seen(handle) > self.kept_blocks
+        return self.seen is not None and self._first_seen(handle) > self.staying_blocks
 
     def _first_seen(self, handle: CacheHandle) -> int:
-        """The first block that the next token sees under an attention window, kept ones aside."""
+        """The multiple of `cut_blocks` before which the next token sees no block under an attention window, kept ones aside."""
         assert self.seen is not None
-        return handle.layout.first_seen(handle.num_slots, self.seen) // self.block_size
+        cut = self.cut_blocks * self.block_size
+        return handle.layout.first_seen(handle.num_slots, self.seen) // cut * self.cut_blocks
 
     def report_of(self, handle: CacheHandle) -> ContextReport | None:
         """What became of a sample's context; None where nothing ever becomes of it."""

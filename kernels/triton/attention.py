@@ -13,16 +13,15 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.attention_call import KEY_CUT, AttentionCall
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs.attention import attention
 from windlass.kernels.triton.programs.merge import merge_splits
 
-SPLIT_KEYS = 512  # of a split whose size shall not depend on the batch
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
-_MERGED = 32  # splits at a time
+_MERGED = 32  # splits at a time; under `deterministic` one, as those between that hold nothing shall not count
 _WAVES = 8  # of programs for each processor that splits are to make
 
 
@@ -89,7 +88,7 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
     sizes = _Sizes.of_singles(q, pages, min(power_of_two(group), 64))
     rows = sizes.rows
     longest = call.block_tables.shape[1] * pages.block_size
-    split = SPLIT_KEYS if by_token else _LEAST_SPLIT
+    split = KEY_CUT if by_token else _LEAST_SPLIT
     splits = max(1, -(-longest // split))
     if not by_token:
         programs = places * pages.num_kv_heads * -(-group // rows)
@@ -112,7 +111,7 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
         VALUE_DIM=width,
         SINKS=call.sink_logits is not None,
         SINGLES=not by_token,
-        FEW=_MERGED,
+        FEW=1 if by_token else _MERGED,
         BLOCK_V=power_of_two(width, 16),
     )
 

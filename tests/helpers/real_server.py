@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import httpx
+from helpers.device import SERVERS
 
 
 @dataclass
@@ -60,7 +61,7 @@ def serve(*arguments: str, model: Path | str = "demo") -> Iterator[RealServer]:
     with tempfile.TemporaryDirectory() as folder:
         log = Path(folder, "log")
         with log.open("wb") as output:
-            environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+            environment = {**SERVERS, **os.environ, "OMP_NUM_THREADS": "1"}
             process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, env=environment)
             try:
                 server = RealServer(f"http://127.0.0.1:{port}", process, log)

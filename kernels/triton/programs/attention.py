@@ -9,7 +9,15 @@ sequence and the sizes of tiles and splits alone.
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.attention_tile import LOG2_E, averaged, end_seen, first_seen, meet, rows_of_tile
+from windlass.kernels.triton.programs.attention_tile import (
+    LOG2_E,
+    averaged,
+    end_seen,
+    first_seen,
+    meet,
+    rows_of_tile,
+    weighable,
+)
 from windlass.kernels.triton.programs.order import follow
 
 FAR = tl.constexpr(1 << 30)  # keys, more than any sequence has
@@ -204,13 +212,14 @@ def attention(
             q_ok = row_ok & there
             at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
             query = tl.load(at_q, mask=q_ok[:, None] & (dims < DIM)[None, :], other=0.0).to(DOT)
-            own_scale = tl.where(there, row_scale, float("nan"))  # a row of q that is none shows
+            query, own_scale = weighable(query, row_scale)
+            own_scale = tl.where(there, own_scale, float("nan"))  # a row of q that is none shows
             # Tiles of which all rows see all keys stand between others.
             begin = low // BLOCK_N * BLOCK_N
             whole = tl.maximum(low, all_from)
             whole = (whole + BLOCK_N - 1) // BLOCK_N * BLOCK_N
             whole_end = tl.minimum(stop, all_until) // BLOCK_N * BLOCK_N
-            if (whole_end <= whole) | (tl.min(row_scale, 0) < 0):
+            if whole_end <= whole:
                 whole = begin
                 whole_end = begin
             for phase in tl.static_range(3):

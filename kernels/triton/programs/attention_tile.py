@@ -53,9 +53,29 @@ def averaged(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
 
 
 @triton.jit
+def weighable(query, row_scale):
+    """The rows and their scales, as `weighed` has them. Under 1e-30 all keys that a row sees are alike, as they are under 0."""
+    return tl.where((row_scale < 0)[:, None], -query, query), tl.maximum(tl.abs(row_scale), 1e-30)
+
+
+@triton.jit
+def weighed(scores, scale, largest, weight, WHOLE: tl.constexpr):
+    """The softmax's state after these scores, what becomes of sums before them, and weights. scale: of each row, in powers of
+    two, above 0, as the largest score is looked for before. Scores of keys that are not seen are -inf; WHOLE: there are none.
+    It changes no bit: what is scaled and lowered is rounded once."""
+    larger = tl.maximum(largest, tl.max(scores, 1) * scale)
+    base = larger
+    if not WHOLE:
+        base = tl.where(larger == float("-inf"), 0.0, larger)
+    shares = tl.exp2(tl.fma(scores, scale[:, None], -base[:, None]))
+    kept = tl.exp2(largest - base)
+    return larger, weight * kept + tl.sum(shares, 1), kept, shares
+
+
+@triton.jit
 def meet(
     query,
-    row_scale,
+    scale,
     slope,
     index,
     first,
@@ -93,7 +113,7 @@ def meet(
     BLOCK_V: tl.constexpr,
 ):
     """The softmax's state (largest score in powers of two, weight, sum of values) after one more tile of keys. WHOLE: all rows
-    see all of them. row_scale: in powers of two, unless scores are bent or lowered before."""
+    see all of them. scale: of each row, as `weighed` has it, unless scores are bent or lowered before."""
     place = tl.arange(0, BLOCK_N)
     key = tile + place
     key_ok = (key >= low) & (key < stop)
@@ -137,41 +157,28 @@ def meet(
     if CODES:
         at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
         scores = scores * tl.load(key_scales + at_scale, mask=key_ok, other=0.0)[None, :]
-    if WHOLE and not (CAP or SLOPES):
-        # No score is scaled before it is weighed, as scales are not below 0 here. A block that is none lets its whole tile show.
-        own_scale = row_scale
-        if BLOCK_N % SIZE == 0:
-            own_scale = row_scale + missing
-        else:
-            scores = scores + tl.where(is_block, 0.0, float("nan"))[None, :]
-        larger = tl.maximum(largest, tl.max(scores, 1) * own_scale)
-        base = larger
-        shares = tl.exp2(scores * own_scale[:, None] - base[:, None])
+    if BLOCK_N % SIZE == 0 and WHOLE:
+        scale = scale + missing  # a block that is none lets its whole tile show
     else:
-        mark = tl.where(is_block, 0.0, float("nan"))
-        scores = scores * row_scale[:, None]
-        if CAP:
-            grown = tl.exp2(tl.abs(scores) / soft_cap * (-2.0 * LOG2_E))
-            bent = soft_cap * (1.0 - grown) / (1.0 + grown)
-            scores = tl.where(scores < 0, -bent, bent)
-        if SLOPES:
-            distance = (index[:, None] - key[None, :] + gap).to(tl.float32)
-            scores = scores - slope[:, None] * distance
-        if CAP or SLOPES:
-            scores = scores * LOG2_E
-        scores = scores + mark[None, :]
-        if not WHOLE:
-            if RANGES:
-                back = index[:, None] - key[None, :]
-                seen = (back >= 0) & (((reach > 0) & (back < reach)) | ((reach < 0) & (back >= -reach)))
-            else:
-                seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
-            scores = tl.where(seen & key_ok[None, :], scores, float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        shares = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(largest - base)
-    weight = weight * kept + tl.sum(shares, 1)
+        scores = scores + tl.where(is_block, 0.0, float("nan"))[None, :]
+    if CAP or SLOPES:
+        scores = scores * scale[:, None]
+        scale = scale * 0.0 + LOG2_E
+    if CAP:
+        grown = tl.exp2(tl.abs(scores) / soft_cap * (-2.0 * LOG2_E))
+        bent = soft_cap * (1.0 - grown) / (1.0 + grown)
+        scores = tl.where(scores < 0, -bent, bent)
+    if SLOPES:
+        distance = (index[:, None] - key[None, :] + gap).to(tl.float32)
+        scores = scores - slope[:, None] * distance
+    if not WHOLE:
+        if RANGES:
+            back = index[:, None] - key[None, :]
+            seen = (back >= 0) & (((reach > 0) & (back < reach)) | ((reach < 0) & (back >= -reach)))
+        else:
+            seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
+        scores = tl.where(seen & key_ok[None, :], scores, float("-inf"))
+    largest, weight, kept, shares = weighed(scores, scale, largest, weight, WHOLE)
     in_value = value_place(0, offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES)
     at_value = values + (block * VALUE_PAGE)[:, None] + in_value
     if not WHOLE:
@@ -185,4 +192,4 @@ def meet(
     if CODES:
         shares = shares * tl.load(value_scales + at_scale, mask=key_ok, other=0.0)[None, :]
     summed = tl.dot(shares.to(DOT), tile_values.to(DOT), summed * kept[:, None], input_precision=PRECISION)
-    return larger, weight, summed
+    return largest, weight, summed

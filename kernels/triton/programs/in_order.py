@@ -9,7 +9,15 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.programs.attention import sequence_at
-from windlass.kernels.triton.programs.attention_tile import LOG2_E, averaged, end_seen, first_seen, rows_of_tile
+from windlass.kernels.triton.programs.attention_tile import (
+    LOG2_E,
+    averaged,
+    end_seen,
+    first_seen,
+    rows_of_tile,
+    weighable,
+    weighed,
+)
 from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
 
@@ -114,23 +122,12 @@ def bring_in_order(
 
 
 @triton.jit
-def weighed(scores, scale, key, first, end, largest, weight, WHOLE: tl.constexpr, EARLY: tl.constexpr):
-    """The softmax's state after these scores, what becomes of sums before them, and weights. scale: not below 0. WHOLE: all rows
-    see all keys. EARLY: whether there are keys before the first that a row sees."""
-    if WHOLE:
-        larger = tl.maximum(largest, tl.max(scores, 1) * scale)
-        base = larger
-        shares = tl.exp2(scores * scale[:, None] - base[:, None])
-    else:
-        seen = key[None, :] < end[:, None]
-        if EARLY:
-            seen = seen & (key[None, :] >= first[:, None])
-        scores = tl.where(seen, scores * scale[:, None], float("-inf"))
-        larger = tl.maximum(largest, tl.max(scores, 1))
-        base = tl.where(larger == float("-inf"), 0.0, larger)
-        shares = tl.exp2(scores - base[:, None])
-    kept = tl.exp2(largest - base)
-    return larger, weight * kept + tl.sum(shares, 1), kept, shares
+def masked(scores, key, first, end, EARLY: tl.constexpr):
+    """-inf where a row does not see a key. EARLY: whether there are keys before the first that a row sees."""
+    seen = key[None, :] < end[:, None]
+    if EARLY:
+        seen = seen & (key[None, :] >= first[:, None])
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=_BY_STEP)
@@ -192,8 +189,7 @@ def attention_in_order(
     own_scale = scale * LOG2_E * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
     at_q = q + (start + token)[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
     query = tl.load(at_q, mask=row_ok[:, None] & (dims < DIM)[None, :], other=0.0)
-    query = tl.where((own_scale < 0)[:, None], -query, query)  # a score is scaled after the largest was found
-    own_scale = tl.abs(own_scale)
+    query, own_scale = weighable(query, own_scale)
 
     first = first_seen(index, window, chunk, WINDOW, CHUNK)
     end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
@@ -216,9 +212,8 @@ def attention_in_order(
     weight = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     scores = tl.dot(query, keys.load([first_row + begin, at_head]).T, input_precision=PRECISION)
-    largest, weight, kept, shares = weighed(
-        scores, own_scale, begin + places_of_tile, first, end, largest, weight, False, WINDOW or CHUNK
-    )
+    scores = masked(scores, begin + places_of_tile, first, end, WINDOW or CHUNK)
+    largest, weight, kept, shares = weighed(scores, own_scale, largest, weight, False)
     for phase in tl.static_range(3):
         if phase == 0:
             from_tile, to_tile = begin, tl.minimum(whole, stop)
@@ -235,9 +230,9 @@ def attention_in_order(
                 summed = tl.dot(
                     shares.to(query.dtype), values_before, summed * kept[:, None], input_precision=PRECISION
                 )
-                largest, weight, kept, shares = weighed(
-                    scores, own_scale, tile + places_of_tile, first, end, largest, weight, phase == 1, WINDOW or CHUNK
-                )
+                if phase != 1:
+                    scores = masked(scores, tile + places_of_tile, first, end, WINDOW or CHUNK)
+                largest, weight, kept, shares = weighed(scores, own_scale, largest, weight, phase == 1)
     tile_values = values.load([first_row + (stop - 1) // BLOCK_N * BLOCK_N, at_value_head])
     summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision=PRECISION)
 

@@ -13,12 +13,14 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
 import windlass
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
+TEXT = torch.randint(3, 128, (700,), generator=torch.Generator().manual_seed(9)).tolist()
 Logits = dict[str, torch.Tensor]  # [tokens, V] by request
 
 
@@ -208,6 +210,33 @@ def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
     assert differing(logits_of(run(core, sent)), want) == []
     assert core.stats().num_preemptions > 0
     assert core.stats().key_moves > 0
+
+
+def test_windows_and_far_keys_longer_than_what_attention_takes_at_once(tmp_path: Path) -> None:
+    """What is given up or kept twice goes by what was computed so far, which steps change."""
+    directory = make_model("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=256)
+    sent = [
+        greedy(
+            f"{window} behind {sinks}", prompt, 800, context=ContextRule(attention_window=window, attention_sinks=sinks)
+        )
+        for window, sinks, prompt in ((300, 4, TEXT[:700]), (280, 0, TEXT[:300]), (290, 20, TEXT[:30]))
+    ]
+    far = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 8, "window": 200})
+    sent.append(greedy("far", TEXT[5:505], 600, rope_scaling=far))
+    options = {"max_model_len": 1536, "kv_cache_memory": 64 << 20}
+    want = alone(directory, sent, **options)
+    for changed in ({"burst_seconds": 1.0}, {"max_num_batched_tokens": 37}, {"max_num_batched_tokens": 530}):
+        core = core_of(directory, **options, **changed)
+        found = logits_of(run(core, sent, every_logit=False))
+        kept = {name: rows[: len(found[name])] for name, rows in want.items()}
+        assert all(map(len, found.values()))
+        assert differing(found, kept) == [], changed
+    core = core_of(directory, **options)
+    for request in sent[:3]:
+        core.add(request)
+    while core.has_work():
+        core.step()
+    assert core.scheduler.counters.dropped_tokens >= 2 * 512, "blocks are given up all the same"
 
 
 def test_two_threads_change_nothing_between_ways(directory_of: Callable[[str], Path]) -> None:

@@ -114,7 +114,7 @@ def test_any_ranges(seed: int) -> None:
 
 def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the sequences beside it are, and whether it came as a prompt's part or by itself."""
-    monkeypatch.setattr(attention, "SPLIT_KEYS", 64)  # two splits beside one
+    monkeypatch.setattr(attention, "KEY_CUT", 64)  # two splits beside one
     case = PrefillCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
     call = call_of(case, sink_logits=torch.randn(2))
     whole = paged_attention(case.q, case.all_pages, call, deterministic=True)
@@ -124,6 +124,23 @@ def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     rows, _, own = next(call.sequences())
     last = own.some_tokens(2, 3)
     assert torch.equal(paged_attention(case.q[2:3], case.all_pages, last, deterministic=True)[0], whole[2])
+
+
+def test_a_row_keeps_its_bits_where_keys_move_by_whole_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind kept ones, as where a window lets go of those between."""
+    monkeypatch.setattr(attention, "KEY_CUT", 64)
+    q, pages, call = RangeCase([(330, 1)], [[Part(10), Part(64, hole=True), Part(400)]]).operands()
+    stay = paged_attention(q, pages, call, deterministic=True)
+    assert call.range_ends is not None
+    for cuts in (1, 2, 7):
+        between = call.block_tables.new_full((1, 4 * cuts), -1)
+        moved = replace(
+            call,
+            block_tables=torch.cat((call.block_tables[:, :4], between, call.block_tables[:, 4:]), 1),
+            seq_lens=call.seq_lens + 64 * cuts,
+            range_ends=call.range_ends + torch.tensor([0, 64 * cuts, 64 * cuts]),
+        )
+        assert torch.equal(paged_attention(q, pages, moved, deterministic=True), stay)
 
 
 def test_what_is_not_there_shows() -> None:

@@ -120,7 +120,7 @@ def hard_magnitudes() -> Tensor:
         "flat": torch.rand(VOCAB) * 0.3,
         "peaked": torch.randn(VOCAB).abs() * 5 + 8,
         "equal": torch.zeros(VOCAB),
-        "of two values": torch.where(torch.rand(VOCAB) < 0.1, 0.0, 3.0),
+        "of two values": (torch.rand(VOCAB) >= 0.1) * 3.0,
         "of bfloat16": (torch.rand(VOCAB) * 4).bfloat16().float(),
         "around an eighth": adjacent(0.125 * (1 - 2**-18), VOCAB),
         "over the end of a bucket": adjacent(2.0, VOCAB) + torch.arange(VOCAB) // 150 * 2**-7,
