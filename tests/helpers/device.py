@@ -7,6 +7,10 @@ import os
 import pytest
 
 DEVICE = os.environ.get("WINDLASS_TEST_DEVICE", "cpu")
-# Of real servers: some share a GPU, and numbers are compared with those of float32.
-SERVERS = {} if DEVICE == "cpu" else {"WINDLASS_KV_CACHE_MEMORY": "1GiB", "WINDLASS_DTYPE": "float32"}
+# Of numbers that are compared with a CPU's, which computes small models in float32.
+DTYPE = "auto" if DEVICE == "cpu" else "float32"
+# The environment of real servers: several share a GPU.
+SERVERS = {"WINDLASS_DEVICE": DEVICE, "WINDLASS_DTYPE": DTYPE}
+if DEVICE != "cpu":
+    SERVERS["WINDLASS_KV_CACHE_MEMORY"] = "1GiB"
 ON_A_CPU = pytest.mark.skipif(DEVICE != "cpu", reason="of what engines do on a CPU")

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from helpers.configs import engine_config
-from helpers.device import DEVICE
+from helpers.device import DEVICE, DTYPE
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
@@ -34,7 +34,7 @@ def make_core(directory: Path, **options: Any) -> EngineCore:
         "kv_cache_memory": 8 << 20,
         "max_num_seqs": 8,
         "device": DEVICE,
-        "dtype": "auto" if DEVICE == "cpu" else "float32",  # as it is for models of this size on a CPU
+        "dtype": DTYPE,
         "target_step_seconds": 0.0,
         "burst_seconds": 0.0,
     }

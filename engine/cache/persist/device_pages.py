@@ -69,7 +69,9 @@ class DevicePages(BlockPages):
         self._arriving = rows(_ARRIVING, _FEWEST)
         self.most_staged = self._arriving.nbytes
         self.beside_streams = self.alone = self._arriving.nbytes
-        self.most_at_once = max(1, min(16, len(self._arriving) // 2))  # blocks
+        self.most_at_once = max(
+            1, len(self._arriving) // 4
+        )  # blocks: fewer, and threads take turns for longer than copies take
         self._free = list(range(len(self._arriving)))
         self._put: list[Mark | None] = [None] * len(self._arriving)  # behind the copies from these rows
         self._staged: dict[int, int] = {}  # row by ticket
@@ -135,13 +137,26 @@ class DevicePages(BlockPages):
     @torch.inference_mode()
     def bring(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
         """Tickets of blocks that the host's memory holds, at most `most_at_once`; None where `stop` came before."""
+        # As they lie there: what lies side by side comes in one copy.
+        order = sorted(range(len(held)), key=lambda index: (held[index].key.group, held[index].slot))
 
         def copy(rows: Sequence[int]) -> None:
-            for row, block in zip(rows, held, strict=True):
-                target = self._of(block.key.group, self._arriving)[row]
-                self._host[block.key.group].send([block.slot], [target])
+            slots: dict[int, list[int]] = defaultdict(list)
+            for index in order:
+                slots[held[index].key.group].append(held[index].slot)
+            first = 0
+            for group, of_group in slots.items():
+                own = rows[first : first + len(of_group)]
+                first += len(of_group)
+                arriving = self._of(group, self._arriving)
+                for begin, end in runs(own):
+                    self._host[group].send(of_group[begin:end], arriving[own[begin] : own[begin] + end - begin])
 
-        return self._arrive(len(held), copy, [block.mark for block in held], stop)
+        found = self._arrive(len(held), copy, [block.mark for block in held], stop)
+        if found is None:
+            return None
+        tickets = dict(zip(order, found, strict=True))
+        return [tickets[index] for index in range(len(held))]
 
     @torch.inference_mode()
     def stage(self, group: int, planes: tuple[Bytes, ...], stop: Callable[[], bool]) -> int | None:

@@ -30,10 +30,14 @@ class HostRows:
         for piece, first, index, end in self._spans(numbers):
             piece[first : first + end - index].copy_(rows[index:end], non_blocking=True)
 
-    def send(self, numbers: Sequence[int], rows: Sequence[Tensor]) -> None:
-        """Copy these to rows [words] of a device. Nobody waits."""
-        for number, row in zip(numbers, rows, strict=True):
-            row.copy_(self.row(number), non_blocking=True)
+    def send(self, numbers: Sequence[int], rows: Tensor) -> None:
+        """Copy these to rows [N, words] of a device. Nobody waits."""
+        if not rows.is_contiguous():  # torch would wait
+            for number, row in zip(numbers, rows, strict=True):
+                row.copy_(self.row(number), non_blocking=True)
+            return
+        for piece, first, index, end in self._spans(numbers):
+            rows[index:end].copy_(piece[first : first + end - index], non_blocking=True)
 
     def _spans(self, numbers: Sequence[int]) -> list[tuple[Tensor, int, int, int]]:
         """What lies side by side: piece, its first row, first entry and end of `numbers`."""

@@ -105,9 +105,8 @@ class BlockFileReader:
                 began = time.monotonic()
                 brought = self._host.bring(wanted, stop, skip_prefix=broken)
                 fetch.idle_seconds += time.monotonic() - began  # what it waits for is the engine
-                for block in brought:
-                    self._arrive(fetch, block)
                 if brought:
+                    self._arrive(fetch, brought)
                     continue
             one = wanted.popleft()
             if not self._read(fetch, one, stop):
@@ -142,15 +141,16 @@ class BlockFileReader:
         ticket = self._pages.stage(key.group, block.planes, stop)
         fetch.idle_seconds += time.monotonic() - waited
         if ticket is not None:
-            self._arrive(fetch, ArrivedBlock(key, ticket, block.num_bytes, block.passage))
+            self._arrive(fetch, [ArrivedBlock(key, ticket, block.num_bytes, block.passage)])
         return True
 
-    def _arrive(self, fetch: Fetch, block: ArrivedBlock) -> None:
+    def _arrive(self, fetch: Fetch, blocks: Sequence[ArrivedBlock]) -> None:
         with self._changed:
             if fetch.is_cancelled:
-                self._pages.drop(block.ticket)
+                for block in blocks:
+                    self._pages.drop(block.ticket)
                 return
-            self._staged += block.num_bytes
-            fetch.arrived.append(block)
-            fetch.num_read += 1
+            self._staged += sum(block.num_bytes for block in blocks)
+            fetch.arrived.extend(blocks)
+            fetch.num_read += len(blocks)
             self._changed.notify_all()

@@ -14,6 +14,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.device import SERVERS
 from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
 
@@ -94,7 +95,7 @@ def run(*arguments: str) -> subprocess.CompletedProcess[str]:
     environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
     command = [sys.executable, "-m", "windlass.server.cli.main", "replay", *arguments]
     return subprocess.run(
-        command, capture_output=True, text=True, timeout=200, env={**environment, "OMP_NUM_THREADS": "1"}
+        command, capture_output=True, text=True, timeout=200, env={**environment, **SERVERS, "OMP_NUM_THREADS": "1"}
     )
 
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.device import ON_A_CPU
 from helpers.real_server import serve
 from helpers.tiny_models import make_model
 
@@ -47,6 +48,7 @@ def test_it_says_what_the_start_says(options: tuple[str, ...], capsys: pytest.Ca
     assert len(counted) == 3 and set(counted) <= set(started), (counted, started)
 
 
+@ON_A_CPU
 def test_free_memory_is_shared_as_a_start_shares_it(capsys: pytest.CaptureFixture[str]) -> None:
     told_now = told(capsys, str(DEMO), "--free", "40MiB")
     assert told_now["kv_cache_bytes"] <= (40 * 2**20 - told_now["weight_bytes"]) // 2  # type: ignore[operator]
@@ -59,6 +61,7 @@ def test_free_memory_is_shared_as_a_start_shares_it(capsys: pytest.CaptureFixtur
     assert two["kv_cache_bytes"] <= told_now["kv_cache_bytes"] / 2  # type: ignore[operator]
 
 
+@ON_A_CPU
 def test_what_does_not_fit_is_said_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
     out, error = said(capsys, str(DEMO), "--free", "5MiB", code=2)
     assert "int4" in out and "a token   4.0 KiB" in out

@@ -14,6 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
+from helpers.device import DEVICE, DTYPE
 from helpers.real_server import RealServer, serve
 
 import windlass
@@ -33,7 +34,8 @@ TALK = [{"role": "user", "content": "Tell me of the sea."}]
 
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
-    with LLM("demo", kv_cache_memory="64MiB", deterministic=True, rope_profile={"long": YARN}) as model:
+    options = {"kv_cache_memory": "64MiB", "deterministic": True, "rope_profile": {"long": YARN}}
+    with LLM("demo", **options, device=DEVICE, dtype=DTYPE) as model:
         yield model
 
 
@@ -175,7 +177,7 @@ def engines() -> set[str]:
 
 def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
     before = engines()
-    first = LLM("demo", kv_cache_memory="64MiB")
+    first = LLM("demo", kv_cache_memory="64MiB", device=DEVICE)
     assert len(engines() - before) == 1
     first.close()
     first.close()
@@ -183,7 +185,7 @@ def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
     with pytest.raises(EngineDeadError, match="make another"):
         first.generate("a")
     del first
-    second: LLM | None = LLM("demo", kv_cache_memory="64MiB")
+    second: LLM | None = LLM("demo", kv_cache_memory="64MiB", device=DEVICE)
     assert second is not None and len(engines() - before) == 1
     second = None
     gc.collect()
@@ -193,7 +195,7 @@ def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
         "from windlass import LLM; import sys\n"
-        "llm = LLM('demo', kv_cache_memory='64MiB')\n"
+        f"llm = LLM('demo', kv_cache_memory='64MiB', device='{DEVICE}')\n"
         "print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
         "assert 'torch' not in sys.modules"
     )

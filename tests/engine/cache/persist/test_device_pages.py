@@ -132,11 +132,11 @@ def test_what_each_copy_comes_after() -> None:
     out, back, aside = made.copies.queues
     keys = made.evict(0, range(12))
     assert out.asked == [[made.copies.marks[-1]]]
-    made.bring(keys[:8], range(12, 20))
+    made.bring(keys[:6], range(12, 18))
     left = made.tier.acquire(keys[0])
     assert left is not None and back.asked == [[left.mark]] and out.done == 1
     put = made.copies.marks[-1]
-    made.bring(keys[8:], range(20, 24))
+    made.bring(keys[6:], range(18, 24))
     assert back.asked[1] in ([left.mark, put], [left.mark]), "rows that were never used wait for nothing"
     made.pages.copy_of(0, 5, full_since=float("inf"))
     made.pages.copy_of(0, 5, full_since=0.0)
