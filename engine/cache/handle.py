@@ -20,10 +20,12 @@ from windlass.engine.rotary.scaling import RotarySpec
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it."""
+    """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it. dropped:
+    `num_dropped` and `num_closed` of the layout under which that next block is computed, None for the layout of the moment."""
 
     index: int
     digest: bytes
+    dropped: tuple[int, int] | None = None
 
 
 class CacheHandle:
@@ -226,7 +228,7 @@ class CacheHandle:
         while self._trail is not None and self._trail.index < full:
             index, parent = self._trail.index, self._trail.digest
             start = index * size - self._layout.slot_offset
-            dropped = self._layout.num_dropped, self._layout.num_closed
+            dropped = self._trail.dropped or (self._layout.num_dropped, self._layout.num_closed)
             digest = moved_digest(parent, dropped, token_ids[start : start + size])
             found.append((index, parent, digest))
             self._trail = Trail(index + 1, digest)
@@ -273,10 +275,14 @@ class CacheHandle:
         return self._originals
 
     def cut_out(self, first_slot: int, end_slot: int, *, closing: bool) -> None:
-        """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's."""
+        """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's.
+
+        Where they close up within a block, the rest of that block is being computed while they are still there.
+        """
         if self._chain.scope is not None and not self.unhashed:
-            trail = self._end_of_trail()
-            self._trail = Trail(trail.index - (end_slot - first_slot) // self._chain.block_size, trail.digest)
+            trail, size = self._end_of_trail(), self._chain.block_size
+            before = (self._layout.num_dropped, self._layout.num_closed) if closing and self.num_slots % size else None
+            self._trail = Trail(trail.index - (end_slot - first_slot) // size, trail.digest, before)
         self._layout = self._layout.without(first_slot, end_slot, closing=closing)
         self._private = True
         self._num_shifts += 1

@@ -211,7 +211,7 @@ class DecodeGraphs:
         if found is None:
             raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
         captured, rows = found
-        self.rows.continue_from(order, rows.tables, drawing, rows.ranges)
+        self.rows.continue_from(order, rows.said, rows.tables, drawing, rows.ranges)
         return self._passes(captured, passes, len(items))
 
     def _passes(self, captured: _Captured, passes: int, rows: int) -> Fetched:

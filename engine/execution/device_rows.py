@@ -172,17 +172,20 @@ class DeviceRows:
     def continue_from(
         self,
         order: abc.Sequence[int],
+        said: NDArray[np.int64],
         tables: NDArray[np.int32],
         drawing: abc.Sequence[RowDrawing],
         ranges: NDArray[np.int64] | None = None,
     ) -> None:
         """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
 
-        order: of each row its place among them. The rest as in `fill`.
+        order: of each row its place among them. The rest as in `fill`, but for tokens, which the device alone knows.
         """
         staging, rows = self._next_staging(), len(order)
         staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
         staging.order[rows:] = self.most
+        staging.said[_INDEX] = _NO_ROW
+        staging.said[:, :rows] = torch.from_numpy(said)
         self._graphs.ask(lambda: self._take_order(staging))
         self._send(staging, tables, drawing, ranges)
 
@@ -240,8 +243,9 @@ class DeviceRows:
 
     def _take_order(self, staging: _Staging) -> None:
         self._order.copy_(staging.order, non_blocking=True)
-        self._said.copy_(self._said.index_select(1, self._order))
-        self._pass.zero_()
+        tokens = self._said[TOKEN].index_select(0, self._order)
+        self._take_said(staging)
+        self._said[TOKEN].copy_(tokens)
 
     def _take_numbers(self, staging: _Staging) -> None:
         self._numbers.copy_(staging.numbers, non_blocking=True)

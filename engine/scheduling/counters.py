@@ -71,6 +71,11 @@ class SchedulerCounters:
                 self.prefix_cache_hits += found
         seq.full_hit_end = seq.num_tokens if full else 0
 
+    def count_shift(self, dropped: int) -> None:
+        """Book that a sequence dropped its oldest tokens."""
+        self.context_shifts += 1
+        self.dropped_tokens += dropped
+
     def snapshot(
         self,
         *,

@@ -130,9 +130,12 @@ class ResultIntake:
         scheduled_at = seq.first_scheduled_time if seq.first_token_time is None else None
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        report = seq.held.report_of(seq.cache)
+        dropped, seq.num_dropped_ahead = seq.num_dropped_ahead, 0
+        report = seq.held.report_of(seq.cache, dropped)
         if reason is not None:
             self._finish(seq, now)
+        elif dropped:
+            self._counters.count_shift(dropped)
         return RequestOutput(
             seq.request.request_id,
             index=seq.index,

@@ -118,7 +118,7 @@ class Scheduler:
         speculates = config.speculation.num_tokens > 0 or config.speculation.model is not None
         self._bursts = Bursts(0.0 if speculates else config.burst_seconds, blocks)
         self.ahead = StepsAhead(
-            self._requests, self._places, self._bursts, self._writer, self.counters, proposes=speculates
+            self._requests, self._places, blocks, self._bursts, self._writer, self.counters, proposes=speculates
         )
         self._intake = ResultIntake(
             self._requests,
@@ -290,8 +290,7 @@ class Scheduler:
         """Let `seq` give up the blocks that its next token does not need or leaves no room for."""
         dropped = seq.held.make_room(self.blocks, seq.cache)
         if dropped:
-            self.counters.context_shifts += 1
-            self.counters.dropped_tokens += dropped
+            self.counters.count_shift(dropped)
 
     def _plan(self) -> dict[Sequence, int]:
         """Tokens to try for each sequence this step, in no particular order; admits what can be admitted."""

@@ -54,7 +54,7 @@ class Sequence:
     rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
     drafting: what speculation remembers of it, None before its first proposal.
     num_planned_ahead: tokens of steps that were planned before the results of those in front of them were known, and are not
-    taken in yet.
+    taken in yet. num_dropped_ahead: tokens that were dropped for one of those while what is in front of it is not taken in.
     last_step: the step that last scheduled it.
     *_time: seconds on the scheduler's clock.
     """
@@ -89,6 +89,7 @@ class Sequence:
     rerotations: list[KeyRerotation] = field(default_factory=list)
     drafting: Drafting | None = None
     num_planned_ahead: int = 0
+    num_dropped_ahead: int = 0
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None

@@ -39,6 +39,20 @@ class HeldContext(ContextSize):
             blocks.cut_out(handle, kept, kept + 1, closing=True)
         return handle.layout.num_dropped - before
 
+    def make_room_behind(self, blocks: BlockManager, handle: CacheHandle, under_way: int) -> int:
+        """The same for the token behind so many that are being computed, where they take the last of the room.
+
+        Nothing is given up where the layout gets another form by it, as it does the first time: what is captured for a device
+        is of one form.
+        """
+        first, size, layout = self.kept_blocks, self.block_size, handle.layout
+        if handle.num_slots + under_way != self.window or layout.is_plain:
+            return 0
+        if len(layout.without(first * size, (first + 1) * size, closing=True).runs) != len(layout.runs):
+            return 0
+        blocks.cut_out(handle, first, first + 1, closing=True)
+        return handle.layout.num_dropped - layout.num_dropped
+
     def has_unseen(self, handle: CacheHandle) -> bool:
         """Whether there are blocks that an attention window lets it give up."""
         return self.seen is not None and self._first_seen(handle) > self.staying_blocks
@@ -49,12 +63,14 @@ class HeldContext(ContextSize):
         cut = self.cut_blocks * self.block_size
         return handle.layout.first_seen(handle.num_slots, self.seen) // cut * self.cut_blocks
 
-    def report_of(self, handle: CacheHandle) -> ContextReport | None:
-        """What became of a sample's context; None where nothing ever becomes of it."""
+    def report_of(self, handle: CacheHandle, dropped_ahead: int = 0) -> ContextReport | None:
+        """What became of a sample's context; None where nothing ever becomes of it. dropped_ahead: tokens that were dropped last,
+        for a token that never came."""
         reused = handle.num_reused_tokens, handle.num_reused_passages
         kept = self.kept_blocks * self.block_size
         if self.window is not None:
-            return ContextReport(self.window, kept, handle.layout.num_dropped, handle.num_shifts, *reused)
+            dropped, shifts = handle.layout.num_dropped - dropped_ahead, handle.num_shifts - bool(dropped_ahead)
+            return ContextReport(self.window, kept, dropped, shifts, *reused)
         if self.seen is not None:
             return ContextReport(self.seen, kept, 0, 0, *reused)
         return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None

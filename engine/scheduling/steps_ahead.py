@@ -1,7 +1,8 @@
 """Plans a step behind one that is still being computed, so that a device which runs beside its host never waits for the host.
 
 Only running streams can be planned so: where each of them will stand then, and which blocks that takes, follows from how many
-passes are under way, and the tokens never come to the host in between. A stream that is sure to end with them is left out. One
+passes are under way, and the tokens never come to the host in between; so does whether a full context drops its oldest block
+before. A stream that is sure to end with them is left out. One
 that ends otherwise, by a token or because somebody leaves, is computed in vain once: what that gives is surplus, and nobody's.
 
 Responsible for which steps can be planned so, and for telling what is surplus. Everything else is planned once all is known.
@@ -12,6 +13,7 @@ from __future__ import annotations
 from collections.abc import Sequence as Seq
 from dataclasses import replace
 
+from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.bursts import Bursts
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.places import Places
@@ -21,19 +23,20 @@ from windlass.engine.scheduling.requests import LiveRequests
 
 
 class StepsAhead:
-    """proposes: whether streams propose tokens, which have to be known for that."""
+    """blocks: of the sequences. proposes: whether streams propose tokens, which have to be known for that."""
 
     def __init__(
         self,
         requests: LiveRequests,
         places: Places,
+        blocks: BlockManager,
         bursts: Bursts,
         writer: PlanWriter,
         counters: SchedulerCounters,
         *,
         proposes: bool,
     ) -> None:
-        self._requests, self._places, self._bursts = requests, places, bursts
+        self._requests, self._places, self._blocks, self._bursts = requests, places, blocks, bursts
         self._writer, self._counters, self._proposes = writer, counters, proposes
 
     def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
@@ -57,6 +60,9 @@ class StepsAhead:
                 step.chunks.append(PlannedChunk(seq, start, 1, samples=(seq,)))
         if not step.chunks or planned < len(self._places.running):
             return None
+        for chunk in step.chunks:
+            seq = chunk.seq
+            seq.num_dropped_ahead += seq.held.make_room_behind(self._blocks, seq.cache, ahead)
         step.passes = self._bursts.extend_ahead(step.chunks, ahead)
         if step.passes < 1:
             return None

@@ -155,6 +155,48 @@ def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory
     assert most <= 3 and sum(plans) > 40 and len(stood) > 50
 
 
+def asked(core: EngineCore, requests: list[EngineRequest]) -> tuple[dict[str, Any], list[set[bytes]]]:
+    """Tokens and what is said of contexts, by request, and the digests of what the cache knows afterwards."""
+    found = run_checked(core, requests, every_logit=False)
+    told = {name: (one.token_ids, one.finish_reason, one.outputs[-1].context) for (name, _), one in found.items()}
+    return told, [set(pool.cached) for pool in core.blocks.pools]
+
+
+@pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+def test_contexts_are_shifted_ahead(
+    burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While what is in front is computed, all but the first time; keys, their names and reports are as they would be."""
+    for seed in range(20):  # until a text comes to a new token as the first one behind a second full context
+        first = greedy("kept", prompt(seed, 40), 100, context=SHIFT)
+        plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
+        ((_, one),) = run(plain, [first], every_logit=False).items()
+        if one.token_ids[24] not in one.token_ids[:24]:
+            break
+    sent = [
+        first,
+        greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
+        greedy("ends", prompt(seed, 40), 60, context=SHIFT, stop_token_ids=(one.token_ids[24],)),
+    ]
+    plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
+    schedule, calls = core.scheduler.schedule, 0
+
+    def counted() -> Any:
+        nonlocal calls
+        calls += 1
+        return schedule()
+
+    monkeypatch.setattr(core.scheduler, "schedule", counted)
+    got, names = asked(core, sent)
+    want, known = asked(plain, sent)
+    assert got == want and names == known
+    assert got["ends"][1] == "stop" and got["ends"][2].dropped_tokens == 16
+    (mine, theirs) = (each.scheduler.counters for each in (core, plain))
+    assert (mine.context_shifts, mine.dropped_tokens) == (theirs.context_shifts, theirs.dropped_tokens)
+    assert mine.context_shifts >= 12 and calls < 16
+
+
 def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -> None:
     """Of four in a step of one."""
     core = make_core(directory_of("llama"), **OPTIONS)
