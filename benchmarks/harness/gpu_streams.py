@@ -98,24 +98,26 @@ class Streams:
         return min(found)
 
     def shift(self, steps: int) -> tuple[float, float]:
-        """Seconds that a step in which a full context drops its oldest block takes beyond others, and what those take: medians.
+        """Seconds that a full context takes beyond steps where it drops its oldest block, and what those take: medians.
 
-        For an engine that takes a step for each token.
+        Of the step in which it is booked and the next one, as it may be planned a step ahead. For an engine that takes a step for
+        each token.
         """
         room, counters = self.core.info.shift_context, self.core.scheduler.counters
         one = self.add(room - 8, steps + 1024 + 16 * _SHIFTS, context=ContextRule(overflow="shift"))
         begun = counters.context_shifts
         while counters.context_shifts < begun + 2:  # programs are compiled at the first one
             self._step()
-        shifting, others = list[float](), list[float]()
-        while len(others) < steps or len(shifting) < _SHIFTS:
+        taken, booked = list[float](), list[int]()
+        while len(taken) < steps or len(booked) < _SHIFTS or booked[-1] + 1 == len(taken):
             before, begin = counters.context_shifts, time.perf_counter()
             self._step()
-            taken = time.perf_counter() - begin
-            (shifting if counters.context_shifts > before else others).append(taken)
+            if counters.context_shifts > before:
+                booked.append(len(taken))
+            taken.append(time.perf_counter() - begin)
         self._end([one])
-        usual = statistics.median(others)
-        return statistics.median(shifting) - usual, usual
+        usual = statistics.median(taken)
+        return statistics.median([taken[place] + taken[place + 1] for place in booked]) - 2 * usual, usual
 
     def beyond_graphs(self, prompt: int, steps: int) -> float | None:
         """Seconds of a step that the device is not at its graph; None where there are none."""
