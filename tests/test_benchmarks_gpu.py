@@ -54,6 +54,7 @@ def test_bounds_count_what_a_step_reads_and_a_prompt_multiplies(script: ModuleTy
     assert streams.operations_of_prompt(20) == 2 * multiplied * 20 + pairs
 
 
+@pytest.mark.slow
 def test_all_parts_run(
     script: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

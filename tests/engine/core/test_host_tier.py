@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.eventually import eventually
+from helpers.marks import slow_but
 from helpers.persisting import keeping, written
 from helpers.played_copies import PlayedCopies
 from helpers.played_engines import graphed, played_device
@@ -112,7 +113,7 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", slow_but(KINDS, "float32", "windows, int8", "latent", "scaling", "drafting"))
 def test_the_same_bits_from_the_host_and_from_files(
     kind: str, models: dict[str, Path], tmp_path: Path, ended: list[EngineCore]
 ) -> None:

@@ -15,6 +15,7 @@ from helpers.adapters import save_adapter
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.eventually import eventually
+from helpers.marks import slow_but
 from helpers.persisting import files_in, keeping, written
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
@@ -94,7 +95,17 @@ KINDS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 
 
 # Latent rows of 8 bits are for a CPU.
-ON_THIS_DEVICE = [pytest.param(kind, marks=ON_A_CPU) if kind == "latent, int8" else kind for kind in KINDS]
+ON_THIS_DEVICE = [
+    pytest.param("latent, int8", marks=ON_A_CPU),
+    *slow_but(
+        [kind for kind in KINDS if kind != "latent, int8"],
+        "float32",
+        "windows, int8",
+        "drafting",
+        "far keys",
+        "scaling",
+    ),
+]
 
 
 @pytest.mark.parametrize("kind", ON_THIS_DEVICE)
@@ -197,7 +208,7 @@ CHANGES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("change", CHANGES)
+@pytest.mark.parametrize("change", slow_but(CHANGES, "config", "cache dtype", "salt", "scaling", "window"))
 def test_whatever_changes_a_key_changes_its_name(change: str, models: dict[str, Path], tmp_path: Path) -> None:
     model, folder = tmp_path / "model", tmp_path / "kept"
     shutil.copytree(models["llama"], model)

@@ -67,10 +67,10 @@ def changing() -> list[EngineRequest]:
     [
         (alone, {}),
         (alone, {"max_num_seqs": 3}),
-        (alone, {"kv_cache_memory": 100 << 10, "prefix_caching": False}),
+        pytest.param(alone, {"kv_cache_memory": 100 << 10, "prefix_caching": False}, marks=pytest.mark.slow),
         (changing, {"max_model_len": 160}),
         (traffic, {}),
-        (alone, {"speculative_ngram": 3}),
+        pytest.param(alone, {"speculative_ngram": 3}, marks=pytest.mark.slow),
     ],
     ids=["alone", "few places", "few blocks", "frequencies", "every kind", "speculation"],
 )

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
+from helpers.marks import slow_but
 from helpers.played_engines import device_of, graphed, played_device
 from helpers.tiny_models import make_model
 
@@ -38,7 +39,7 @@ def replays(core: EngineCore) -> tuple[int, int]:
     return graphs.num_replayed, drafter.graphs.num_replayed
 
 
-@pytest.mark.parametrize("draft", ["llama", "qwen3"])
+@pytest.mark.parametrize("draft", slow_but(["llama", "qwen3"], "llama"))
 def test_a_draft_model_changes_no_answer(draft: str, directory_of: Callable[[str], Path]) -> None:
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), traffic())
     core = drafted(directory_of("llama"), directory_of(draft))

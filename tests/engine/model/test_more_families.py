@@ -92,6 +92,7 @@ def test_the_other_way_round_shows(family: Path, monkeypatch: pytest.MonkeyPatch
     assert error(make_core(family), family) > 10 * TOLERANCE
 
 
+@pytest.mark.slow
 def test_every_vector_counts(family: Path, tmp_path: Path) -> None:
     """Each bias and each norm of a layer and behind them: where one is left out (read as zeros), logits are others."""
     tensors = load_file(family / "model.safetensors")

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import safetensors.numpy
+from helpers.marks import slow_but
 from helpers.rotary_formulas import by_formula
 
 from windlass.engine.rotary import curves
@@ -107,7 +108,9 @@ def test_the_usual_scalings_are_those_of_the_formulas(at: int) -> None:
     assert found == pytest.approx(wanted, rel=1e-9), label
 
 
-@pytest.mark.parametrize("kind", [name for name in KINDS if name != "attention"])
+@pytest.mark.parametrize(
+    "kind", slow_but([name for name in KINDS if name != "attention"], "angles", "cos-sin", "decay")
+)
 def test_every_kind_is_drawn_as_both(kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     common = ["rope", "picture", kind, "--theta", "5000", "--dim", "16", "--trained-len", "64"]
     png, svg = tmp_path / "a.png", tmp_path / "a.SVG"

@@ -73,6 +73,7 @@ def ask_for_all(url: str, seconds: float) -> list[tuple[int, int, float, str]]:
         return list(pool.map(ask, range(len(HOSTILE))))
 
 
+@pytest.mark.slow
 def test_fifty_hostile_templates_end_with_a_400(tmp_path: Path) -> None:
     assert len(HOSTILE) == 50
     with live_server(template=TEMPLATE, template_seconds=0.5, template_memory=192 * MIB) as live:

@@ -1,0 +1,15 @@
+"""Marks of tests with many parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import pytest
+
+
+def slow_but(names: Iterable[str], *quick: str) -> list[Any]:
+    """All of these as parameters, those that are not named here for the slow tests."""
+    known = list(names)
+    assert set(quick) <= set(known), "there is no such parameter"
+    return [name if name in quick else pytest.param(name, marks=pytest.mark.slow) for name in known]
