@@ -26,8 +26,8 @@ help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-gpu: engines and kernels"
-	@echo "                on a GPU (DEVICE=cuda:1, TESTERS=14)"
+	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-gpu: engines, kernels and"
+	@echo "                real servers on a GPU (DEVICE=cuda:1, TESTERS=14)"
 	@echo "make soak       attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
@@ -78,10 +78,16 @@ test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 	@echo "== testing on a Ray cluster"
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py
 
-# Those of engines and of Triton's programs, on a GPU that all processes share. cuBLAS is as torch's own determinism asks for.
+# Those of engines and of Triton's programs, on a GPU that all processes share, and those of real servers, a GiB and more each.
+# cuBLAS is as torch's own determinism asks for.
+GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "not slow and not soak"
+SERVER_TESTS := tests/server/startup tests/server/cli tests/server/generation tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
+
 test-gpu: $(VENV)/.installed-dev
-	@echo "== testing on $(DEVICE)"
-	OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) --dist loadscope -m "not slow and not soak" tests/kernels/triton tests/engine
+	@echo "== testing on $(DEVICE): engines and kernels"
+	$(GPU_TEST) --dist loadscope tests/kernels/triton tests/engine
+	@echo "== testing on $(DEVICE): real servers"
+	$(GPU_TEST) --dist loadfile $(SERVER_TESTS)
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, fuzzing, simulating and loading, in the long form"

@@ -54,12 +54,15 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
         assert installs(commands(install(tmp_path / goal, ".installed", ".installed-dev"), goal)) == []
 
 
-def test_engines_and_kernels_are_tested_on_the_gpu_that_is_named(tmp_path: Path) -> None:
+def test_engines_kernels_and_servers_are_tested_on_the_gpu_that_is_named(tmp_path: Path) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")
     for words, device in ((), "cuda"), (("DEVICE=cuda:1",), "cuda:1"):
-        (line,) = [line for line in commands(venv, "test-gpu", "TESTERS=14", *words) if "pytest" in line]
-        assert f" WINDLASS_TEST_DEVICE={device} " in line and "-n 14" in line
-        assert line.split()[-2:] == ["tests/kernels/triton", "tests/engine"]
+        lines = [line for line in commands(venv, "test-gpu", "TESTERS=14", *words) if "pytest" in line]
+        assert all(f" WINDLASS_TEST_DEVICE={device} " in line and "-n 14" in line for line in lines)
+        first, second = ([word for word in line.split() if word.startswith("tests/")] for line in lines)
+        assert first == ["tests/kernels/triton", "tests/engine"]
+        assert "tests/server/startup" in second and len(second) > 8
+        assert all((Path(__file__).parents[1] / word).exists() for word in second)
 
 
 def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
