@@ -82,6 +82,18 @@ class SlotLayout:
         last = self.runs[-1]
         return last.position - last.first_slot + self.slot_offset
 
+    def is_no_wider_than(self, other: SlotLayout) -> bool:
+        """Whether queries meet it in no more ranges than another, and turned in no more ways, by whichever rule of turning."""
+        mine, others = self._widths(), other._widths()
+        return all(one <= another for one, another in zip(mine, others, strict=True))
+
+    def _widths(self) -> tuple[int, int, int]:
+        """Runs and holes between them; ways to turn a query, where tokens that have closed up turn nothing and where they do."""
+        ends = [0, *(run.end_slot for run in self.runs)]
+        holes = sum(run.first_slot > end for run, end in zip(self.runs, ends, strict=False))
+        shifts = {run.shift for run in self.runs}
+        return len(self.runs) + holes, len(shifts | {0}), len({self.num_closed - shift for shift in shifts} | {0})
+
     def spans(self, start: int, end: int) -> abc.Iterator[tuple[int, int, int]]:
         """(first slot, end slot, position of the first key as it was rotated) of the runs within slots [start, end)."""
         for run in self.runs:

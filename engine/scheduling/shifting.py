@@ -42,13 +42,13 @@ class HeldContext(ContextSize):
     def make_room_behind(self, blocks: BlockManager, handle: CacheHandle, under_way: int) -> int:
         """The same for the token behind so many that are being computed, where they take the last of the room.
 
-        Nothing is given up where the layout gets another form by it, as it does the first time: what is captured for a device
-        is of one form.
+        Nothing is given up where the layout gets wider by it, or is no plain one any more: what stands for the step that is being
+        computed has to stand for the next.
         """
         first, size, layout = self.kept_blocks, self.block_size, handle.layout
         if handle.num_slots + under_way != self.window or layout.is_plain:
             return 0
-        if len(layout.without(first * size, (first + 1) * size, closing=True).runs) != len(layout.runs):
+        if not layout.without(first * size, (first + 1) * size, closing=True).is_no_wider_than(layout):
             return 0
         blocks.cut_out(handle, first, first + 1, closing=True)
         return handle.layout.num_dropped - layout.num_dropped

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import itertools
+import random
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
+from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.execution.device_ranges import DeviceRanges
 from windlass.engine.execution.ranges import query_ranges
 from windlass.engine.execution.row_ranges import RangeNumbers
@@ -93,3 +94,38 @@ def test_numbers_are_made_anew_where_slots_moved() -> None:
     live.layout = SlotLayout((SlotRun(0, 16, 0, 16), SlotRun(16, OPEN_END, 32)), -16, 16, 16)
     after = numbers.of([live])._numbers[0]
     assert before.shape[1] == 1 and after.shape[1] == 2
+
+
+def random_layout(rng: random.Random) -> SlotLayout:
+    """What passages and shifts leave behind, in some order."""
+    layout, taken = SlotLayout.starting_at(0), rng.randrange(40)
+    for _ in range(rng.randrange(1, 7)):
+        if rng.random() < 0.6:
+            passage = HeldPassage(0, rng.randrange(1, 40), 0, (), (), rng.randrange(16), rng.choice((0, 7, 16, taken)))
+            layout = layout.with_passage(taken, passage, 16)
+            taken = layout.runs[-1].first_slot
+        elif taken >= 32:
+            first = rng.randrange(taken // 16 - 1)
+            layout, taken = layout.without(first * 16, first * 16 + 16, closing=rng.random() < 0.8), taken - 16
+        taken += rng.randrange(30)
+    return layout
+
+
+@pytest.mark.parametrize("anchored", [False, True])
+def test_a_layout_that_is_no_wider_has_no_more_ranges(anchored: bool) -> None:
+    rng, narrow, wide = random.Random(5), 0, 0
+    for _ in range(2000):
+        before = random_layout(rng)
+        if before.is_plain:
+            continue
+        first = rng.randrange(4) * 16
+        after = before.without(first, first + 16, closing=True)
+        ranges = []
+        for layout in (before, after):
+            live = SimpleNamespace(layout=layout, window=None, sinks=0, slot=SimpleNamespace(seq_id=next(NUMBERS)))
+            ranges.append(RangeNumbers(WINDOWS, anchored=anchored).of([live]).most)
+        if after.is_no_wider_than(before):
+            narrow += 1
+            assert ranges[1] <= ranges[0], (before, after)
+        wide += ranges[1] > ranges[0]
+    assert narrow > 300 and wide > 30
