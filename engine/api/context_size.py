@@ -20,8 +20,8 @@ class ContextSize:
     """A request's rule in slots and whole blocks.
 
     longest: tokens at which the sequence ends. window: slots it holds at most under `shift`, None where none are dropped.
-    kept_blocks: leading blocks that stay. seen: keys that a token sees under an attention window, None for all. cut_blocks:
-    blocks of a multiple of which those stay and others go under an attention window.
+    kept_blocks: leading blocks that a rule asks to stay. seen: keys that a token sees under an attention window, None for all.
+    cut_blocks: blocks of a multiple of which those stay and others go under an attention window.
     """
 
     longest: int

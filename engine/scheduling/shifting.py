@@ -43,10 +43,10 @@ class HeldContext(ContextSize):
         """The same for the token behind so many that are being computed, where they take the last of the room.
 
         Nothing is given up where the layout gets wider by it, or is no plain one any more: what stands for the step that is being
-        computed has to stand for the next.
+        computed has to stand for the next. Nor where the tokens under way are a block or more: see `CacheHandle.cut_out`.
         """
         first, size, layout = self.kept_blocks, self.block_size, handle.layout
-        if handle.num_slots + under_way != self.window or layout.is_plain:
+        if handle.num_slots + under_way != self.window or under_way >= size or layout.is_plain:
             return 0
         if not layout.without(first * size, (first + 1) * size, closing=True).is_no_wider_than(layout):
             return 0

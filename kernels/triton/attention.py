@@ -111,6 +111,7 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
         VALUE_DIM=width,
         SINKS=call.sink_logits is not None,
         SINGLES=not by_token,
+        MANY=_MERGED,
         FEW=1 if by_token else _MERGED,
         BLOCK_V=power_of_two(width, 16),
     )

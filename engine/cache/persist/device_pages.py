@@ -69,8 +69,8 @@ class DevicePages(BlockPages):
         self._arriving = rows(_ARRIVING, _FEWEST)
         self.most_staged = self._arriving.nbytes
         self.beside_streams = self.alone = self._arriving.nbytes
-        # Blocks: of fewer, threads take turns for longer than copies take.
-        self.most_at_once = max(1, len(self._arriving) // 4)
+        # Blocks: of fewer, threads take turns for longer than copies take. Others shall find places there meanwhile.
+        self.most_at_once = max(1, min(len(self._arriving), blocks if tier is None else 2 * tier.num_slots) // 4)
         self._free = list(range(len(self._arriving)))
         self._put: list[Mark | None] = [None] * len(self._arriving)  # behind the copies from these rows
         self._staged: dict[int, int] = {}  # row by ticket

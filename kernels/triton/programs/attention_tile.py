@@ -55,7 +55,8 @@ def averaged(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
 @triton.jit
 def weighable(query, row_scale):
     """The rows and their scales, as `weighed` has them. Under 1e-30 all keys that a row sees are alike, as they are under 0."""
-    return tl.where((row_scale < 0)[:, None], -query, query), tl.maximum(tl.abs(row_scale), 1e-30)
+    size = tl.abs(row_scale)
+    return tl.where((row_scale < 0)[:, None], -query, query), tl.where(size < 1e-30, 1e-30, size)  # NaN stays
 
 
 @triton.jit

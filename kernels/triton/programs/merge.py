@@ -20,10 +20,12 @@ def merge_splits(
     VALUE_DIM: tl.constexpr,
     SINKS: tl.constexpr,
     SINGLES: tl.constexpr,
+    MANY: tl.constexpr,
     FEW: tl.constexpr,
     BLOCK_V: tl.constexpr,
 ):
-    """Program (place, head) of the splits that `attention` wrote: their sum, a FEW splits after the other."""
+    """Program (place, head) of the splits that `attention` wrote: their sum, a FEW splits after the other. MANY: of which the
+    largest is found at once."""
     follow()
     place = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
@@ -39,8 +41,8 @@ def merge_splits(
     if SINKS:
         largest = tl.load(sinks + head) * LOG2_E
     used = 0  # splits up to the last one in which something was seen
-    for begin in range(0, num_splits, FEW):
-        split = begin + tl.arange(0, FEW)
+    for begin in range(0, num_splits, MANY):
+        split = begin + tl.arange(0, MANY)
         own = tl.load(maxima + at + split, mask=split < num_splits, other=float("-inf"))
         largest = tl.maximum(largest, tl.max(own, 0))
         seen = tl.load(weights + at + split, mask=split < num_splits, other=0.0) != 0.0  # NaN shows, too

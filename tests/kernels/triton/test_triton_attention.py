@@ -163,6 +163,22 @@ def test_what_is_not_there_shows() -> None:
         paged_attention(q[:2], pages, call)
 
 
+@pytest.mark.parametrize("options", [{}, {"page_type": torch.int8}, {"soft_cap": 2.0}], ids=["plain", "int8", "a cap"])
+def test_a_scale_that_is_none_shows_and_others_may_be_anything(options: dict[str, Any]) -> None:
+    """NaN, 0, and below 0: of prompts and of single tokens."""
+    cap = options.pop("soft_cap", None)
+    case = PrefillCase(MIXED, **options)
+    case.temperature[[0, 3, 13]] = torch.tensor([0.0, -0.7, -1.1])
+    call, expected = call_of(case, soft_cap=cap), case.expected(soft_cap=cap)
+    for deterministic in (False, True):
+        found = paged_attention(case.q, case.all_pages, call, deterministic=deterministic)
+        assert_near(found.double(), expected, 1e-5)
+    case.temperature[5] = torch.nan
+    for deterministic in (False, True):
+        found = paged_attention(case.q, case.all_pages, call_of(case, soft_cap=cap), deterministic=deterministic)
+        assert found[5].isnan().all() and found.isnan().any(-1).any(-1).sum() == 1
+
+
 def test_a_block_that_is_none_in_the_midst_of_others_shows() -> None:
     """In tiles that all rows see whole, of prompts and of single tokens."""
     case = PrefillCase([(70, 3), (80, 1)], dim=16)
