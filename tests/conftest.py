@@ -8,13 +8,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
+from helpers.device import PLACE
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is imported, by whichever library does so first: without a GPU its programs are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-# Servers and commands that are not told compute where tests of engines do.
-os.environ.setdefault("WINDLASS_DEVICE", os.environ.get("WINDLASS_TEST_DEVICE", "cpu"))
+for name, value in PLACE.items():
+    os.environ.setdefault(name, value)
 
 if TYPE_CHECKING:
     from helpers.live_server import Live

@@ -9,13 +9,13 @@ import sys
 from pathlib import Path
 
 import pytest
-from helpers.device import ON_A_CPU
 from helpers.real_server import serve
 from helpers.tiny_models import make_model
 
 from windlass.server.cli.main import run
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
+CPU = "--device", "cpu"
 
 
 def said(capsys: pytest.CaptureFixture[str], *arguments: str, code: int = 0) -> tuple[str, str]:
@@ -48,27 +48,25 @@ def test_it_says_what_the_start_says(options: tuple[str, ...], capsys: pytest.Ca
     assert len(counted) == 3 and set(counted) <= set(started), (counted, started)
 
 
-@ON_A_CPU
 def test_free_memory_is_shared_as_a_start_shares_it(capsys: pytest.CaptureFixture[str]) -> None:
-    told_now = told(capsys, str(DEMO), "--free", "40MiB")
+    told_now = told(capsys, str(DEMO), *CPU, "--free", "40MiB")
     assert told_now["kv_cache_bytes"] <= (40 * 2**20 - told_now["weight_bytes"]) // 2  # type: ignore[operator]
     assert told_now["num_kv_blocks"][0] * 16 * told_now["kv_bytes_per_token"] == told_now["kv_cache_bytes"]  # type: ignore[index]
     per_token = {choice["name"]: choice["num_bytes"] for choice in told_now["caches"]}  # type: ignore[attr-defined]
     assert per_token["float32"] == 2 * per_token["float16"] == told_now["kv_bytes_per_token"]
     fit = [choice["tokens"] for choice in told_now["weights"]]  # type: ignore[attr-defined]
     assert fit == sorted(fit) and fit[0] < fit[-1]
-    two = told(capsys, str(DEMO), "--free", "40MiB", "--replicas", "2")
+    two = told(capsys, str(DEMO), *CPU, "--free", "40MiB", "--replicas", "2")
     assert two["kv_cache_bytes"] <= told_now["kv_cache_bytes"] / 2  # type: ignore[operator]
 
 
-@ON_A_CPU
 def test_what_does_not_fit_is_said_with_its_numbers(capsys: pytest.CaptureFixture[str]) -> None:
-    out, error = said(capsys, str(DEMO), "--free", "5MiB", code=2)
+    out, error = said(capsys, str(DEMO), *CPU, "--free", "5MiB", code=2)
     assert "int4" in out and "a token   4.0 KiB" in out
     assert "it does not fit: the weights need 7.6 MiB of memory, 5.0 MiB are free: use --quantization int8 (" in error
-    out, error = said(capsys, str(DEMO), "--kv-cache-memory", "1MiB", "--max-model-len", "512", code=2)
+    out, error = said(capsys, str(DEMO), *CPU, "--kv-cache-memory", "1MiB", "--max-model-len", "512", code=2)
     assert "a context of 512 tokens does not fit" in error and "raise --kv-cache-memory" in error
-    assert said(capsys, str(DEMO), "--free", "much", code=2)[1].startswith("error: --free: cannot read 'much'")
+    assert said(capsys, str(DEMO), *CPU, "--free", "much", code=2)[1].startswith("error: --free: cannot read 'much'")
 
 
 def test_config_alone_is_enough_and_no_torch_is_imported(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

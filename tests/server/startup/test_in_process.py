@@ -14,7 +14,7 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-from helpers.device import DEVICE, DTYPE
+from helpers.device import IN_PROCESS
 from helpers.real_server import RealServer, serve
 
 import windlass
@@ -35,7 +35,7 @@ TALK = [{"role": "user", "content": "Tell me of the sea."}]
 @pytest.fixture(scope="module")
 def llm() -> Iterator[LLM]:
     options = {"kv_cache_memory": "64MiB", "deterministic": True, "rope_profile": {"long": YARN}}
-    with LLM("demo", **options, device=DEVICE, dtype=DTYPE) as model:
+    with LLM("demo", **options, **IN_PROCESS) as model:
         yield model
 
 
@@ -177,7 +177,7 @@ def engines() -> set[str]:
 
 def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
     before = engines()
-    first = LLM("demo", kv_cache_memory="64MiB", device=DEVICE)
+    first = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
     assert len(engines() - before) == 1
     first.close()
     first.close()
@@ -185,7 +185,7 @@ def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
     with pytest.raises(EngineDeadError, match="make another"):
         first.generate("a")
     del first
-    second: LLM | None = LLM("demo", kv_cache_memory="64MiB", device=DEVICE)
+    second: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
     assert second is not None and len(engines() - before) == 1
     second = None
     gc.collect()
@@ -195,7 +195,7 @@ def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
         "from windlass import LLM; import sys\n"
-        f"llm = LLM('demo', kv_cache_memory='64MiB', device='{DEVICE}')\n"
+        f"llm = LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS})\n"
         "print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
         "assert 'torch' not in sys.modules"
     )
