@@ -60,6 +60,12 @@ class Agreement:
     compared: int = 0
     parted: int = 0
 
+    @classmethod
+    def between(cls, one: Answer, other: Answer) -> Agreement:
+        agreement = cls()
+        agreement.answers(one, other)
+        return agreement
+
     def step(self, one: Step, other: Step) -> None:
         self.compared += 1
         self.parted += one.token != other.token

@@ -62,12 +62,16 @@ def _set(event: Event, done: Future[Answer]) -> None:
 def together(suite: Suite) -> Found:
     prompts, tally = [suite.prompt(length) for length in (24, 40, suite.short(), suite.short() // 2)], Agreement()
     alone = [suite.asker.ask(text, 32, fresh=True) for text in prompts]
-    with ThreadPoolExecutor(len(prompts)) as pool:
-        at_once = list(pool.map(lambda text: suite.asker.ask(text, 32, fresh=True), prompts))
-    for one, other in zip(alone, at_once, strict=True):
-        tally.answers(one, other)
-    pairs = list(combinations(at_once, 2))
-    shown = sum(overlap(one, other) for one, other in pairs)
+    # Short answers may miss each other on a busy machine: then they are asked for once more.
+    for _ in range(REPEATS):
+        with ThreadPoolExecutor(len(prompts)) as pool:
+            at_once = list(pool.map(lambda text: suite.asker.ask(text, 32, fresh=True), prompts))
+        for one, other in zip(alone, at_once, strict=True):
+            tally.answers(one, other)
+        pairs = list(combinations(at_once, 2))
+        shown = sum(overlap(one, other) for one, other in pairs)
+        if shown:
+            break
     asked = f"{len(prompts)} requests alone, then at once; {shown} of {len(pairs)} pairs seen at the same time"
     return Found(tally, asked, None if shown else "no two were seen to be answered at the same time")
 
@@ -148,7 +152,8 @@ def far(suite: Suite) -> Found:
     """Texts behind n and behind n + 1, n + 2, … times the same word: rotation must not see the shift.
 
     Attention to the first token, then one or more further away, does see it a little. So the verdict goes by the median
-    of several texts, and what is above the bound differs only when it is far above.
+    of several texts, and what is above the bound differs only when it is far above. Whether those texts' answers depend
+    on the order of words at all goes by their median too.
     """
     suite.fits(suite.far_len)
     if suite.asker.by_text:
@@ -163,21 +168,22 @@ def far(suite: Suite) -> Found:
 
     # Those behind as many words one after another: a server that keeps prefixes reads the long part once.
     first, apart, compared = [ask(0, tail) for tail in tails], [], Agreement()
-    swapped = Agreement()
-    swapped.answers(first[0], ask(0, tails[0][:-4] + tails[0][:-5:-1]))
+    swapped = [
+        Agreement.between(answer, ask(0, tail[:-4] + tail[:-5:-1])).far
+        for answer, tail in zip(first, tails, strict=True)
+    ]
     for more, (answer, tail) in enumerate(zip(first, tails, strict=True), 1):
-        one = Agreement()
-        one.answers(answer, ask(more, tail))
+        one = Agreement.between(answer, ask(more, tail))
         apart.append(one.far)
         compared.compared, compared.parted = compared.compared + one.compared, compared.parted + one.parted
     compared.far = median(apart)
     asked = (
         f"{TAILS} texts of {first[0].prompt_tokens} tokens, all but the end one word, then 1 to {TAILS} words more: the "
-        f"median; the greatest {max(apart):.4f} nats, with the last words swapped {swapped.far:.4f}"
+        f"median; the greatest {max(apart):.4f} nats, with the last words swapped {median(swapped):.4f}"
     )
     allowed = FAR_ABOVE * suite.bound()
     blind = "the answer there hardly depends on the order of words, so wrong angles would not show"
-    return Found(compared, asked, blind if swapped.far <= allowed else None, allowed)
+    return Found(compared, asked, blind if median(swapped) <= allowed else None, allowed)
 
 
 CHECKS: tuple[tuple[str, str, Callable[[Suite], Found]], ...] = (

@@ -74,9 +74,10 @@ class Suite:
         self.far_len = far_len
         self._random = random.Random(seed)
         self.noise = Agreement()
-        few, many = (self.asker.ask(self.words(n), 1, fresh=True).prompt_tokens for n in (16, 80))
-        self._per_word = max((many - few) / 64, 0.1)
-        self._extra = few - 16 * self._per_word
+        once, twice = len(WORDS), 2 * len(WORDS)
+        few, many = (self.asker.ask(self.words(n), 1, fresh=True).prompt_tokens for n in (once, twice))
+        self._per_word = max((many - few) / once, 0.1)
+        self._extra = few - once * self._per_word
 
     def run(
         self,
@@ -121,7 +122,11 @@ class Suite:
         return max(self.tolerance, 3 * self.noise.far)
 
     def words(self, count: int) -> str:
-        return " ".join(self._random.choice(WORDS) for _ in range(count))
+        """Each word about as often as every other, so that the length in tokens follows from the number of words."""
+        drawn: list[str] = []
+        while len(drawn) < count:
+            drawn += self._random.sample(WORDS, len(WORDS))
+        return " ".join(drawn[:count])
 
     def prompt(self, tokens: int) -> str:
         """A text of about `tokens` tokens that no earlier request began with."""

@@ -167,6 +167,15 @@ def test_each_defect_is_found_by_its_check(defect: str, check: str) -> None:
     assert "differs" in to_markdown("here", "letters", list(results.values()))
 
 
+def test_a_text_is_as_long_as_was_asked_for() -> None:
+    """Whatever the draw: a letter a token here, so words are of one to eight tokens."""
+    lengths = []
+    for seed in range(40):
+        asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer)))
+        lengths.append(len(Suite(asker, TRAINED, 1024, 1e-6, seed).prompt(700)))
+    assert all(abs(length - 700) < 20 for length in lengths), lengths
+
+
 def test_coarse_angles_are_found_where_they_are_far() -> None:
     """Whatever the texts: a check that finds them in some only would find them by luck."""
     for seed in range(12):
