@@ -103,6 +103,8 @@ def connected(address: str | None) -> Iterator[None]:
     try:
         yield
     finally:
+        # A call that has just been answered may still be put away by a thread of Ray, which would log that Ray is gone.
+        logging.getLogger("ray.serve").setLevel(logging.CRITICAL)
         ray.shutdown()
 
 
