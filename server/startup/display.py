@@ -26,16 +26,19 @@ PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
 class LoadingDisplay:
     """A progress bar on a terminal; elsewhere one line when a stage of loading begins.
 
-    It is the callback `(stage, done, total)`; `stop` takes the bar away and may be called twice.
+    It is the callback `(stage, done, total)`; `stop` takes the bar away and may be called twice. first: a line to be said before
+    all others, once there is something to say.
     """
 
-    def __init__(self, terminal: bool | None = None) -> None:
+    def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
         self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._first = first
         self._stage: str | None = None
         self._progress: Progress | None = None
         self._task: TaskID | None = None
 
     def __call__(self, stage: str, done: int, total: int) -> None:
+        self.begin()
         if PROGRESS_VARIABLE in os.environ:
             say(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
         elif not self._terminal:
@@ -50,6 +53,12 @@ class LoadingDisplay:
             if self._task is not None:
                 progress.update(self._task, completed=done, total=total)
         self._stage = stage
+
+    def begin(self) -> None:
+        """Say the first line, unless it has been said."""
+        if self._first is not None:
+            say(self._first)
+            self._first = None
 
     def _start(self) -> Progress:
         from rich.console import Console

@@ -24,6 +24,7 @@ from windlass.engine.client import EngineClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
+from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
@@ -104,7 +105,9 @@ def _serve_with(
     with _listener(server) as listener, exit_on_signal():
         client.spawn()
         url = _url(listener, tls is not None)
-        say(f"loading {settings.served_model_name}; listening on {url}")
+        loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
+        if not _refused_later(engine):
+            loading.begin()
         try:
             app = make_app(client, path, settings, template)
             with contextlib.closing(app.state.windlass) as state:
@@ -113,7 +116,7 @@ def _serve_with(
                 return_large_pieces()
                 keep_startup_objects()
                 interval = server.stats_interval if level in ("debug", "info") else 0.0
-                return asyncio.run(_run(app, client, http, url, settings, shown, interval, server.api_keys))
+                return asyncio.run(_run(app, client, http, loading, url, settings, shown, interval, server.api_keys))
         finally:
             client.kill()
 
@@ -163,6 +166,11 @@ def check_model(
         _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
         _check_context(server, context_refusals(model.spec))
     return model.spec
+
+
+def _refused_later(engine: EngineOptions) -> bool:
+    """Whether the engine may still refuse what `check_model` let pass: what a GPU is, and has free, its process finds out."""
+    return CORE_VARIABLE not in os.environ and expect_device(engine.device) != "cpu"
 
 
 def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
@@ -277,6 +285,7 @@ async def _run(
     app: FastAPI,
     client: SupervisedEngine,
     server: HttpServer,
+    loading: LoadingDisplay,
     url: str,
     settings: ServerSettings,
     shown_options: list[str],
@@ -286,7 +295,6 @@ async def _run(
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
     reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
-    loading = LoadingDisplay()
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
@@ -320,6 +328,7 @@ async def _follow(
 ) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
+    loading.begin()
     loading.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described()

@@ -96,26 +96,31 @@ def check_start(config: EngineConfig) -> ModelDescription:
     far as that can be told without torch."""
     device = expect_device(config.compute.device)
     check_folder(config)
-    if device == "cpu":
-        # Without compiled kernels weights are wider; the loader, which knows, counts again.
-        prepared = prepare_model(config, device, reads_narrow=True, multiplies_narrow=True, free=available_memory())
-        spec = prepared.model.spec
-        token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
-        check_keeping(config, token_bytes, sees_whole_texts=spec.sees_whole_texts, on_device=False)
-        return prepared.model
-    if device is not None:
-        check_quantization(config)
-        check_share(config, device)
+    if device is None:
+        model, draft = describe_model(config), draft_config(config)
+        if draft is not None:
+            try:
+                described = describe_model(draft)
+            except LoadError as error:
+                raise in_its_words(error) from None
+            check_pair(config, model.spec, described.spec)
+        return model
+    on_cpu = device == "cpu"
+    if not on_cpu:
         check_replicas(config, device)
         check_rank_device(config.compute.device, config.compute.tensor_parallel)
-    model, draft = describe_model(config), draft_config(config)
-    if draft is not None:
-        try:
-            described = describe_model(draft)
-        except LoadError as error:
-            raise in_its_words(error) from None
-        check_pair(config, model.spec, described.spec)
-    return model
+    # Without compiled kernels weights are wider on a CPU; what a GPU has free only torch tells. The loader counts again.
+    prepared = prepare_model(
+        config,
+        device,
+        reads_narrow=on_cpu,
+        multiplies_narrow=on_cpu,
+        free=available_memory() if on_cpu else None,
+    )
+    spec = prepared.model.spec
+    token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
+    check_keeping(config, token_bytes, sees_whole_texts=spec.sees_whole_texts, on_device=not on_cpu)
+    return prepared.model
 
 
 def prepare_model(

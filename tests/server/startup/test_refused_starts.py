@@ -1,4 +1,4 @@
-"""What `windlass serve` refuses before it opens a listener or starts an engine: one line, exit code 2.
+"""What `windlass serve` refuses before it loads anything: one line, exit code 2. On a CPU no engine is even started.
 
 The real program for one refusal of each kind; the others are its command, run in this process.
 """
@@ -205,7 +205,7 @@ OPTIONS = {
         ("needs 500.0 GiB of memory", "are free", "--kv-cache-memory", "--max-model-len", "--max-num-seqs", "int8"),
     ),
     "context": (
-        ("--max-model-len", "4000000", "--kv-cache-memory", "1GiB"),
+        ("--max-model-len", "4000000", "--kv-cache-memory", "1GiB", "--dtype", "float32"),
         ("4000000 tokens does not fit", "15.3 GiB", "there are 1.0 GiB", "262144 tokens", "lower --max-model-len"),
     ),
     "device": (("--device", "gpu"), ("--device gpu is not known", "cuda:1")),
@@ -226,6 +226,25 @@ OPTIONS = {
 def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
     options, parts = OPTIONS[case]
     said = refusal(DEMO, *(option.format(folder=tmp_path) for option in options), real=case == "context")
+    assert all(part in said for part in parts), said
+
+
+@pytest.fixture
+def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server takes its torch for one with CUDA; the engine's process finds out that there is no GPU."""
+    monkeypatch.setattr("windlass.engine.model.loading.device._torch_has_cuda", lambda: True)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_what_only_the_engine_finds_out_is_one_line_too(cuda_build: None) -> None:
+    assert re.match("--device cuda: .*CUDA.*: use --device cpu$", said := refusal(DEMO, "--device", "cuda")), said
+
+
+@pytest.mark.parametrize("case", ["context", "few kept blocks"])
+def test_what_does_not_fit_a_gpu_is_told_without_one(case: str, tmp_path: Path, cuda_build: None) -> None:
+    options, parts = OPTIONS[case]
+    given = [option.format(folder=tmp_path) for option in options]
+    said = refusal(DEMO, "--device", "cuda", "--dtype", "float32", *given)
     assert all(part in said for part in parts), said
 
 
