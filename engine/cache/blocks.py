@@ -209,7 +209,7 @@ class BlockManager:
                 table.append(pool.take(handle.unhashed))
         return copies if handle.far is None else copies + self.allocate(handle.far, num_tokens)
 
-    def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool) -> None:
+    def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool, under_way: int = 0) -> None:
         """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""
         size = self.block_size
         if not 0 <= first < end or end * size > handle.num_slots or handle.far is not None:
@@ -218,7 +218,7 @@ class BlockManager:
             removed = handle.originals[group].remove(first, end, size) if handle.originals else []
             for block in reversed(table.remove(first, end) + removed):
                 pool.release(block)
-        handle.cut_out(first * size, end * size, closing=closing)
+        handle.cut_out(first * size, end * size, closing=closing, under_way=under_way)
 
     def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""

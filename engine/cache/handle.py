@@ -274,14 +274,15 @@ class CacheHandle:
             self._originals = [Originals() for _ in self._tables]
         return self._originals
 
-    def cut_out(self, first_slot: int, end_slot: int, *, closing: bool) -> None:
+    def cut_out(self, first_slot: int, end_slot: int, *, closing: bool, under_way: int = 0) -> None:
         """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's.
 
-        Where they close up within a block, the rest of that block is being computed while they are still there.
+        under_way: tokens that are being computed while they are still there, less than a block.
         """
         if self._chain.scope is not None and not self.unhashed:
             trail, size = self._end_of_trail(), self._chain.block_size
-            before = (self._layout.num_dropped, self._layout.num_closed) if closing and self.num_slots % size else None
+            fill = self.num_slots % size + under_way >= size  # the block that is not full yet
+            before = (self._layout.num_dropped, self._layout.num_closed) if fill else None
             self._trail = Trail(trail.index - (end_slot - first_slot) // size, trail.digest, before)
         self._layout = self._layout.without(first_slot, end_slot, closing=closing)
         self._private = True

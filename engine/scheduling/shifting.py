@@ -32,36 +32,40 @@ class HeldContext(ContextSize):
 
     def make_room(self, blocks: BlockManager, handle: CacheHandle) -> int:
         """Give up what the next token does not need or leaves no room for; returns the tokens dropped."""
-        before, kept = handle.layout.num_dropped, self.kept_blocks
-        if self.has_unseen(handle):
-            blocks.cut_out(handle, self.staying_blocks, self._first_seen(handle), closing=False)
-        elif handle.num_slots == self.window:
-            blocks.cut_out(handle, kept, kept + 1, closing=True)
-        return handle.layout.num_dropped - before
+        cut = self._due(handle, handle.num_slots)
+        return 0 if cut is None else self._cut_out(blocks, handle, *cut)
 
-    def make_room_behind(self, blocks: BlockManager, handle: CacheHandle, under_way: int) -> int:
-        """The same for the token behind so many that are being computed, where they take the last of the room.
+    def make_room_behind(self, blocks: BlockManager, handle: CacheHandle, under_way: int) -> int | None:
+        """The same for the token behind so many that are being computed; None where that has to wait for them.
 
-        Nothing is given up where the layout gets wider by it, or is no plain one any more: what stands for the step that is being
-        computed has to stand for the next. Nor where the tokens under way are a block or more: see `CacheHandle.cut_out`.
+        What stands for the step that is being computed has to stand for the next. So nothing is given up where the layout gets
+        wider by it, or is no plain one any more. Nor where a block goes that is not full yet, or the tokens under way are a block
+        or more: see `CacheHandle.cut_out`.
         """
-        first, size, layout = self.kept_blocks, self.block_size, handle.layout
-        if handle.num_slots + under_way != self.window or under_way >= size or layout.is_plain:
+        cut = self._due(handle, handle.num_slots + under_way)
+        if cut is None:
             return 0
-        if not layout.without(first * size, (first + 1) * size, closing=True).is_no_wider_than(layout):
-            return 0
-        blocks.cut_out(handle, first, first + 1, closing=True)
-        return handle.layout.num_dropped - layout.num_dropped
+        size, layout = self.block_size, handle.layout
+        first, end = cut
+        if layout.is_plain or under_way >= size or end * size > handle.num_slots:
+            return None
+        if not layout.without(first * size, end * size, closing=self.seen is None).is_no_wider_than(layout):
+            return None
+        return self._cut_out(blocks, handle, first, end, under_way)
 
-    def has_unseen(self, handle: CacheHandle) -> bool:
-        """Whether there are blocks that an attention window lets it give up."""
-        return self.seen is not None and self._first_seen(handle) > self.staying_blocks
-
-    def _first_seen(self, handle: CacheHandle) -> int:
-        """The multiple of `cut_blocks` before which the next token sees no block under an attention window, kept ones aside."""
-        assert self.seen is not None
+    def _due(self, handle: CacheHandle, slot: int) -> tuple[int, int] | None:
+        """The first block to give up before the token of this slot, and the one behind the last; None where none has to go."""
+        if self.seen is None:
+            return (self.kept_blocks, self.kept_blocks + 1) if slot == self.window else None
         cut = self.cut_blocks * self.block_size
-        return handle.layout.first_seen(handle.num_slots, self.seen) // cut * self.cut_blocks
+        end = handle.layout.first_seen(slot, self.seen) // cut * self.cut_blocks
+        return (self.staying_blocks, end) if end > self.staying_blocks else None
+
+    def _cut_out(self, blocks: BlockManager, handle: CacheHandle, first: int, end: int, under_way: int = 0) -> int:
+        """Give up blocks first .. end - 1; returns the tokens dropped."""
+        before = handle.layout.num_dropped
+        blocks.cut_out(handle, first, end, closing=self.seen is None, under_way=under_way)
+        return handle.layout.num_dropped - before
 
     def report_of(self, handle: CacheHandle, dropped_ahead: int = 0) -> ContextReport | None:
         """What became of a sample's context; None where nothing ever becomes of it. dropped_ahead: tokens that were dropped last,

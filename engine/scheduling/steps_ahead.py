@@ -1,9 +1,9 @@
 """Plans a step behind one that is still being computed, so that a device which runs beside its host never waits for the host.
 
 Only running streams can be planned so: where each of them will stand then, and which blocks that takes, follows from how many
-passes are under way, and the tokens never come to the host in between; so does whether a full context drops its oldest block
-before. A stream that is sure to end with them is left out. One
-that ends otherwise, by a token or because somebody leaves, is computed in vain once: what that gives is surplus, and nobody's.
+passes are under way, and the tokens never come to the host in between; so does which blocks a context gives up before. A stream
+that is sure to end with them is left out. One that ends otherwise, by a token or because somebody leaves, is computed in vain
+once: what that gives is surplus, and nobody's.
 
 Responsible for which steps can be planned so, and for telling what is surplus. Everything else is planned once all is known.
 """
@@ -52,8 +52,6 @@ class StepsAhead:
                 continue
             if item.start != seq.num_tokens - 1 or item.num_tokens > 1 or item.samples != (item.seq_id,):
                 return None
-            if seq.held.has_unseen(seq.cache):
-                return None  # only a step planned in the ordinary way gives blocks up
             planned += 1
             if seq.num_tokens_left > ahead:
                 start = seq.num_tokens - 1 + ahead
@@ -62,7 +60,10 @@ class StepsAhead:
             return None
         for chunk in step.chunks:
             seq = chunk.seq
-            seq.num_dropped_ahead += seq.held.make_room_behind(self._blocks, seq.cache, ahead)
+            dropped = seq.held.make_room_behind(self._blocks, seq.cache, ahead)
+            if dropped is None:
+                return None
+            seq.num_dropped_ahead += dropped
         step.passes = self._bursts.extend_ahead(step.chunks, ahead)
         if step.passes < 1:
             return None

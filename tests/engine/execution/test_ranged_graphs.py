@@ -163,7 +163,7 @@ def asked(core: EngineCore, requests: list[EngineRequest]) -> tuple[dict[str, An
 
 
 @pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
-def test_contexts_are_shifted_ahead(
+def test_contexts_give_blocks_up_ahead(
     burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While what is in front is computed, all but the first time; keys, their names and reports are as they would be."""
@@ -173,13 +173,18 @@ def test_contexts_are_shifted_ahead(
         ((_, one),) = run(plain, [first], every_logit=False).items()
         if one.token_ids[24] not in one.token_ids[:24]:
             break
+    # A step of several passes is over before a window gives up blocks, so those that become full have other names, or have one.
+    named = None if burst_seconds else PassageReuse(32, scope="me")
     sent = [
         first,
         greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
         greedy("ends", prompt(seed, 40), 60, context=SHIFT, stop_token_ids=(one.token_ids[24],)),
+        greedy("window", prompt(6, 30), 90, context=ContextRule("shift", 0, 20), reuse=named),
+        greedy("sinks", prompt(4, 29), 60, context=ContextRule(attention_window=16, attention_sinks=2)),
     ]
-    plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
-    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
+    options = {**OPTIONS, "max_num_seqs": 5}
+    plain = make_core(directory_of("llama"), cuda_graphs=False, burst_seconds=0.0, **options)
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
     schedule, calls = core.scheduler.schedule, 0
 
     def counted() -> Any:
@@ -190,11 +195,12 @@ def test_contexts_are_shifted_ahead(
     monkeypatch.setattr(core.scheduler, "schedule", counted)
     got, names = asked(core, sent)
     want, known = asked(plain, sent)
-    assert got == want and names == known
+    assert got == want
+    assert all(mine == theirs or (burst_seconds and mine > theirs) for mine, theirs in zip(names, known, strict=True))
     assert got["ends"][1] == "stop" and got["ends"][2].dropped_tokens == 16
     (mine, theirs) = (each.scheduler.counters for each in (core, plain))
     assert (mine.context_shifts, mine.dropped_tokens) == (theirs.context_shifts, theirs.dropped_tokens)
-    assert mine.context_shifts >= 12 and calls < 16
+    assert mine.context_shifts >= 20 and calls < 20
 
 
 def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -> None:
