@@ -15,13 +15,13 @@ from starlette.routing import BaseRoute
 
 from windlass._version import __version__
 from windlass.engine.client import EngineClient
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import EngineError, did_you_mean
 from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
 from windlass.server.app.description import pages
 from windlass.server.app.description.document import describe
 from windlass.server.app.description.pages import PAGE_PATHS
 from windlass.server.app.limits import LimitsMiddleware
-from windlass.server.app.methods import HeadMiddleware, allowed_methods
+from windlass.server.app.methods import HeadMiddleware, allowed_methods, known_paths
 from windlass.server.app.root_path import RootPathMiddleware
 from windlass.server.app.ui import page
 from windlass.server.app.ui.page import UI_PATHS
@@ -148,13 +148,16 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.scope['path'][:200]}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        message = f"there is no endpoint {where}"
+        path, known = request.scope["path"][:200], known_paths(_all_routes(request.app))
+        hint = f" (did you mean '/v1{path}'?)" if f"/v1{path}" in known else did_you_mean(path, known)
+        message = f"there is no endpoint {where}{hint}"
     elif error.status_code == 405:
         # The router names the methods of one route only.
         headers = {"allow": allowed_methods(_all_routes(request.app), request.scope)}
         if request.method == "OPTIONS":
             return Response(status_code=204, headers=headers)
-        message = f"{where} is not how this endpoint is called"
+        methods = headers["allow"].replace("OPTIONS, ", "").removesuffix(", OPTIONS")
+        message = f"{where} is not how this endpoint is called: it takes {methods}"
     else:
         message = str(error.detail)
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)

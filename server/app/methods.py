@@ -1,4 +1,4 @@
-"""HEAD wherever there is GET, and which methods a path takes. Knows ASGI scopes and the routes only."""
+"""HEAD wherever there is GET, which paths there are, and which methods one takes. Knows ASGI scopes and the routes only."""
 
 from __future__ import annotations
 
@@ -38,3 +38,9 @@ def allowed_methods(routes: Sequence[BaseRoute], scope: Scope) -> str:
     if "GET" in found:
         found.add("HEAD")
     return ", ".join(sorted({*found, "OPTIONS"}))
+
+
+def known_paths(routes: Sequence[BaseRoute]) -> list[str]:
+    """The paths that have a route, those with parts that vary aside."""
+    paths = (str(getattr(route, "path", "")) for route in routes)
+    return sorted({path for path in paths if path and "{" not in path})

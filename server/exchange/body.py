@@ -185,12 +185,10 @@ def _validation_error(error: ValidationError) -> ApiError:
     if kind == "unknown_field":
         location.append(str(context["name"]))
     absent = kind == "missing" or (first["input"] is None and isinstance(location[-1] if location else None, str))
-    while len(location) > 1 and isinstance(location[-1], int):
-        location.pop()  # an item of a flat list: name the list
-    path = ""
-    for part in location:
-        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
-    path = path[:200]
+    place = _spelt(location)
+    while kind != "model_type" and len(location) > 1 and isinstance(location[-1], int):
+        location.pop()  # an item of a flat list: `param` is the list
+    path = _spelt(location)
     message = str(first["msg"])
     if kind == "unknown_field":
         return bad_request(f"unknown field {path!r}: {context['hint']}", path, "unknown_field")
@@ -201,7 +199,14 @@ def _validation_error(error: ValidationError) -> ApiError:
         message += did_you_mean(first["input"], re.findall(r"'([^']*)'", context["expected"]))
     elif kind == "model_type":
         message = "should be an object"
-    return bad_request(_sentence(location, path, message), path or None, code)
+    return bad_request(_sentence(location, place, message), path or None, code)
+
+
+def _spelt(location: list[int | str]) -> str:
+    path = ""
+    for part in location:
+        path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)
+    return path[:200]
 
 
 def _sentence(location: list[int | str], path: str, message: str) -> str:

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.rotary.fields import KINDS
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
 from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, RotaryLadder
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
@@ -237,8 +238,10 @@ def _scaling_of(value: Any, profiles: Mapping[str, RopeScaling]) -> RopeScaling 
     if value == AUTO_NAME:
         return AUTO
     if value not in profiles:
+        is_kind = value in KINDS
+        written = '; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}' if is_kind else ""
         raise RequestError(
-            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}",
+            f"rope_scaling: there is no profile {value[:64]!r} on this server: {_known(profiles)}{written}",
             "rope_scaling",
             "unknown_profile",
         )

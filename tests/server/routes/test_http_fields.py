@@ -15,6 +15,7 @@ from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.text.breakers import breaker_tokens
 
 PATH = "/v1/completions"
+USER = {"role": "user", "content": "a"}
 
 
 def test_defaults_reach_the_engine(live: Live) -> None:
@@ -272,6 +273,38 @@ def test_values_out_of_bounds_are_named(live: Live, field: str, value: Any) -> N
 )
 def test_prompts_of_a_wrong_shape(live: Live, prompt: Any) -> None:
     assert live.refuse(PATH, {"prompt": prompt})["param"] == "prompt"
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "message", "param"),
+    [
+        ("/v1/chat/completions", {"messages": [USER, "x"]}, "messages[1] should be an object", "messages[1]"),
+        ("/v1/chat/completions", {"messages": [USER], "tools": ["x"]}, "tools[0] should be an object", "tools[0]"),
+        (PATH, {"prompt": "a", "stop": ["a", 5]}, "stop[1] should be a valid string", "stop"),
+    ],
+)
+def test_an_item_of_a_list_is_named(live: Live, path: str, body: dict[str, Any], message: str, param: str) -> None:
+    error = live.refuse(path, body)
+    assert (error["message"], error["param"]) == (message, param)
+
+
+@pytest.mark.parametrize(
+    ("method", "path", "message"),
+    [
+        ("POST", "/chat/completions", "there is no endpoint POST /chat/completions (did you mean '/v1/chat/completions'?)"),
+        ("POST", "/v1/completion", "there is no endpoint POST /v1/completion (did you mean '/v1/completions'?)"),
+        ("GET", "/v1/nothing/here", "there is no endpoint GET /v1/nothing/here"),
+        ("GET", PATH, f"GET {PATH} is not how this endpoint is called: it takes POST"),
+        ("POST", "/health", "POST /health is not how this endpoint is called: it takes GET, HEAD"),
+    ],
+)
+def test_an_address_that_is_not_there(live: Live, method: str, path: str, message: str) -> None:
+    assert live.http.request(method, path).json()["error"]["message"] == message
+
+
+def test_a_kind_that_is_given_as_a_profile(live: Live) -> None:
+    error = live.refuse(PATH, {"prompt": "a", "rope_scaling": "yarn"})
+    assert error["message"].endswith('; a kind is written as an object such as {"rope_type": "yarn", "factor": 4}')
 
 
 def test_an_empty_prompt(live: Live) -> None:

@@ -370,7 +370,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": 
         ({"input": None}, "input"),
         ({"input": []}, "input"),
         ({"input": 3}, "input"),
-        ({"input": ["a"]}, "input"),
+        ({"input": ["a"]}, "input[0]"),
         ({"input": [{}]}, "input[0].type"),
         ({"input": [{"role": "user"}]}, "input[0].content"),
         ({"input": [{"role": "pope", "content": "a"}]}, "input[0].role"),
