@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from dataclasses import dataclass, field
 from typing import Literal
@@ -20,6 +21,8 @@ PERSIST_SIZE = 4 << 30
 MAX_SPECULATIVE_TOKENS = 64
 MAX_DRAFT_TOKENS = 16
 MAX_RANKS = 32
+MAX_THREADS = 1024
+MAX_SEQS = 65_536
 MAX_BURST_SECONDS = 1.0  # an abort waits for the end of one
 MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
 
@@ -52,9 +55,9 @@ class ComputeConfig:
 
     def __post_init__(self) -> None:
         _check_at_least_one("compute.threads", self.threads)
+        _check_at_most("compute.threads", self.threads, MAX_THREADS)
         _check_at_least_one("compute.tensor_parallel", self.tensor_parallel)
-        if self.tensor_parallel > MAX_RANKS:
-            raise LoadError(f"`compute.tensor_parallel` must be at most {MAX_RANKS}, got {self.tensor_parallel}")
+        _check_at_most("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -170,10 +173,13 @@ class SchedulerConfig:
     def __post_init__(self) -> None:
         _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
         _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
+        _check_at_most("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
         _check_at_least_one("scheduling.max_waiting", self.max_waiting)
         _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
-        if self.target_step_seconds < 0:
-            raise LoadError(f"`scheduling.target_step_seconds` must not be negative, got {self.target_step_seconds}")
+        if not 0 <= self.target_step_seconds < math.inf:
+            raise LoadError(
+                f"`scheduling.target_step_seconds` must be finite and not negative, got {self.target_step_seconds}"
+            )
         if not 0 <= self.burst_seconds <= MAX_BURST_SECONDS:
             raise LoadError(
                 f"`scheduling.burst_seconds` must lie between 0 and {MAX_BURST_SECONDS}, got {self.burst_seconds}"
@@ -223,8 +229,7 @@ class AdapterConfig:
 
     def __post_init__(self) -> None:
         _check_at_least_one("adapters.max_loaded", self.max_loaded)
-        if self.max_loaded > MAX_ADAPTERS:
-            raise LoadError(f"`adapters.max_loaded` must be at most {MAX_ADAPTERS}, got {self.max_loaded}")
+        _check_at_most("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
         _check_at_least_one("adapters.max_rank", self.max_rank)
         if len(self.sources) > self.max_loaded:
             raise LoadError(
@@ -262,6 +267,11 @@ def _check_at_least_one(field: str, value: int | None) -> None:
         raise LoadError(f"`{field}` must be at least 1, got {value}")
 
 
+def _check_at_most(field: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise LoadError(f"`{field}` must be at most {most}, got {value}")
+
+
 def parse_dtype(name: str) -> str:
     """Normalise a dtype name ("bf16", "bfloat16", "auto", …) or raise LoadError naming the allowed ones."""
     full = _DTYPE_NAMES.get(name.lower(), name.lower())
@@ -287,7 +297,7 @@ def parse_cache_dtype(name: str) -> str:
 
 def parse_size(text: str) -> int:
     """Bytes from "4GiB", "500MB", "1.5g" or a plain number; raises LoadError that shows the form."""
-    match = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([kmgt]?i?)b?\s*", text.lower())
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?)b?\s*", text.lower())
     if not match or match[2] == "i" or float(match[1]) <= 0:
         raise LoadError(f"cannot read {text!r} as a size: write for example 4GiB, 500MB or a number of bytes")
     return int(float(match[1]) * _UNITS[match[2]])

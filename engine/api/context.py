@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DEFAULT_KEEP_TOKENS = 16
+SHORTEST_PASSAGE = 32  # tokens of one that requests may ask to take up
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,6 +9,7 @@ import sys
 from dataclasses import dataclass
 
 from windlass.engine.api.context import ContextReport, ContextRule
+from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import RequestError
 
 ENDLESS = 2**62  # slots that no sequence takes
@@ -129,3 +130,16 @@ class ContextSizes:
                 "invalid_value",
             )
         return ContextSize(longest, size, window, -(-rule.keep_tokens // size))
+
+
+def sizes_of(info: ModelInfo) -> ContextSizes:
+    """What sequences of a loaded model may hold."""
+    return ContextSizes(
+        info.max_model_len,
+        info.block_size,
+        info.shift_context or info.max_model_len,
+        info.max_total_tokens,
+        info.shift_refusal,
+        info.window_refusal,
+        info.sinks_refusal,
+    )

@@ -8,14 +8,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, ContextReport, ContextRule, PassageReuse
-from windlass.engine.api.context_size import ContextSize, ContextSizes
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, SHORTEST_PASSAGE, ContextReport, ContextRule, PassageReuse
+from windlass.engine.api.context_size import ContextSize, sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
 
-SHORTEST_PASSAGE = 32  # tokens
 DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
 
 
@@ -60,7 +59,7 @@ def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, c
 
 def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
     """What the rule comes to on this model; raises RequestError for one that cannot be."""
-    return _sizes(info).size(rule)
+    return sizes_of(info).size(rule)
 
 
 def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:
@@ -92,15 +91,3 @@ def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str,
     if report.reused_passages:
         shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
     return shown
-
-
-def _sizes(info: ModelInfo) -> ContextSizes:
-    return ContextSizes(
-        info.max_model_len,
-        info.block_size,
-        info.shift_context,
-        info.max_total_tokens,
-        info.shift_refusal,
-        info.window_refusal,
-        info.sinks_refusal,
-    )

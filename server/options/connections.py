@@ -9,7 +9,7 @@ from typing import Annotated
 from windlass.engine.errors import LoadError
 from windlass.server.options.connection_settings import EVERYBODY, ConnectionSettings, Network
 from windlass.server.options.panels import CONNECTIONS
-from windlass.server.options.spelling import option, split
+from windlass.server.options.spelling import check_seconds, option, split
 
 
 @dataclass(slots=True, kw_only=True)
@@ -52,8 +52,7 @@ class ConnectionOptions:
             if getattr(self, name) < 1:
                 raise LoadError(f"{_spelt(name)} must be at least 1, got {getattr(self, name)}")
         for name in ("header_timeout", "keep_alive_timeout", "write_timeout"):
-            if not 0 < getattr(self, name) < float("inf"):
-                raise LoadError(f"{_spelt(name)} must be more than 0 seconds and finite, got {getattr(self, name):g}")
+            check_seconds(_spelt(name), getattr(self, name), zero=False)
         given = split(self.forwarded_allow_ips)
         return ConnectionSettings(
             max_connections=self.max_connections,

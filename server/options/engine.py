@@ -6,6 +6,7 @@ Imports neither torch nor fastapi, and starts nothing.
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
@@ -306,8 +307,8 @@ class EngineOptions:
         choose("--quantization", self.quantization, _QUANTIZATIONS)
         choose("--speculative-model-quantization", self.speculative_model_quantization, _QUANTIZATIONS)
         choose("--activations", self.activations, _ACTIVATIONS)
-        if self.target_step_ms < 0:
-            raise LoadError(f"--target-step-ms must not be negative, got {self.target_step_ms:g}")
+        if not 0 <= self.target_step_ms < math.inf:
+            raise LoadError(f"--target-step-ms must be finite and not negative, got {self.target_step_ms:g}")
         if not 0 <= self.burst_ms <= MAX_BURST_SECONDS * 1000:
             raise LoadError(f"--burst-ms must lie between 0 and {MAX_BURST_SECONDS * 1000:g}, got {self.burst_ms:g}")
         self.profiles()

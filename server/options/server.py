@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RecordSettings, RopePolicy, ServerSettings
-from windlass.server.options.spelling import choose, option, read_size, read_template_file, split
+from windlass.server.options.spelling import check_seconds, choose, option, read_size, read_template_file, split
 
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
@@ -267,12 +266,9 @@ class ServerOptions:
                     raise LoadError(f"--{name.replace('_', '-')} goes with --ssl-certfile")
         if self.default_max_tokens < 1:
             raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
-        if self.grace_period < 0:
-            raise LoadError(f"--grace-period must not be negative, got {self.grace_period:g}")
-        if not 0 <= self.stats_interval < math.inf:
-            raise LoadError(f"--stats-interval must be 0 or more seconds, got {self.stats_interval:g}")
-        if self.request_timeout is not None and self.request_timeout <= 0:
-            raise LoadError(f"--request-timeout must be more than 0 seconds, got {self.request_timeout:g}")
+        check_seconds("--grace-period", self.grace_period)
+        check_seconds("--stats-interval", self.stats_interval)
+        check_seconds("--request-timeout", self.request_timeout, zero=False)
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
         for source in engine.adapters():
             if source.name in names:

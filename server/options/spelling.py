@@ -17,6 +17,7 @@ from windlass.engine.errors import LoadError, did_you_mean
 
 LOG_FORMATS = ("text", "json")
 MAX_TEMPLATE_BYTES = 1024 * 1024
+MOST_SECONDS = 1e9  # a system's clocks count a little further
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Choice = TypeVar("Choice", bound=str)
@@ -75,6 +76,13 @@ def read_size(name: str, value: str) -> int:
         return parse_size(value)
     except LoadError as error:
         raise LoadError(f"{name}: {error}") from error
+
+
+def check_seconds(name: str, value: float | None, *, zero: bool = True) -> None:
+    """LoadError for a length of time that is none, or that no clock counts. zero: whether it may be 0."""
+    if value is not None and not (0 <= value <= MOST_SECONDS and (zero or value > 0)):
+        least = "0 or more" if zero else "more than 0"
+        raise LoadError(f"{name} must be {least} seconds, at most {MOST_SECONDS:g}, got {value:g}")
 
 
 def read_template_file(name: str, path: Path) -> str:

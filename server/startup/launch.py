@@ -20,13 +20,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
+from windlass.engine.api.context_size import sizes_of
 from windlass.engine.client import EngineClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
-from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.preflight import check_start
-from windlass.engine.rotary.scaling import OF_DISTANCES
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.loop_watch import LoopWatch
@@ -48,6 +47,7 @@ from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEn
 from windlass.server.startup.key_reload import reread_on_signal
 from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
+from windlass.server.startup.own_rule import check_goes_with_model, check_own_rule, most_sizes
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.ranking import rank_settings
 from windlass.server.startup.shown_options import not_default
@@ -129,6 +129,8 @@ def prepare(
     engine = with_draft_model(engine)
     settings = server.to_settings(name, engine)
     spec = check_model(engine, path, server, replicas)
+    if spec is not None:
+        check_own_rule(settings, most_sizes(engine.to_config(path), spec))
     settings = replace(settings, ranking=rank_settings(path, server, spec))
     path = with_tokenizer(path)
     if server.generation_config == "auto":
@@ -163,39 +165,13 @@ def check_model(
     model = check_start(replace(engine.to_config(path), replicas=replicas))
     check_profiles(engine.profiles(), model.own_groups)
     if server is not None:
-        _check_moved_keys(server, {group.scaling.rope_type for group in model.spec.rotary_groups})
-        _check_context(server, context_refusals(model.spec))
+        check_goes_with_model(server, model.spec)
     return model.spec
 
 
 def _refused_later(engine: EngineOptions) -> bool:
     """Whether the engine may still refuse what `check_model` let pass: what a GPU is, and has free, its process finds out."""
     return CORE_VARIABLE not in os.environ and expect_device(engine.device) != "cpu"
-
-
-def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
-    """Refuse what every request would be refused for that asks for nothing else. kinds: of the scaling they run under."""
-    options = {
-        "--context-overflow shift": server.context_overflow == "shift",
-        "--attention-window": server.attention_window is not None,
-        "--cache-reuse": server.cache_reuse > 0,
-    }
-    for option, given in options.items():
-        if given and (kind := next(iter(kinds & {*OF_DISTANCES}), None)) is not None:
-            raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
-
-
-def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
-    """Refuse what the model itself does not allow of a context, and every request would be refused for."""
-    window = server.attention_window is not None
-    for option, given, refusal in (
-        ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
-        ("--cache-reuse", server.cache_reuse > 0, refusals["shift_refusal"]),
-        ("--attention-window", window, refusals["window_refusal"]),
-        ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
-    ):
-        if given and refusal is not None:
-            raise LoadError(f"{option}: {refusal}: leave it out")
 
 
 def crash_folder(server: ServerOptions) -> Path | None:
@@ -331,6 +307,7 @@ async def _follow(
     loading.begin()
     loading.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
+    check_own_rule(settings, sizes_of(info))
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described()
     for line in summary(info, ", ".join(settings.model_names), url, profiles, shown_options, sampling):
         say(line)

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from windlass.engine.api.config import RotaryConfig
-from windlass.engine.api.context_size import ContextSizes
+from windlass.engine.api.context_size import sizes_of
 from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.cache.prefix import root_digest
 from windlass.engine.errors import EngineError
@@ -31,15 +31,7 @@ class PrefixKeys:
         self.block_tokens = -(-FEWEST_TOKENS // info.block_size) * info.block_size
         self._namespace = info.fingerprint.encode()
         self._planner = RotaryPlanner(info.rotary_groups, rotary.update, info.rotary_ladder, info.rotary_auto)
-        self._sizes = ContextSizes(
-            info.max_model_len,
-            info.block_size,
-            info.shift_context or info.max_model_len,
-            info.max_total_tokens,
-            info.shift_refusal,
-            info.window_refusal,
-            info.sinks_refusal,
-        )
+        self._sizes = sizes_of(info)
         self._fingerprints = lru_cache(_KEPT_ROTATIONS)(self._resolve)
 
     def root(self, request: EngineRequest) -> bytes:

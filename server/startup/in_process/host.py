@@ -14,6 +14,7 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from windlass.engine.api.context_size import sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import EngineDeadError
 from windlass.server.generation.request_rotation import check_profiles
@@ -25,6 +26,7 @@ from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.in_process.transport import AppTransport
 from windlass.server.startup.launch import make_app, prepare, read_template
+from windlass.server.startup.own_rule import check_own_rule
 
 T = TypeVar("T")
 
@@ -90,6 +92,7 @@ async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo
     finally:
         display.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
+    check_own_rule(settings, sizes_of(info))
     return info
 
 

@@ -7,10 +7,7 @@ limits and errors are those of the HTTP API.
 from __future__ import annotations
 
 import asyncio
-import json
-import re
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -32,32 +29,13 @@ from windlass.clients import (
 )
 from windlass.clients.options import Messages, TokenIds
 from windlass.engine.api.request import ModelInfo
-from windlass.engine.errors import EngineError, LoadError, did_you_mean
-from windlass.server.options.engine import EngineOptions
-from windlass.server.options.engine_names import in_options
-from windlass.server.options.server import ServerOptions
+from windlass.engine.errors import EngineError, LoadError
 from windlass.server.startup.in_process.host import ModelHost
+from windlass.server.startup.in_process.keywords import in_keywords, read_options
 from windlass.server.startup.in_process.transport import ThreadTransport
 
 T = TypeVar("T")
 
-# Of the server's options those that say how requests are read and answered.
-ANSWER_OPTIONS = (
-    "chat_template",
-    "rerank_tokens",
-    "rerank_template",
-    "generation_config",
-    "tool_call_parser",
-    "reasoning_parser",
-    "default_max_tokens",
-    "max_response_bytes",
-    "rope_exact",
-    "context_overflow",
-    "keep_tokens",
-    "attention_window",
-    "attention_sinks",
-    "cache_reuse",
-)
 _URL = "http://in-process"
 
 
@@ -75,11 +53,11 @@ class LLM:
     client: Client
 
     def __init__(self, model: str | Path | None = None, *, log_level: str = "warning", **options: Any) -> None:
-        engine, server = _read_options(options)
+        engine, server = read_options(options)
         try:
             self._host = ModelHost(None if model is None else str(model), engine, server, log_level)
         except EngineError as error:
-            raise LoadError(_in_keywords(str(error))) from error
+            raise LoadError(in_keywords(str(error))) from error
         retry = RetryPolicy(max_retries=0)
         transport = self._host.transport
         self.client = Client(_URL, api_key="", retry=retry, transport=ThreadTransport(transport, self._host.run))
@@ -213,36 +191,3 @@ def _conversations(given: Any) -> list[Any]:
     items = list(given)
     several = bool(items) and not any(isinstance(item, Mapping) or hasattr(item, "to_dict") for item in items)
     return items if several else [items]
-
-
-def _read_options(given: Mapping[str, Any]) -> tuple[EngineOptions, ServerOptions]:
-    of_engine = {field.name for field in fields(EngineOptions)}
-    known = [*of_engine, *ANSWER_OPTIONS]
-    for name in given:
-        if name not in known:
-            raise LoadError(f"there is no option {name!r}{did_you_mean(name, known)}")
-    values = {name: _spelt(name, value) for name, value in given.items()}
-    return (
-        EngineOptions(**{name: value for name, value in values.items() if name in of_engine}),
-        ServerOptions(**{name: value for name, value in values.items() if name not in of_engine}),
-    )
-
-
-def _spelt(name: str, value: Any) -> Any:
-    """What Python says with objects, as the command line spells it."""
-    if name == "rope_scaling" and isinstance(value, Mapping):
-        return json.dumps(dict(value))
-    if name == "rope_profile" and isinstance(value, Mapping):
-        return [f"{profile}={json.dumps(dict(scaling))}" for profile, scaling in value.items()]
-    if name == "chat_template" and value is not None:
-        return Path(value)
-    if name == "rerank_template" and value is not None:
-        return str(value)
-    if name == "rerank_tokens" and value is not None:
-        return [value] if isinstance(value, str) else list(value)
-    return value
-
-
-def _in_keywords(message: str) -> str:
-    """What is said of options, with their names in Python."""
-    return re.sub(r"--([a-z][a-z-]*[a-z])", lambda option: option[1].replace("-", "_"), in_options(message))

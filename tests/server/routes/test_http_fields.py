@@ -291,7 +291,11 @@ def test_an_item_of_a_list_is_named(live: Live, path: str, body: dict[str, Any],
 @pytest.mark.parametrize(
     ("method", "path", "message"),
     [
-        ("POST", "/chat/completions", "there is no endpoint POST /chat/completions (did you mean '/v1/chat/completions'?)"),
+        (
+            "POST",
+            "/chat/completions",
+            "there is no endpoint POST /chat/completions (did you mean '/v1/chat/completions'?)",
+        ),
         ("POST", "/v1/completion", "there is no endpoint POST /v1/completion (did you mean '/v1/completions'?)"),
         ("GET", "/v1/nothing/here", "there is no endpoint GET /v1/nothing/here"),
         ("GET", PATH, f"GET {PATH} is not how this endpoint is called: it takes POST"),

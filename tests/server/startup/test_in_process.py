@@ -23,7 +23,7 @@ from windlass.clients import BadRequestError, Client
 from windlass.engine.errors import EngineDeadError, LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.server import ServerOptions
-from windlass.server.startup.in_process.llm import ANSWER_OPTIONS, _read_options
+from windlass.server.startup.in_process.keywords import ANSWER_OPTIONS, read_options
 
 ROOT = Path(__file__).parents[3]
 OPTIONS = ("--kv-cache-memory", "64MiB", "--deterministic")
@@ -148,13 +148,43 @@ def test_options_at_fault_are_named_as_in_python() -> None:
 
 def test_options_of_both_sides_are_options_of_the_server() -> None:
     assert not set(ANSWER_OPTIONS) - {field.name for field in fields(ServerOptions)}
-    engine, server = _read_options(
+    engine, server = read_options(
         {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
         | {"rerank_tokens": "no,yes", "rerank_template": Path("p")}
     )
     assert (engine.parse_rope_scaling(), engine.max_num_seqs) == (RopeScaling.from_dict(YARN), 3)
     assert (server.context_overflow, server.chat_template) == ("error", Path("t"))
     assert (server.rerank_tokens, server.rerank_template) == (["no,yes"], "p")
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        ({"kv_cache_memory": -1}, "kv_cache_memory: cannot read '-1' as a size"),
+        ({"kv_cache_memory": 1e9}, "kv_cache_memory should be a size such as '4GiB', or a number of bytes, got 1000000000.0"),
+        ({"max_model_len": "5k"}, "max_model_len should be a valid integer, got '5k'"),
+        ({"max_num_seqs": 1.5}, "max_num_seqs should be a valid integer, got 1.5"),
+        ({"max_model_len": True}, "max_model_len should be a valid integer, got True"),
+        ({"prefix_caching": "no"}, "prefix_caching should be a valid boolean, got 'no'"),
+        ({"dtype": 5}, "dtype should be a valid string, got 5"),
+        ({"chat_template": 5}, "chat_template should be a path, got 5"),
+        ({"rope_scaling": [1]}, "rope_scaling should be a mapping such as"),
+        ({"rope_scaling": {"factor": object()}}, "rope_scaling: this cannot be written as JSON"),
+        ({"rope_profile": {"long": "yarn"}}, "rope_profile: a scaling must be a mapping such as"),
+        ({"target_step_ms": float("nan")}, "target_step_ms must be finite"),
+        ({"attention_window": 10**9}, "attention_window and attention_sinks come to 1000000000"),
+        ({"threads": 10**6}, "threads must be at most 1024"),
+    ],
+)
+def test_an_option_of_another_kind_is_one_line(option: dict, says: str) -> None:
+    with pytest.raises(LoadError) as caught:
+        LLM("demo", **option)
+    assert str(caught.value).startswith(says) and "\n" not in str(caught.value)
+
+
+def test_sizes_and_paths_are_taken_as_python_has_them() -> None:
+    engine, _ = read_options({"kv_cache_memory": 1 << 26, "kv_persist": Path("kept"), "target_step_ms": 5})
+    assert (engine.kv_cache_memory, engine.kv_persist, engine.target_step_ms) == ("67108864", "kept", 5)
 
 
 @pytest.mark.slow
