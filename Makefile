@@ -47,15 +47,22 @@ $(BIN)/python:
 SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-$(VENV)/.installed: $(BIN)/python $(SOURCES)
+# Where a compiler has come since, or gone, kernels are to be compiled that were not.
+COMPILER := $(shell command -v $(firstword $(CXX)))
+COMPILED := $(VENV)/.compiler
+OTHER    := $(if $(filter x$(COMPILER),x$(shell cat $(COMPILED) 2>/dev/null)),,other-compiler)
+
+.PHONY: other-compiler
+
+$(VENV)/.installed: $(BIN)/python $(SOURCES) $(OTHER)
 	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e .
-	@touch $@
+	@echo "$(COMPILER)" > $(COMPILED); touch $@
 
-$(VENV)/.installed-%: $(BIN)/python $(SOURCES)
+$(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(OTHER)
 	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e '.[$*]'
-	@touch $@ $(VENV)/.installed
+	@echo "$(COMPILER)" > $(COMPILED); touch $@ $(VENV)/.installed
 
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)

@@ -161,7 +161,10 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
     ("option", "says"),
     [
         ({"kv_cache_memory": -1}, "kv_cache_memory: cannot read '-1' as a size"),
-        ({"kv_cache_memory": 1e9}, "kv_cache_memory should be a size such as '4GiB', or a number of bytes, got 1000000000.0"),
+        (
+            {"kv_cache_memory": 1e9},
+            "kv_cache_memory should be a size such as '4GiB', or a number of bytes, got 1000000000.0",
+        ),
         ({"max_model_len": "5k"}, "max_model_len should be a valid integer, got '5k'"),
         ({"max_num_seqs": 1.5}, "max_num_seqs should be a valid integer, got 1.5"),
         ({"max_model_len": True}, "max_model_len should be a valid integer, got True"),

@@ -221,7 +221,10 @@ OPTIONS = {
     "quantization": (("--device", "cuda", "--quantization", "int8"), ("--device cpu",)),
     "short passages": (("--cache-reuse", "5"), ("--cache-reuse must be 0 or at least 32, got 5",)),
     "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
-    "wide window": (("--attention-window", "600"), ("--attention-window and --attention-sinks come to 600", "may come to 480")),
+    "wide window": (
+        ("--attention-window", "600"),
+        ("--attention-window and --attention-sinks come to 600", "may come to 480"),
+    ),
     "sinks alone": (("--attention-sinks", "4"), ("--attention-sinks goes with --attention-window",)),
     "kept": (
         ("--context-overflow", "shift", "--keep-tokens", "100000"),

@@ -14,7 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.outputs import check_outputs
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.errors import LoadError, RequestError, did_you_mean
+from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.rotary.groups import RotaryGroup, main_group
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import original_len
@@ -38,6 +40,7 @@ if TYPE_CHECKING:
     from windlass.engine.offline.batch_scoring import BatchScorer
 
 _MOST_DOCUMENTS = 10_000
+_MOST_TOKENS = 1 << 26  # of all documents, which are made before one is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -114,6 +117,7 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     check_outputs(outputs)
     for file in files:
         check_outputs(outputs, {"--text": file})
+    _check_lengths(options, lengths)
     documents = _make_documents(options, files, lengths, trained)
     candidates = _candidates(options, group, trained, max(lengths))
     if any(c.cut_to is not None for c in candidates):
@@ -161,6 +165,18 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     )
     _write(result, options)
     return result
+
+
+def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
+    """LoadError where the longest does not fit the model and this machine, or all together are too much."""
+    cache = CacheConfig(dtype=options.kv_cache_dtype, memory=options.kv_cache_memory)
+    compute = ComputeConfig(device=options.device, dtype=options.dtype)
+    if not options.report_only:
+        check_start(EngineConfig(model=str(options.model), max_model_len=max(lengths), compute=compute, cache=cache))
+    if (tokens := sum(lengths) * options.documents) > _MOST_TOKENS:
+        raise LoadError(
+            f"--lengths and --documents come to {tokens:,} tokens, at most {_MOST_TOKENS:,} are made: ask for fewer"
+        )
 
 
 def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[int], trained: int) -> list[Document]:
