@@ -15,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.errors import LoadError
+from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.gguf_directory import derive_directory, is_gguf
@@ -50,7 +50,7 @@ def resolve_model(name: str | None) -> Path:
         return bundled_model()
     path = Path(name).expanduser()
     if path.is_dir():
-        return _in_directory(path)
+        return _in_directory(path, name)
     if path.exists():
         if is_gguf(path):
             return derive_directory(path)
@@ -111,16 +111,18 @@ def described_model(name: str | None) -> Path | None:
     return snapshot if (snapshot / "config.json").is_file() else None
 
 
-def _in_directory(directory: Path) -> Path:
-    """A model in a directory that a person named: its safetensors, else the one GGUF file in it."""
+def _in_directory(directory: Path, name: str) -> Path:
+    """A model in a directory that a person named so: its safetensors, else the one GGUF file in it."""
     directory = directory.resolve()
     names = [] if any(directory.glob("*.safetensors")) else [name for name in gguf_names(directory) if "/" not in name]
     if model_files(names):
         return derive_directory(directory / choose_file(names, None, str(directory)))
     if not (directory / "config.json").is_file():
         foreign = describe_foreign(directory)
+        hides = f" (the folder hides the known model {name}: start from another)" if name in KNOWN else ""
         raise LoadError(
-            foreign or f"{directory} holds no config.json: give the directory of a Hugging Face model, or a GGUF file"
+            foreign
+            or f"{directory} holds no config.json: give the directory of a Hugging Face model, or a GGUF file{hides}"
         )
     return directory
 
@@ -236,7 +238,7 @@ def _download_gguf(repo: str, revision: str, wanted: str | None) -> Path:
 def _tried(repo: str, revision: str) -> tuple[str, str]:
     """A hub id with its revision, and what to say was looked for without success."""
     label = repo if revision == "main" else f"{repo}@{revision}"
-    return label, f"no directory {label!r}, and {cache_directory()} does not hold it"
+    return label, f"no directory {label!r}{did_you_mean(label, KNOWN)}, and {cache_directory()} does not hold it"
 
 
 def _reach_hub(tried: str) -> Any:

@@ -258,6 +258,14 @@ def test_a_cached_repository_of_ggufs_without_saying_which(home, derived):
     )
 
 
+def test_a_known_name_that_was_misspelt_or_that_a_folder_hides(home, tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    assert "no directory 'smollm' (did you mean 'smollm2'?)" in one_line("smollm")
+    (tmp_path / "demo").mkdir()
+    monkeypatch.chdir(tmp_path)
+    assert "the folder hides the known model demo" in one_line("demo")
+
+
 @pytest.mark.parametrize(("cached", "wanted"), [(REPO, "Q6_K"), (REPO[:-1], "Q8_0"), ((), "Q4_0")])
 def test_what_the_cache_has_not_whole_is_asked_for(home, derived, cached, wanted):
     fill(cache_model(home / "hf" / "hub", "org/name", files=()), *cached)
