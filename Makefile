@@ -1,4 +1,5 @@
-# Windlass: one command each. `make serve` needs nothing but Python 3.11 to 3.13, and works without a network once that is there.
+# Windlass: one command each. `make serve` needs Python 3.11 to 3.13 and, to be fast, a C++ compiler. It works without a network once all is
+# installed.
 
 PYTHON ?= python3
 VENV   ?= .venv
