@@ -127,6 +127,7 @@ MESSAGES_PATH = "/v1/messages"
 # What Anthropic calls errors of a status.
 _MESSAGES_TYPES = {
     401: "authentication_error",
+    403: "permission_error",
     404: "not_found_error",
     413: "request_too_large",
     429: "rate_limit_error",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -28,6 +29,7 @@ def install(venv: Path, *stamps: str) -> Path:
     """An environment in which these sets are installed, as far as make can tell."""
     (venv / "bin").mkdir(parents=True)
     (venv / "bin" / "python").touch()
+    (venv / ".compiler").write_text(f"{shutil.which('g++') or ''}\n")
     now = time.time() + 60  # newer than any source
     for stamp in stamps:
         (venv / stamp).touch()
@@ -52,6 +54,19 @@ def test_what_is_installed_is_not_installed_again(tmp_path: Path) -> None:
     assert any(f"touch {venv}/.installed-dev {venv}/.installed" in line for line in commands(venv, "test"))
     for goal in ("test", "test-slow", "soak", "check"):
         assert installs(commands(install(tmp_path / goal, ".installed", ".installed-dev"), goal)) == []
+
+
+def test_kernels_are_compiled_once_a_compiler_has_come(tmp_path: Path) -> None:
+    venv = install(tmp_path / "venv", ".installed", ".installed-dev")
+    (venv / ".compiler").write_text("/somewhere/else/g++\n")
+    assert installs(commands(venv, "serve")) == ["-e ."] and installs(commands(venv, "test")) == ["-e '.[dev]'"]
+    assert any(
+        line.startswith("echo") and line.split(";")[0].endswith(f"> {venv}/.compiler")
+        for line in commands(venv, "serve")
+    )
+    assert installs(commands(venv, "serve", "CXX=no-such-compiler")) == ["-e ."]
+    (venv / ".compiler").write_text("\n")
+    assert installs(commands(venv, "serve", "CXX=no-such-compiler")) == []
 
 
 def test_engines_kernels_and_servers_are_tested_on_the_gpu_that_is_named(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError, QueueFullError
+from windlass.server.errors import ApiError, error_body
 
 PATH = "/v1/messages"
 COUNT = "/v1/messages/count_tokens"
@@ -391,6 +392,11 @@ def test_the_rest_of_the_server_refuses_in_the_same_shape(live: Live) -> None:
     assert live.http.post(PATH, content=b"{").json()["error"]["code"] == "invalid_json"
     assert refuse(live, COUNT, {"messages": [{"role": "user", "content": [IMAGE]}]})["param"]
     assert "error" in live.http.get("/v1/messagesx").json() and "type" not in live.http.get("/v1/messagesx").json()
+
+
+def test_what_a_key_may_not_is_said_in_their_words() -> None:
+    error = ApiError(403, "no", code="not_an_administrator")
+    assert error_body(error, {"path": PATH})["error"]["type"] == "permission_error"
 
 
 def test_keys_in_either_header() -> None:
