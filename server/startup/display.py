@@ -142,7 +142,19 @@ def summary(
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]
+    if _goes_beyond_its_training(info):
+        lines.append(
+            f"  note: the model was trained for {info.trained_len:,} tokens; beyond them it needs a scaling: "
+            "--rope-scaling auto, or rope_scaling in requests"
+        )
     return lines
+
+
+def _goes_beyond_its_training(info: ModelInfo) -> bool:
+    """Whether contexts may be longer than what its angles stand for."""
+    rotates = any(group.base.unrotated is None for group in info.rotary_groups)
+    scaled = any(group.scaling.rope_type != "default" for group in info.rotary_groups)
+    return info.max_model_len > info.trained_len and rotates and not scaled and not info.rotary_auto
 
 
 def memory_lines(sized: Sized) -> list[str]:

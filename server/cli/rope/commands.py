@@ -46,7 +46,7 @@ def inspect(
 
         require_matplotlib()
         check_outputs({"--png": png})
-    result = inspect_scaling(resolve_model(model), _parse(scaling), length)
+    result = inspect_scaling(resolve_model(model), _parse(scaling), length, model)
     if as_json:
         print(json.dumps(result.to_json(), allow_nan=False))
     else:

@@ -16,6 +16,7 @@ from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
+from windlass.server.cli.rope.outputs import display_name
 
 _MAX_LENGTH = 2**31 - 1  # as `POST /v1/rotary/inspect` takes
 
@@ -102,8 +103,12 @@ def read_groups(directory: Path) -> tuple[RotaryGroup, ...]:
     return read_rotary_groups(config)
 
 
-def inspect_scaling(directory: Path, scaling: RopeScaling | None, length: int | None) -> Inspection:
+def inspect_scaling(
+    directory: Path, scaling: RopeScaling | None, length: int | None, name: str | None = None
+) -> Inspection:
     """Resolve `scaling` (None: the model's own) on a model for a request of `length` tokens (None: the trained length).
+
+    name: what the model was asked for by; None: its directory.
 
     Raises LoadError and RequestError, one line each.
     """
@@ -113,7 +118,8 @@ def inspect_scaling(directory: Path, scaling: RopeScaling | None, length: int | 
     if not 1 <= length <= _MAX_LENGTH:
         raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {shown(length)}")
     scaled = apply_scaling(own, scaling)
-    return Inspection(directory.name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))
+    shown_name = display_name(directory, name)
+    return Inspection(shown_name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))
 
 
 def _inspect(own: RotaryGroup, scaled: RotaryGroup, length: int) -> GroupInspection:

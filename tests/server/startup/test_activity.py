@@ -12,6 +12,8 @@ from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.api.request import EngineStats
+from windlass.engine.rotary.groups import apply_scaling
+from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.startup import activity
 from windlass.server.startup.activity import activity_line
@@ -116,3 +118,7 @@ def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_onc
     text = "\n".join(summary(info, "toy", "http://x/v1"))
     assert f"  cache     {room}\n" in text
     assert "  memory    3.0 MiB of weights, 5.0 MiB of cache (" in text
+    beyond = "beyond them it needs a scaling: --rope-scaling auto, or rope_scaling in requests" in text
+    assert beyond is (longest > info.trained_len)
+    scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))
+    assert "beyond them" not in "\n".join(summary(scaled, "toy", "http://x/v1"))
