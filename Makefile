@@ -48,22 +48,21 @@ $(BIN)/python:
 SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-# Where a compiler has come since, or gone, kernels are to be compiled that were not.
-COMPILER := $(shell command -v $(firstword $(CXX)))
-COMPILED := $(VENV)/.compiler
-OTHER    := $(if $(filter x$(COMPILER),x$(shell cat $(COMPILED) 2>/dev/null)),,other-compiler)
+# Where a compiler has come since, the kernels are to be compiled that were not.
+KERNELS := $(wildcard kernels/cpu/_windlass_cpu*.so)
+LATE    := $(if $(KERNELS),,$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),late-compiler))
 
-.PHONY: other-compiler
+.PHONY: late-compiler
 
-$(VENV)/.installed: $(BIN)/python $(SOURCES) $(OTHER)
+$(VENV)/.installed: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e .
-	@echo "$(COMPILER)" > $(COMPILED); touch $@
+	@touch $@
 
-$(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(OTHER)
+$(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e '.[$*]'
-	@echo "$(COMPILER)" > $(COMPILED); touch $@ $(VENV)/.installed
+	@touch $@ $(VENV)/.installed
 
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)

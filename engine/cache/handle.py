@@ -281,8 +281,8 @@ class CacheHandle:
         """
         if self._chain.scope is not None and not self.unhashed:
             trail, size = self._end_of_trail(), self._chain.block_size
-            fill = self.num_slots % size + under_way >= size  # the block that is not full yet
-            before = (self._layout.num_dropped, self._layout.num_closed) if fill else None
+            fills_block = self.num_slots % size + under_way >= size
+            before = (self._layout.num_dropped, self._layout.num_closed) if fills_block else None
             self._trail = Trail(trail.index - (end_slot - first_slot) // size, trail.digest, before)
         self._layout = self._layout.without(first_slot, end_slot, closing=closing)
         self._private = True

@@ -307,9 +307,6 @@ def runnable(path: Path) -> tuple[str, ...]:
     )
 
 
-_AGAIN = "pip install -e . again (make serve does, in a clone)"
-
-
 @functools.cache
 def _attempt() -> tuple[Library | None, str | None]:
     wanted = os.environ.get(ISA_VARIABLE, "")
@@ -317,14 +314,15 @@ def _attempt() -> tuple[Library | None, str | None]:
         return None, f"{ISA_VARIABLE}=off turns the compiled CPU kernels off"
     path = find()
     if path is None:
-        return None, f"the CPU kernels were not compiled: install a C++ compiler (g++), then run {_AGAIN}"
+        again = "install a C++ compiler (g++), then run pip install -e . again (in a clone, make serve does)"
+        return None, f"the CPU kernels were not compiled: {again}"
     try:
         available = runnable(path)
         if wanted and wanted not in available:
             return None, f"{ISA_VARIABLE}={wanted} is not one of {', '.join(available)} (or off) on this processor"
         return bind(path, wanted or available[-1]), None
     except (OSError, AttributeError) as error:
-        return None, f"{path.name} does not load ({error}); run {_AGAIN}"
+        return None, f"{path.name} does not load ({error}); rebuild it: pip install -e ."
 
 
 def unavailable_reason() -> str | None:

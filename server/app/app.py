@@ -148,7 +148,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     where = f"{request.method} {request.scope['path'][:200]}"
     headers = dict(error.headers or {})
     if error.status_code == 404:
-        path, known = request.scope["path"][:200], known_paths(_all_routes(request.app))
+        path = request.scope["path"][:200]
+        known = [other for other in known_paths(_all_routes(request.app)) if other != path]
         hint = f" (did you mean '/v1{path}'?)" if f"/v1{path}" in known else did_you_mean(path, known)
         message = f"there is no endpoint {where}{hint}"
     elif error.status_code == 405:

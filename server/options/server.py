@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from dataclasses import dataclass
@@ -13,7 +14,15 @@ from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
 from windlass.server.options.settings import ContextOverflow, MetricsNames, RecordSettings, RopePolicy, ServerSettings
-from windlass.server.options.spelling import check_seconds, choose, option, read_size, read_template_file, split
+from windlass.server.options.spelling import (
+    MOST_SECONDS,
+    check_seconds,
+    choose,
+    option,
+    read_size,
+    read_template_file,
+    split,
+)
 
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
@@ -266,9 +275,9 @@ class ServerOptions:
                     raise LoadError(f"--{name.replace('_', '-')} goes with --ssl-certfile")
         if self.default_max_tokens < 1:
             raise LoadError(f"--default-max-tokens must be at least 1, got {self.default_max_tokens}")
-        check_seconds("--grace-period", self.grace_period)
+        check_seconds("--grace-period", self.grace_period, endless=True)
         check_seconds("--stats-interval", self.stats_interval)
-        check_seconds("--request-timeout", self.request_timeout, zero=False)
+        check_seconds("--request-timeout", self.request_timeout, zero=False, endless=True)
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
         for source in engine.adapters():
             if source.name in names:
@@ -291,8 +300,8 @@ class ServerOptions:
             if self.response_store == "0"
             else read_size("--response-store", self.response_store),
             reasoning_parser=self.reasoning_parser,
-            default_timeout=self.request_timeout,
-            grace_seconds=self.grace_period,
+            default_timeout=None if self.request_timeout == math.inf else self.request_timeout,
+            grace_seconds=min(self.grace_period, MOST_SECONDS),
             tool_call_parser=self.tool_call_parser,
             rope_profiles=engine.profiles(),
             rope_policy=cast(RopePolicy, self.rope_policy),

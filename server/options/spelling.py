@@ -5,6 +5,7 @@ Knows typer; knows nothing of what an option is for.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import fields
 from pathlib import Path
@@ -78,11 +79,13 @@ def read_size(name: str, value: str) -> int:
         raise LoadError(f"{name}: {error}") from error
 
 
-def check_seconds(name: str, value: float | None, *, zero: bool = True) -> None:
-    """LoadError for a length of time that is none, or that no clock counts. zero: whether it may be 0."""
-    if value is not None and not (0 <= value <= MOST_SECONDS and (zero or value > 0)):
-        least = "0 or more" if zero else "more than 0"
-        raise LoadError(f"{name} must be {least} seconds, at most {MOST_SECONDS:g}, got {value:g}")
+def check_seconds(name: str, value: float | None, *, zero: bool = True, endless: bool = False) -> None:
+    """LoadError for a length of time that is none, or that no clock counts. zero, endless: whether it may be 0, or inf."""
+    if value is None or (endless and value == math.inf):
+        return
+    if not (0 <= value <= MOST_SECONDS and (zero or value > 0)):
+        least, most = ("0 or more" if zero else "more than 0"), (" or inf" if endless else "")
+        raise LoadError(f"{name} must be {least} seconds, at most {MOST_SECONDS:g}{most}, got {value:g}")
 
 
 def read_template_file(name: str, path: Path) -> str:

@@ -170,7 +170,7 @@ def check_model(
 
 
 def _refused_later(engine: EngineOptions) -> bool:
-    """Whether the engine may still refuse what `check_model` let pass: what a GPU is, and has free, its process finds out."""
+    """Whether the engine may still refuse what `check_model` let pass: it alone asks a GPU what it is and what it has free."""
     return CORE_VARIABLE not in os.environ and expect_device(engine.device) != "cpu"
 
 

@@ -33,13 +33,14 @@ def check_own_rule(settings: ServerSettings, sizes: ContextSizes) -> None:
         raise LoadError(f"--cache-reuse must be 0 or at least {SHORTEST_PASSAGE}, got {settings.cache_reuse}")
     if sinks and window is None:
         raise LoadError("--attention-sinks goes with --attention-window")
-    shifts = settings.context_overflow == "shift" or (keep is not None and sizes.shift_refusal is None)
-    kept = DEFAULT_KEEP_TOKENS if keep is None else keep
-    for rule in (ContextRule("shift", kept) if shifts else ContextRule(), ContextRule("stop", 0, window, sinks)):
-        try:
-            sizes.size(rule)
-        except RequestError as error:
-            raise LoadError(_FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), error.message)) from None
+    try:
+        sizes.size(ContextRule("stop", 0, window, sinks))
+        if settings.context_overflow == "shift":
+            sizes.size(ContextRule("shift", DEFAULT_KEEP_TOKENS if keep is None else keep))
+    except RequestError as error:
+        named = _FIELD.sub(lambda name: "--" + name[0].replace("_", "-"), error.message)
+        hint = " (its default)" if named.startswith("--keep-tokens") and keep is None else ""
+        raise LoadError(named + hint) from None
 
 
 def check_goes_with_model(server: ServerOptions, spec: ModelSpec) -> None:

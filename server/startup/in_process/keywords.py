@@ -6,7 +6,6 @@ import json
 import os
 import re
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any, get_type_hints
 
 from pydantic import TypeAdapter, ValidationError
@@ -70,15 +69,13 @@ def _spelt(name: str, value: Any) -> Any:
         return _as_json(name, value)
     if name == "rope_profile" and isinstance(value, Mapping):
         return [f"{profile}={_as_json(name, scaling)}" for profile, scaling in value.items()]
+    if type(value).__module__ == "numpy" and hasattr(value, "item"):
+        value = value.item()
     if name in _SIZES and isinstance(value, int) and not isinstance(value, bool):
         return str(value)
-    if name == "chat_template" and isinstance(value, str):
-        return Path(value)
-    if name == "rerank_tokens" and not isinstance(value, str) and isinstance(value, tuple):
-        return list(value)
     if name in ("rerank_tokens", "rope_profile", "rope_ladder", "lora") and isinstance(value, str):
         return [value]
-    return os.fspath(value) if isinstance(value, Path) and name != "chat_template" else value
+    return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
 def _as_json(name: str, scaling: Any) -> str:
@@ -93,8 +90,10 @@ def _as_json(name: str, scaling: Any) -> str:
 
 
 def _checked(name: str, spelt: Any, given: Any, kind: Any) -> Any:
+    if isinstance(spelt, bool) and kind is not bool:
+        raise LoadError(f"{name} is no switch, got {_shown(given)}")
     try:
-        return TypeAdapter(kind).validate_python(spelt, strict=True)
+        return TypeAdapter(kind).validate_python(spelt)
     except ValidationError as error:
         reason = _FORMS.get(name) or str(error.errors(include_url=False)[0]["msg"]).removeprefix("Input ")
         raise LoadError(f"{name} {reason}, got {_shown(given)}") from None

@@ -179,10 +179,13 @@ def test_contexts_give_blocks_up_ahead(
         first,
         greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
         greedy("ends", prompt(seed, 40), 60, context=SHIFT, stop_token_ids=(one.token_ids[24],)),
-        greedy("window", prompt(6, 30), 90, context=ContextRule("shift", 0, 20), reuse=named),
+        *(
+            greedy(f"{window} seen", prompt(window, 30), 90, context=ContextRule("shift", 0, window), reuse=named)
+            for window in (1, 17, 20, 33)
+        ),
         greedy("sinks", prompt(4, 29), 60, context=ContextRule(attention_window=16, attention_sinks=2)),
     ]
-    options = {**OPTIONS, "max_num_seqs": 5}
+    options = {**OPTIONS, "max_num_seqs": 8}
     plain = make_core(directory_of("llama"), cuda_graphs=False, burst_seconds=0.0, **options)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
     schedule, calls = core.scheduler.schedule, 0

@@ -81,7 +81,8 @@ def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer)
 
 
 def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
-    body = {"prompt": "a", "max_tokens": 1500, "ignore_eos": True, "stream": True, "rope_scaling": "long"}
+    body = {"prompt": "a", "max_tokens": 100_000, "ignore_eos": True, "stream": True, "rope_scaling": "long"}
+    body |= {"context_overflow": "shift"}  # else it would be over before it is looked at
     with Client(server.url) as client, httpx.stream("POST", f"{server.url}/v1/completions", json=body) as stream:
         lines = stream.iter_lines()
         next(lines)

@@ -230,6 +230,10 @@ OPTIONS = {
         ("--context-overflow", "shift", "--keep-tokens", "100000"),
         ("--keep-tokens must lie between 0 and 480",),
     ),
+    "kept by default": (
+        ("--context-overflow", "shift", "--max-model-len", "32"),
+        ("--keep-tokens must lie between 0 and 0", "got 16 (its default)"),
+    ),
 }
 
 

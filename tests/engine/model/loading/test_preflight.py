@@ -247,7 +247,7 @@ def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPa
     """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
     monkeypatch.setattr("windlass.engine.model.loading.chosen_device.available_memory", lambda: None)
     config = engine_config(
-        str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 20, max_model_len=1 << 26
+        str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 16, max_model_len=1 << 26
     )
     with pytest.raises(
         LoadError, match=r"the KV cache needs .* GiB of memory, more than cpu gives.*`cache.memory`"
