@@ -180,8 +180,8 @@ def test_contexts_give_blocks_up_ahead(
         greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
         greedy("ends", prompt(seed, 40), 60, context=SHIFT, stop_token_ids=(one.token_ids[24],)),
         *(
-            greedy(f"{window} seen", prompt(window, 30), 90, context=ContextRule("shift", 0, window), reuse=named)
-            for window in (1, 17, 20, 33)
+            greedy(f"{window} seen", prompt(window, held), 90, context=ContextRule("shift", 0, window), reuse=named)
+            for window, held in ((1, 22), (17, 30), (20, 30), (33, 27))  # each fills its blocks in steps of its own
         ),
         greedy("sinks", prompt(4, 29), 60, context=ContextRule(attention_window=16, attention_sinks=2)),
     ]
