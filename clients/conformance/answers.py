@@ -62,6 +62,7 @@ class Agreement:
 
     @classmethod
     def between(cls, one: Answer, other: Answer) -> Agreement:
+        """Of two answers to one prompt, see `answers`."""
         agreement = cls()
         agreement.answers(one, other)
         return agreement

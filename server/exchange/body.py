@@ -203,6 +203,7 @@ def _validation_error(error: ValidationError) -> ApiError:
 
 
 def _spelt(location: list[int | str]) -> str:
+    """As a caller would write it: `messages[0].content`."""
     path = ""
     for part in location:
         path += f"[{part}]" if isinstance(part, int) else f".{part}" if path else str(part)

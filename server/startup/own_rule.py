@@ -1,4 +1,7 @@
-"""What the operator says of contexts, where requests do not: refused at the start where every such request would be refused."""
+"""What the operator says of contexts, where requests do not: refused at the start where every such request would be refused.
+
+Knows settings and what a model is described as; starts and loads nothing.
+"""
 
 from __future__ import annotations
 

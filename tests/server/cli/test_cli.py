@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import math
 import os
 import socket
 import subprocess
@@ -289,6 +290,11 @@ def test_connection_options(launched, monkeypatch):
 
     assert cli.run(["serve", "--forwarded-allow-ips", "*"]) == 0
     assert all(map(launched[-1][3].to_settings().trusts, trusted))
+
+
+def test_times_that_never_end() -> None:
+    settings = ServerOptions(grace_period=math.inf, request_timeout=math.inf).to_settings("m")
+    assert (settings.grace_seconds, settings.default_timeout) == (1e9, None)  # a clock counts so far
 
 
 @pytest.mark.parametrize(

@@ -87,7 +87,7 @@ def test_a_running_stream_is_counted_while_it_runs(server: RealServer) -> None:
         lines = stream.iter_lines()
         next(lines)
         watch = ServerWatch(client)
-        for _ in range(4):  # the server does not wait for who reads
+        for _ in range(30):
             next(lines)
         found = watch.next()
     (long,) = [each for each in found.scalings if each.name == "long"]
