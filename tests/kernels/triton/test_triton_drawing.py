@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE
 from torch import Tensor
 
@@ -115,7 +116,12 @@ def adjacent(first: float, count: int) -> Tensor:
 
 
 def hard_magnitudes() -> Tensor:
-    """Below the largest, which is 0, in the order of what a token weighs: [R, V]."""
+    """Below the largest, which is 0, in the order of what a token weighs: [R, V]. The same on every device."""
+    with torch.device("cpu"):
+        return _hard_magnitudes().to(DEVICE)
+
+
+def _hard_magnitudes() -> Tensor:
     rows = {
         "flat": torch.rand(VOCAB) * 0.3,
         "peaked": torch.randn(VOCAB).abs() * 5 + 8,

@@ -18,7 +18,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.device import PLACE
+from helpers.device import DEVICE, PLACE
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.config import EngineConfig
@@ -218,7 +218,6 @@ OPTIONS = {
         ("--device", "cpu", "--kv-host-memory", "1GiB"),
         ("--kv-host-memory takes what a GPU's cache evicts", "leave it out and raise --kv-cache-memory"),
     ),
-    "quantization": (("--device", "cuda", "--quantization", "int8"), ("--device cpu",)),
     "short passages": (("--cache-reuse", "5"), ("--cache-reuse must be 0 or at least 32, got 5",)),
     "no window": (("--attention-window", "0"), ("--attention-window must be at least 1",)),
     "wide window": (
@@ -242,6 +241,11 @@ def test_options_that_do_not_fit_the_machine(case: str, tmp_path: Path) -> None:
     options, parts = OPTIONS[case]
     said = refusal(DEMO, *(option.format(folder=tmp_path) for option in options), real=case == "context")
     assert all(part in said for part in parts), said
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there() -> None:
+    assert "--device cpu" in refusal(DEMO, "--device", "cuda", "--quantization", "int8")
 
 
 @pytest.fixture
@@ -309,7 +313,8 @@ def test_a_profile_for_frequencies_that_were_learned(model: Path) -> None:
 def test_weights_that_do_not_fit_into_memory(model: Path) -> None:
     configure(model, hidden_size=65_536, intermediate_size=262_144, num_hidden_layers=100, num_attention_heads=512)
     said = refusal(model, "--load-format", "dummy", "--dtype", "float32")
-    assert said.startswith("the weights need ") and "GiB are free: use a smaller model" in said
+    where = "" if DEVICE == "cpu" else f" on {DEVICE}"
+    assert said.startswith("the weights need ") and f"GiB are free{where}: use a smaller model" in said
 
 
 @pytest.mark.parametrize("command", [("generate", "hi", "--model"), ("bench", "engine")])
@@ -343,7 +348,7 @@ def test_replicas_that_there_is_no_room_for() -> None:
     most = available_memory()
     assert most is not None
     long = ("--max-model-len", "100000", "--max-num-seqs", "4096", "--kv-cache-memory", str(int(0.7 * most)))
-    said = refusal("demo", "--replicas", "2", *long)
+    said = refusal("demo", "--device", "cpu", "--replicas", "2", *long)
     assert re.match(
         r"the KV caches of 2 replicas need [0-9.]+ GiB of memory, .* lower --replicas, --kv-cache-memory", said
     )
