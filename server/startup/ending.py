@@ -24,6 +24,7 @@ ABORT_SECONDS = 0.6  # for streams to pass their error event on
 HTTP_SECONDS = 0.7  # for uvicorn's own steps once nobody is connected
 SPARE_SECONDS = 0.5  # for the interpreter to end, and for a busy machine
 CLOSE_SECONDS = 5.0  # for what is no generation request, where the grace period lasts that long
+_FOR_EVER = 1e8  # three years: nobody meant a time
 
 
 class Ending:
@@ -58,8 +59,9 @@ class Ending:
         """Refuse new work, let running requests finish for a while, then end them with an error."""
         state.draining = True
         if state.in_flight:
-            left = max(0.0, self._grace_ends - time.monotonic())
-            say(f"draining: {state.in_flight} requests have {left:.3g} s to finish; signal again to stop at once")
+            say(
+                f"draining: {time_left(state.in_flight, self._grace_ends - time.monotonic())}; signal again to stop at once"
+            )
         if not await _idle(state, self._grace_ends):
             say(f"the grace period is over: {state.in_flight} requests are aborted")
             state.abort_all()
@@ -84,6 +86,14 @@ class Ending:
         time.sleep(self._left())
         self._client.kill(reap=False)
         os._exit(0)
+
+
+def time_left(requests: int, seconds: float) -> str:
+    """How long so many requests may go on, in words."""
+    who = "1 request has" if requests == 1 else f"{requests:,} requests have"
+    if seconds > _FOR_EVER:
+        return f"{who} all the time needed to finish"
+    return f"{who} {max(0.0, seconds):,.{0 if seconds >= 10 else 1}f} s to finish"
 
 
 async def _idle(state: ServerState, deadline: float) -> bool:

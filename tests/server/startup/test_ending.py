@@ -1,0 +1,21 @@
+"""What is said of the time that running requests have when a server ends; that it ends in time is tested with real servers."""
+
+from __future__ import annotations
+
+import pytest
+
+from windlass.server.startup.ending import time_left
+
+
+@pytest.mark.parametrize(
+    ("requests", "seconds", "said"),
+    [
+        (1, 30.0, "1 request has 30 s to finish"),
+        (1200, 3599.99, "1,200 requests have 3,600 s to finish"),
+        (2, 0.52, "2 requests have 0.5 s to finish"),
+        (2, -0.1, "2 requests have 0.0 s to finish"),
+        (2, 1e9, "2 requests have all the time needed to finish"),
+    ],
+)
+def test_the_time_left_in_words(requests: int, seconds: float, said: str) -> None:
+    assert time_left(requests, seconds) == said
