@@ -20,6 +20,9 @@ SERVER = "server_error"
 _CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 431: "headers_too_large"}
 
 
+_SHORTER = "shorten the prompt or set truncate_prompt_tokens"
+
+
 class ApiError(Exception):
     """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds."""
 
@@ -61,10 +64,16 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
     """
     return bad_request(
         f"this model's context holds {max_model_len} tokens, prompt and answer together, but the prompt has "
-        f"{'at least ' if at_least else ''}{prompt_tokens} tokens: shorten the prompt or set truncate_prompt_tokens",
+        f"{'at least ' if at_least else ''}{prompt_tokens} tokens: {_SHORTER}",
         param,
         "context_length_exceeded",
     )
+
+
+def last_turn_exceeds_context(error: ApiError) -> ApiError:
+    """The same of a chat from which all turns but the last have gone already."""
+    message = error.message.replace(_SHORTER, "it is too long without its older turns, too: shorten the last one")
+    return ApiError(error.status, message, param=error.param, code=error.code)
 
 
 def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:

@@ -155,7 +155,7 @@ class BlockWriter(ABC):
         self.stop_reason = delta.stop_reason
         if delta.rotary is not None:
             self.rotary = shown_report(delta.rotary, self._options.dropped_turns)
-        yield from self._close(tell, cut=delta.finish_reason == "length")
+        yield from self._close(tell, cut=delta.finish_reason == "length" or self._turn.cut)
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
     def _goes_on(self, event: Event) -> bool:

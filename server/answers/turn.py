@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -37,12 +38,14 @@ class Turn:
     keep: bool
     called: bool = False
     spoke: bool = False
+    cut: bool = False  # a stop string came within the arguments of a call
     thinking_tokens: int | None = field(init=False)
     _uncounted: int = 0  # tokens that may turn out to have opened the thinking
     _stage: TellsThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[_MadeCall] = field(default_factory=list)
+    _arguments: list[str] = field(default_factory=list)  # of the call that is open
 
     def __post_init__(self) -> None:
         self._stage = self.parser if isinstance(self.parser, TellsThinking) else None
@@ -66,13 +69,19 @@ class Turn:
         for event in events:
             self.called = self.called or isinstance(event, CallStart)
             self.spoke = self.spoke or isinstance(event, Content)
+            if isinstance(event, CallArguments):
+                self._arguments.append(event.text)
+            else:
+                self._arguments.clear()
             if self.keep:
                 self._keep(event)
+        if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
+            self.cut = not _is_whole("".join(self._arguments))
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
-        """The reason as a chat tells it: a turn that ends by itself and calls, ended to call."""
-        if reason != "stop" or not self.called:
+        """The reason as a chat tells it: a turn that ends by itself and calls, ended to call. Not where a stop string cut one."""
+        if reason != "stop" or not self.called or self.cut:
             return reason
         return "function_call" if self.older_functions else "tool_calls"
 
@@ -128,6 +137,14 @@ class Turn:
             self._calls.append(_MadeCall(event.id, event.name))
         else:
             self._calls[event.index].arguments.append(event.text)
+
+
+def _is_whole(arguments: str) -> bool:
+    """Whether arguments are nothing, or JSON to its end."""
+    try:
+        return not arguments.strip() or json.loads(arguments) is not None
+    except ValueError:
+        return False
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:

@@ -50,6 +50,10 @@ def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, c
         )
     if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
         raise bad_request("cache_reuse_recompute goes with cache_reuse or passages", "cache_reuse_recompute")
+    if body.passages is not None and body.cache_reuse == 0:
+        raise bad_request(
+            "cache_reuse 0 takes nothing, passages name what is to be taken: leave one of them out", "cache_reuse"
+        )
     if body.passages is not None and chat:
         raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
     spans = tuple((span.start, span.end) for span in body.passages or ())

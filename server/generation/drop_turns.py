@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from windlass.server.errors import ApiError
+from windlass.server.errors import ApiError, last_turn_exceeds_context
 from windlass.server.protocol.chat import ChatMessage
 
 T = TypeVar("T")
@@ -71,8 +71,10 @@ async def fit_turns(
         try:
             return await make(without(messages, turns[:dropped]))
         except ApiError as error:
-            if error.code != _TOO_LONG or dropped == len(turns):
+            if error.code != _TOO_LONG:
                 raise
+            if dropped == len(turns):
+                raise last_turn_exceeds_context(error) from None
             return None
 
     found = await attempt(0)

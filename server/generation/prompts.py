@@ -22,7 +22,7 @@ def split_prompts(value: Any, *, max_prompts: int) -> list[str] | list[list[int]
         if type(item) is not kind:
             raise bad_request(f"prompt mixes kinds: item {index} is not a {_NAMES[kind]}", "prompt")
         if kind is list and not item:
-            raise bad_request(f"prompt {index} holds no token ids", "prompt")
+            raise bad_request(f"prompt[{index}] is empty: give at least one token", "prompt", "empty_prompt")
     return value  # type: ignore[no-any-return]
 
 

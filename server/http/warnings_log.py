@@ -1,4 +1,4 @@
-"""Where uvicorn logs about a connection: what any client can cause is said at most once a minute. Knows its logger only."""
+"""What uvicorn and asyncio log about a connection: what any client can cause is said at most once a minute, or not at all."""
 
 from __future__ import annotations
 
@@ -6,6 +6,13 @@ import logging
 from typing import Any
 
 from windlass.server.http.occasional import Occasional
+
+
+def is_no_lost_write(record: logging.LogRecord) -> bool:
+    """A filter of asyncio's logger, which warns of each further write to a client that has left: nothing is wrong, and a crowd
+    of them fills the log.
+    """
+    return record.msg != "socket.send() raised exception."
 
 
 class WarningsLog:

@@ -255,9 +255,10 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
         sampling = replace(sampling, grammar=grammar)
     rotation = job.rotation
     requests = []
-    for prompt in prompts:
+    for number, prompt in enumerate(prompts):
         if not prompt.token_ids:
-            raise bad_request("the prompt is empty: give at least one token", param)
+            where = f"{param}[{number}]" if len(prompts) > 1 else param
+            raise bad_request(f"{where} is empty: give at least one token", param, "empty_prompt")
         if body.max_tokens is not None or body.max_completion_tokens is not None:
             rotation.check_length(len(prompt.token_ids), sampling.max_tokens, size_of(job.rule, info))
         max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)

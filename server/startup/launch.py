@@ -30,6 +30,7 @@ from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.loop_watch import LoopWatch
 from windlass.server.http.tls import make_context
+from windlass.server.http.warnings_log import is_no_lost_write
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -78,6 +79,7 @@ def serve(
     log_to_stderr(level, choose("--log-format", server.log_format, LOG_FORMATS))
     if level == "info":
         logging.getLogger("uvicorn.error").setLevel("WARNING")  # its start and stop messages repeat ours
+    logging.getLogger("asyncio").addFilter(is_no_lost_write)
     server.to_settings("model", engine)  # options at fault are reported before anything is looked up or downloaded
     template = read_template(server)
     tls = _tls(server)

@@ -20,7 +20,7 @@ MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
 _PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
-_RESERVED = ("messages", "tools", "add_generation_prompt")
+RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplateError(ValueError):
@@ -87,7 +87,7 @@ class ChatTemplate:
             )
         extra = {**kwargs, **(variables or {})}
         for name in extra:
-            if name in _RESERVED:
+            if name in RESERVED:
                 raise ChatTemplateError(f"{name!r} cannot be given as a template variable")
         try:
             chat = _prepare_messages(messages, self._plain_reasoning, self._null_content)

@@ -155,4 +155,6 @@ def _reason(kind: str, reason: str) -> str:
     line = " ".join(reason.partition("\n<state>")[0].split())[:_LONGEST_REASON]
     if line.startswith("NoExtension"):
         line = "nothing at all satisfies it"
+    # The library speaks of an option of its own, which callers do not have.
+    line = line.split(" Enable 'coerce_one_of'")[0] + " Write anyOf." if "coerce_one_of" in line else line
     return f"this {what} cannot be followed: {line}"

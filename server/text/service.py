@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text.chat_template import RESERVED
 from windlass.server.text.fill_in import FillIn
 from windlass.server.text.history import prepare_history
 from windlass.server.text.pair_texts import PairTexts, batches
@@ -274,6 +275,12 @@ class TextService:
                 "messages",
                 "no_chat_template",
             )
+        for name in RESERVED:
+            if variables and name in variables:
+                raise bad_request(
+                    f"chat_template_kwargs: {name} comes from the request itself: leave it out",
+                    f"chat_template_kwargs.{name}",
+                )
         size = sum(len(message.content or "") for message in messages)
         if max_model_len is not None:
             await self.refuse_long(size, max_model_len, truncated=truncated, param="messages")

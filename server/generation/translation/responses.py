@@ -10,6 +10,7 @@ from windlass.server.generation.translation.names import FieldNames, Translated
 from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.protocol.generation_request import SharedRequest
 from windlass.server.protocol.responses.items import (
+    INCOMPLETE,
     CallItem,
     CallOutputItem,
     Item,
@@ -86,6 +87,8 @@ class _Turns:
             before = self._turn.get("reasoning_content")
             self._part("reasoning_content", f"{before}\n{said}" if before else said, place)
         elif isinstance(item, CallItem):
+            if item.status == INCOMPLETE:
+                return
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             self._part("tool_calls", [*self._turn.get("tool_calls", ()), call], place)

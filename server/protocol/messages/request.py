@@ -33,6 +33,11 @@ class CustomTool(StrictModel):
         {"cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
     )
 
+    hints: ClassVar[dict[str, str]] = {
+        "function": "name, description and input_schema stand in the tool itself here",
+        "parameters": "it is input_schema here",
+    }
+
     type: Literal["custom"] | None = None
     name: Name
     description: str | None = None

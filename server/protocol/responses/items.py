@@ -5,19 +5,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, Field, Tag, ValidationError
+from pydantic import AfterValidator, Field, Tag, ValidationError, ValidationInfo
 from pydantic_core import to_json
 
 from windlass.server.protocol.base import StrictModel
 from windlass.server.protocol.generation_request import only_empty
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type, texts
-from windlass.server.protocol.tools import check_arguments
+from windlass.server.protocol.tools import MAX_ARGUMENTS, check_arguments
 
 MAX_ITEMS = 16384
 MAX_PARTS = 4096
 
 Id = Annotated[str, Field(max_length=256)]
 CallId = Annotated[str, Field(min_length=1, max_length=256)]
+INCOMPLETE = "incomplete"
 _STATUS = frozenset({"status", "created_by", "caller"})
 
 
@@ -76,16 +77,25 @@ class MessageItem(StrictModel):
     content: Parts
 
 
-class CallItem(StrictModel):
-    """A call that the assistant made. `arguments`: the JSON text of an object."""
+def _check_arguments(value: str, given: ValidationInfo) -> str:
+    if given.data.get("status") != INCOMPLETE:
+        check_arguments(value)
+    return value
 
-    ignored: ClassVar[frozenset[str]] = _STATUS | {"parsed_arguments", "async"}
+
+class CallItem(StrictModel):
+    """A call that the assistant made. `arguments`: the JSON text of an object. One that is `incomplete` has no effect: it was
+    cut short, and nobody has carried it out.
+    """
+
+    ignored: ClassVar[frozenset[str]] = _STATUS - {"status"} | {"parsed_arguments", "async"}
 
     type: Literal["function_call"] = "function_call"
     id: Id | None = None
+    status: Any = None
     call_id: CallId
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[str, AfterValidator(check_arguments)] = ""
+    arguments: Annotated[str, AfterValidator(_check_arguments)] = Field(default="", max_length=MAX_ARGUMENTS)
     namespace: Annotated[str | None, only_empty("namespaces are")] = None
 
 

@@ -21,6 +21,7 @@ class FunctionTool(FunctionDefinition):
     """A function on offer, as `/v1/responses` writes it."""
 
     ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
+    hints: ClassVar[dict[str, str]] = {"function": "name, description and parameters stand beside type here"}
 
     type: Literal["function"]
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None

@@ -119,12 +119,13 @@ class StreamParser(ABC):
         if text and self.calls <= self.options.max_calls:
             self._events.append(CallArguments(self.calls - 1, text))
 
-    def give_back(self) -> None:
-        """What was taken since the last call or `forget` is content after all."""
-        raw = self._text.raw
-        if raw:
-            self.say("".join(raw))
-            raw.clear()
+    def give_back(self) -> bool:
+        """What was taken since the last call or `forget` is content after all; whether it is more than whitespace."""
+        text = "".join(self._text.raw)
+        self._text.raw.clear()
+        if text:
+            self.say(text)
+        return bool(text.strip())
 
     def forget(self) -> None:
         """What was taken belongs to the markup of a call that was made."""

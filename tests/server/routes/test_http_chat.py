@@ -121,7 +121,8 @@ def test_what_the_template_refuses_is_the_callers_fault(live: Live) -> None:
     error = live.refuse(PATH, {"messages": [{"role": "forbidden", "content": "x"}]})
     assert "no such role" in error["message"] and error["param"] == "messages"
     for name in ("messages", "add_generation_prompt", "tools"):
-        live.refuse(PATH, {"messages": USER, "chat_template_kwargs": {name: 1}})
+        error = live.refuse(PATH, {"messages": USER, "chat_template_kwargs": {name: 1}})
+        assert (error["param"], error["code"]) == (f"chat_template_kwargs.{name}", "invalid_value")
 
 
 def test_a_chat_that_cannot_fit_is_refused_with_both_numbers(live: Live) -> None:

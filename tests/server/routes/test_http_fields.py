@@ -312,7 +312,10 @@ def test_a_kind_that_is_given_as_a_profile(live: Live) -> None:
 
 
 def test_an_empty_prompt(live: Live) -> None:
-    assert live.refuse(PATH, {"prompt": "", "add_special_tokens": False})["param"] == "prompt"
+    for prompt, named in (("", "prompt"), (["a", ""], "prompt[1]"), ([[1], []], "prompt[1]")):
+        error = live.refuse(PATH, {"prompt": prompt, "add_special_tokens": False})
+        assert (error["param"], error["code"]) == ("prompt", "empty_prompt")
+        assert error["message"] == f"{named} is empty: give at least one token"
     assert live.refuse(PATH, {})["param"] == "prompt"
     live.complete("", max_tokens=1)  # the beginning-of-sequence token is there to continue
 

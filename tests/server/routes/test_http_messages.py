@@ -195,6 +195,8 @@ def test_why_it_ended(live: Live) -> None:
     say(live, CALL)
     cut = ask(live, tools=[LOOK], max_tokens=len(live.engine.reply) - 4)
     assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
+    cut = ask(live, tools=[LOOK], stop_sequences=["Ro"])
+    assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "Ro")
 
 
 def test_a_failure_on_the_way(live: Live) -> None:

@@ -86,6 +86,7 @@ def test_what_must_stay_and_is_too_long_is_refused(live: Live) -> None:
     messages = [*long_chat(live), {"role": "user", "content": "a b " * context_of(live)}]
     error = live.refuse(CHAT, {"messages": messages, "context_overflow": "drop_turns"})
     assert (error["param"], error["code"]) == ("messages", "context_length_exceeded")
+    assert "without its older turns" in error["message"] and "truncate" not in error["message"]
     assert live.engine.requests == []
 
 

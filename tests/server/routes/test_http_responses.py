@@ -196,6 +196,24 @@ def test_an_answer_cut_short_is_incomplete(live: Live) -> None:
     assert stream(live, max_output_tokens=3)[-1]["type"] == "response.incomplete"
 
 
+def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
+    say(live, CALL)
+    for fields, status in (
+        ({"max_output_tokens": len(live.engine.reply) - 5}, "incomplete"),
+        ({"stop": ["Ro"]}, "completed"),
+    ):
+        answer = ask(live, tools=[LOOK], **fields)
+        call = answer["output"][-1]
+        assert (answer["status"], call["type"], call["status"]) == (status, "function_call", "incomplete")
+        question = {"role": "user", "content": "hello"}
+        ask(live, [question, *answer["output"], question], tools=[LOOK])
+        assert "tool_call" not in prompt_of(live) and prompt_of(live).count("[user]hello") == 2
+        ask(live, tools=[LOOK], previous_response_id=answer["id"])
+        assert "tool_call" not in prompt_of(live)
+        refused = live.post(PATH, {"input": [question, {**call, "status": "completed"}]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[1].arguments"
+
+
 def test_a_failure_on_the_way(live: Live) -> None:
     live.engine.fail_after = (2, EngineDeadError("gone"))
     events = stream(live)

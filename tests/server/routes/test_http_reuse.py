@@ -64,6 +64,7 @@ def test_passages_are_shared_among_requests_of_one_key() -> None:
         ({"cache_reuse_recompute": 0.1}, "cache_reuse_recompute"),
         ({"cache_reuse": 64, "cache_reuse_recompute": -0.1}, "cache_reuse_recompute"),
         ({"passages": []}, "passages"),
+        ({"passages": [{"start": 0, "end": 40}], "cache_reuse": 0}, "cache_reuse"),
         ({"passages": [{"start": 0}]}, "passages"),
         ({"passages": [{"start": 0, "end": 9}] * 65}, "passages"),
     ],

@@ -142,6 +142,18 @@ def test_a_call_cut_short_ends_with_length(live: Live) -> None:
     assert choice["finish_reason"] == "length"
 
 
+def test_a_stop_string_in_a_call_ends_it_and_says_so(live: Live) -> None:
+    say(live, CALL)
+    for stop, arguments in (("Ro", '{"city": "'), ("city", '{"')):
+        choice = ask(live, tools=[LOOK], stop=[stop])
+        assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
+        assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+    say(live, f"{CALL} Done")
+    assert ask(live, tools=[LOOK], stop=["Done"])["finish_reason"] == "tool_calls"
+    say(live, CALL.replace(ROME, '{"city": Rome}'))  # the model's own fault
+    assert ask(live, tools=[LOOK])["finish_reason"] == "tool_calls"
+
+
 def test_each_choice_has_its_own_calls(live: Live) -> None:
     say(live, CALL)
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], "n": 3}

@@ -92,6 +92,7 @@ def test_lark_may_hold_schemas_and_name_added_tokens() -> None:
         ("json_schema", '{"allOf": [{"type": "string"}, {"type": "integer"}]}', "nsatisfiable"),
         ("json_schema", '{"type": "strin"}', "strin"),
         ("json_schema", '{"not": {"type": "string"}}', "not"),
+        ("json_schema", '{"oneOf": [{"type": "string"}, {"type": "string", "minLength": 2}]}', "Write anyOf"),
         ("json_schema", '{"type": "array", "uniqueItems": true}', "uniqueItems"),
         ("json_schema", '{"type": "string", "format": "no-such"}', "no-such"),
         ("json_schema", '{"type": "string", "pattern": "("}', "regex"),

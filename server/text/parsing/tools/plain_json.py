@@ -20,8 +20,7 @@ class PlainJsonParser(JsonCallParser):
             while True:
                 yield from self.space()
                 made = yield from self.call_list(known_only=True)
-                self.give_back()
-                if not made:
+                if self.give_back() or not made:  # behind a call there may be something that is none
                     break
                 yield from self.space()
                 if (yield from self.literal(";", ",")):  # Llama 3 puts it between calls

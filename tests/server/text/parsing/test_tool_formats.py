@@ -103,6 +103,10 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (P, f'Sure:\n```json\n[{{"name": "look", "arguments": {ROME}}}]\n```\n', ("Sure:", "", [LOOK])),
     (P, '{"name": "Bob"}\n[1, 2]\n{"a": 3}', ('{"name": "Bob"}\n[1, 2]\n{"a": 3}', "", [])),
     (P, '[{"name": "find", "arguments": {}}, {"nam', (', {"nam', "", [FIND])),
+    (P, '[{"name": "find", "arguments": {}}, {"name": "see", "arguments": {}}]',
+     (', {"name": "see", "arguments": {}}]', "", [FIND])),
+    (P, f'{{"name": "find"}}, {{"name": "look", "arguments": {ROME}}}; {{"name": "see"}}',
+     ('{"name": "see"}', "", [FIND, LOOK])),
     (P, "```json\n{}\n```", ("```json\n{}\n```", "", [])),
     # Mistral
     (M, f'[TOOL_CALLS] [{{"name": "look", "arguments": {ROME}}}, {{"name": "find", "arguments": {{}}}}]', only(LOOK, FIND)),

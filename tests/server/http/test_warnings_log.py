@@ -1,0 +1,43 @@
+"""What asyncio says of writes to clients that have left is not logged; it is what this asyncio really says."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import struct
+from collections.abc import Iterator
+
+import pytest
+
+from windlass.server.http.warnings_log import is_no_lost_write
+
+
+@pytest.fixture
+def asyncios() -> Iterator[logging.Logger]:
+    logger = logging.getLogger("asyncio")
+    yield logger
+    logger.removeFilter(is_no_lost_write)
+
+
+async def write_to_a_client_that_left() -> None:
+    accepted: asyncio.Queue[asyncio.StreamWriter] = asyncio.Queue()
+    server = await asyncio.start_server(lambda _, writer: accepted.put_nowait(writer), "127.0.0.1", 0)
+    async with server:
+        client = socket.create_connection(server.sockets[0].getsockname())
+        writer = await accepted.get()
+        client.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))  # a reset
+        client.close()
+        for _ in range(20):
+            writer.transport.write(b"x")
+        writer.transport.abort()
+
+
+def test_writes_to_clients_that_left(asyncios: logging.Logger, caplog: pytest.LogCaptureFixture) -> None:
+    asyncio.run(write_to_a_client_that_left())
+    assert len(caplog.records) > 5  # else this test could not fail
+    caplog.clear()
+    asyncios.addFilter(is_no_lost_write)
+    asyncio.run(write_to_a_client_that_left())
+    asyncios.warning("something else")
+    assert [record.message for record in caplog.records] == ["something else"]
