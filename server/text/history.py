@@ -18,6 +18,7 @@ from windlass.server.protocol.tools import MadeFunctionCall, parse_arguments
 from windlass.server.text.template_facts import TemplateFacts
 
 _NO_EFFECT = {"type", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "content"}
+_SPEAKERS = frozenset({"user", "system", "developer"})
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -29,6 +30,7 @@ def prepare_history(
     tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
     a call, for that text.
     """
+    _check_contents(messages)
     check_calls(messages)
     plain = [_plain(message, facts) for message in messages]
     if not facts.calls:
@@ -36,6 +38,14 @@ def prepare_history(
     if tools and not facts.tools:
         plain = _with_instructions(plain, tools, form)
     return plain
+
+
+def _check_contents(messages: Sequence[ChatMessage]) -> None:
+    """Who asks or instructs says something, if an empty text."""
+    for number, message in enumerate(messages):
+        if message.role in _SPEAKERS and message.content is None:
+            where = f"messages[{number}].content"
+            raise bad_request(f"{where} is missing: what the {message.role} says stands in it", where, "missing_field")
 
 
 def check_calls(messages: Sequence[ChatMessage]) -> None:

@@ -117,6 +117,14 @@ def test_template_options(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "continue_final_message": True})["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize("role", ["user", "system", "developer"])
+def test_who_asks_says_something(live: Live, role: str) -> None:
+    for silent in ({"role": role}, {"role": role, "content": None}):
+        error = live.refuse(PATH, {"messages": [*USER, silent]})
+        assert (error["param"], error["code"]) == ("messages[1].content", "missing_field")
+    live.chat(messages=[{"role": role, "content": ""}], max_tokens=1)
+
+
 def test_what_the_template_refuses_is_the_callers_fault(live: Live) -> None:
     error = live.refuse(PATH, {"messages": [{"role": "forbidden", "content": "x"}]})
     assert "no such role" in error["message"] and error["param"] == "messages"
