@@ -17,7 +17,7 @@ SERVER = "server_error"
 
 
 # What an error is called where nobody has a closer word.
-_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed", 431: "headers_too_large"}
+_CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
 
 
 _SHORTER = "shorten the prompt or set truncate_prompt_tokens"
@@ -70,10 +70,10 @@ def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: st
     )
 
 
-def last_turn_exceeds_context(error: ApiError) -> ApiError:
-    """The same of a chat from which all turns but the last have gone already."""
-    message = error.message.replace(_SHORTER, "it is too long without its older turns, too: shorten the last one")
-    return ApiError(error.status, message, param=error.param, code=error.code)
+def without_older_turns(error: ApiError) -> ApiError:
+    """The same of a chat that has lost its older turns already, so that other advice is needed."""
+    advice = "without its older turns: shorten the system message, the tools or the last turn"
+    return ApiError(error.status, error.message.replace(_SHORTER, advice), param=error.param, code=error.code)
 
 
 def answer_exceeds_context(max_model_len: int, prompt_tokens: int, max_tokens: int) -> ApiError:

@@ -155,7 +155,8 @@ class BlockWriter(ABC):
         self.stop_reason = delta.stop_reason
         if delta.rotary is not None:
             self.rotary = shown_report(delta.rotary, self._options.dropped_turns)
-        yield from self._close(tell, cut=delta.finish_reason == "length" or self._turn.cut)
+        called = self._open is not None and self._open.kind == "call"
+        yield from self._close(tell, cut=self._turn.cut if called else delta.finish_reason == "length")
 
     # ---- blocks ------------------------------------------------------------------------------------------------------
     def _goes_on(self, event: Event) -> bool:

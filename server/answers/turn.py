@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -38,14 +37,13 @@ class Turn:
     keep: bool
     called: bool = False
     spoke: bool = False
-    cut: bool = False  # a stop string came within the arguments of a call
+    cut: bool = False  # the end came within the arguments of a call
     thinking_tokens: int | None = field(init=False)
     _uncounted: int = 0  # tokens that may turn out to have opened the thinking
     _stage: TellsThinking | None = field(init=False)
     _content: list[str] = field(default_factory=list)
     _reasoning: list[str] = field(default_factory=list)
     _calls: list[_MadeCall] = field(default_factory=list)
-    _arguments: list[str] = field(default_factory=list)  # of the call that is open
 
     def __post_init__(self) -> None:
         self._stage = self.parser if isinstance(self.parser, TellsThinking) else None
@@ -69,14 +67,11 @@ class Turn:
         for event in events:
             self.called = self.called or isinstance(event, CallStart)
             self.spoke = self.spoke or isinstance(event, Content)
-            if isinstance(event, CallArguments):
-                self._arguments.append(event.text)
-            else:
-                self._arguments.clear()
             if self.keep:
                 self._keep(event)
-        if delta.finish_reason == "stop" and isinstance(delta.stop_reason, str):
-            self.cut = not _is_whole("".join(self._arguments))
+        # A model that ends by itself has said all that it wanted to, however it is written.
+        if delta.finish_reason == "length" or isinstance(delta.stop_reason, str):
+            self.cut = self.parser.in_call
         return events
 
     def finish_reason(self, reason: str | None) -> str | None:
@@ -137,14 +132,6 @@ class Turn:
             self._calls.append(_MadeCall(event.id, event.name))
         else:
             self._calls[event.index].arguments.append(event.text)
-
-
-def _is_whole(arguments: str) -> bool:
-    """Whether arguments are nothing, or JSON to its end."""
-    try:
-        return not arguments.strip() or json.loads(arguments) is not None
-    except ValueError:
-        return False
 
 
 def _joined(events: Sequence[Event]) -> list[Event]:

@@ -9,7 +9,7 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from windlass.server.errors import ApiError, last_turn_exceeds_context
+from windlass.server.errors import ApiError, without_older_turns
 from windlass.server.protocol.chat import ChatMessage
 
 T = TypeVar("T")
@@ -74,7 +74,7 @@ async def fit_turns(
             if error.code != _TOO_LONG:
                 raise
             if dropped == len(turns):
-                raise last_turn_exceeds_context(error) from None
+                raise (without_older_turns(error) if turns else error) from None
             return None
 
     found = await attempt(0)

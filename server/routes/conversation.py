@@ -24,7 +24,7 @@ from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.routes.common import caller_of
 from windlass.server.routes.job import GenerationJob
 from windlass.server.routes.pipeline import check
-from windlass.server.text.history import check_calls
+from windlass.server.text.history import check_history
 from windlass.server.text.parsing.reasoning.formats import HARMONY
 from windlass.server.text.service import Prompt
 
@@ -78,7 +78,7 @@ async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
     job, body, tools = chat.job, chat.body, chat.tools
     thinking = job.state.thinking
     if job.overflow == "drop_turns":
-        await job.state.text.on_thread(check_calls, body.messages)  # also those of turns that go
+        await job.state.text.on_thread(check_history, body.messages)  # also those of turns that go
         fitted = await fit_turns(
             body.messages,
             lambda messages: _counted(job, body, tools, messages),

@@ -63,7 +63,7 @@ class Ending:
                 f"draining: {time_left(state.in_flight, self._grace_ends - time.monotonic())}; signal again to stop at once"
             )
         if not await _idle(state, self._grace_ends):
-            say(f"the grace period is over: {state.in_flight} requests are aborted")
+            say(f"the grace period is over; requests that are aborted: {state.in_flight}")
             state.abort_all()
             await _idle(state, time.monotonic() + ABORT_SECONDS)
         say("stopped")

@@ -13,14 +13,13 @@ from typing import Any
 
 from jinja2.exceptions import SecurityError, TemplateError, TemplateSyntaxError
 
-from windlass.server.text.template_facts import TemplateFacts
+from windlass.server.text.template_facts import RESERVED, TemplateFacts
 from windlass.server.text.template_sandbox import sandboxed_environment
 
 MAX_OUTPUT_CHARS = 16 * 1024 * 1024
 _CONTINUE_TAG = "CONTINUE_FINAL_MESSAGE_TAG "
 _REASONING_FIELDS = ("reasoning_content", "thinking", "reasoning")  # the first is the one most templates read
 _PLAIN_REASONING = re.compile(r"\.reasoning\b|['\"]reasoning['\"]")  # templates that read this name
-RESERVED = ("messages", "tools", "add_generation_prompt")
 
 
 class ChatTemplateError(ValueError):

@@ -30,8 +30,7 @@ def prepare_history(
     tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
     a call, for that text.
     """
-    _check_contents(messages)
-    check_calls(messages)
+    check_history(messages)
     plain = [_plain(message, facts) for message in messages]
     if not facts.calls:
         plain = _without_calls(plain)
@@ -40,15 +39,16 @@ def prepare_history(
     return plain
 
 
-def _check_contents(messages: Sequence[ChatMessage]) -> None:
-    """Who asks or instructs says something, if an empty text."""
+def check_history(messages: Sequence[ChatMessage]) -> None:
+    """Who asks or instructs says something, if an empty text, and calls are answered; raises ApiError naming the message."""
     for number, message in enumerate(messages):
         if message.role in _SPEAKERS and message.content is None:
             where = f"messages[{number}].content"
             raise bad_request(f"{where} is missing: what the {message.role} says stands in it", where, "missing_field")
+    _check_calls(messages)
 
 
-def check_calls(messages: Sequence[ChatMessage]) -> None:
+def _check_calls(messages: Sequence[ChatMessage]) -> None:
     """Every call is answered by a message behind it, before anybody else speaks, and every answer answers a call."""
     open_calls: dict[str, None] = {}
     at = 0  # the message that made them

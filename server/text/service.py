@@ -15,13 +15,12 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
-from windlass.server.text.chat_template import RESERVED
 from windlass.server.text.fill_in import FillIn
 from windlass.server.text.history import prepare_history
 from windlass.server.text.pair_texts import PairTexts, batches
 from windlass.server.text.parsing.tools.formats import format_of
 from windlass.server.text.pool_errors import told
-from windlass.server.text.template_facts import TemplateFacts
+from windlass.server.text.template_facts import RESERVED, TemplateFacts
 from windlass.server.text.workers.frames import TextSource, count_ids, cut_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
 
@@ -278,7 +277,7 @@ class TextService:
         for name in RESERVED:
             if variables and name in variables:
                 raise bad_request(
-                    f"chat_template_kwargs: {name} comes from the request itself: leave it out",
+                    f"chat_template_kwargs.{name} comes from the request itself: leave it out",
                     f"chat_template_kwargs.{name}",
                 )
         size = sum(len(message.content or "") for message in messages)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass
 
+RESERVED = ("messages", "tools", "add_generation_prompt")  # variables of templates that a request sets itself
 _USE = re.compile(r"""\barguments['"]?\s*\]?\)?\s*(\|\s*\w+|is\s+\w+|\.\s*\w+|[+~]|-?[%}]})?""")
 _SHORT_IDS = re.compile(r"length\s*(!=|<)\s*9\b")
 _IS_NONE = re.compile(r"""content['"]?\s*\]?\s+is\s+(not\s+)?none""")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Sequence, Set
 from typing import Any
 
 from windlass.server.errors import bad_request
@@ -20,7 +20,13 @@ from windlass.server.protocol.responses.items import (
     text_of,
 )
 from windlass.server.protocol.responses.request import LOGPROBS, ResponseRequest
-from windlass.server.protocol.tools import FunctionDefinition, MadeFunctionCall, MadeToolCall, ToolDefinition
+from windlass.server.protocol.tools import (
+    FunctionDefinition,
+    MadeFunctionCall,
+    MadeToolCall,
+    ToolDefinition,
+    parse_arguments,
+)
 
 _NAMES = {
     "messages": "input",
@@ -39,12 +45,16 @@ def chat_of_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translat
     if body.instructions is not None:
         messages.append(ChatMessage.model_construct(role="system", content=body.instructions))
         places.append("instructions")
-    turns = _Turns(messages, places)
+    given = known_items(body.input)
+    answered = {item.call_id for item in given if isinstance(item, CallOutputItem)}
+    turns = _Turns(messages, places, answered)
     for item in earlier:
         turns.add(item, "previous_response_id")
-    for number, item in enumerate(known_items(body.input)):
+    for number, item in enumerate(given):
         turns.add(item, f"input[{number}]")
     turns.end()
+    if not messages:
+        raise bad_request("input has nothing that a model could answer: give at least one message", "input")
     if len(messages) > MAX_MESSAGES:
         raise bad_request(
             f"the conversation has more than {MAX_MESSAGES} messages", "previous_response_id" if earlier else "input"
@@ -71,11 +81,15 @@ def chat_of_response(body: ResponseRequest, earlier: Sequence[Item]) -> Translat
 
 
 class _Turns:
-    """Puts items together to messages: thinking, text and calls of the assistant in a row are one."""
+    """Puts items together to messages: thinking, text and calls of the assistant in a row are one.
 
-    def __init__(self, messages: list[ChatMessage], places: list[str]) -> None:
+    answered: ids of calls of which there are results. A call that was cut short and that nobody carried out is left out.
+    """
+
+    def __init__(self, messages: list[ChatMessage], places: list[str], answered: Set[str]) -> None:
         self._messages = messages
         self._places = places
+        self._answered = answered
         self._turn: dict[str, Any] = {}  # of the assistant
         self._place = ""
 
@@ -87,8 +101,9 @@ class _Turns:
             before = self._turn.get("reasoning_content")
             self._part("reasoning_content", f"{before}\n{said}" if before else said, place)
         elif isinstance(item, CallItem):
-            if item.status == INCOMPLETE:
+            if item.status == INCOMPLETE and item.call_id not in self._answered:
                 return
+            _check_arguments(item, place)
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             self._part("tool_calls", [*self._turn.get("tool_calls", ()), call], place)
@@ -119,6 +134,17 @@ class _Turns:
     def _message(self, place: str, **fields: Any) -> None:
         self._messages.append(ChatMessage.model_construct(**fields))
         self._places.append(place)
+
+
+def _check_arguments(call: CallItem, place: str) -> None:
+    """Of a call that was cut short nothing was asked when it came in."""
+    try:
+        parse_arguments(call.arguments)
+    except ValueError:
+        raise bad_request(
+            f"{place}.arguments: the call was cut short, so it cannot be answered: leave out its function_call_output",
+            f"{place}.arguments",
+        ) from None
 
 
 def _tool(tool: Any) -> ToolDefinition:

@@ -84,8 +84,8 @@ def _check_arguments(value: str, given: ValidationInfo) -> str:
 
 
 class CallItem(StrictModel):
-    """A call that the assistant made. `arguments`: the JSON text of an object. One that is `incomplete` has no effect: it was
-    cut short, and nobody has carried it out.
+    """A call that the assistant made. `arguments`: the JSON text of an object. One that is `incomplete` was cut short; it has no
+    effect, unless there is a result of it.
     """
 
     ignored: ClassVar[frozenset[str]] = _STATUS - {"status"} | {"parsed_arguments", "async"}

@@ -42,7 +42,13 @@ Event = Content | Reasoning | CallStart | CallArguments
 
 
 class OutputParser(Protocol):
-    """Reads one sample's text in pieces of any size. The events put together never depend on the pieces."""
+    """Reads one sample's text in pieces of any size. The events put together never depend on the pieces.
+
+    in_call: whether the arguments of a call have begun and not yet been closed.
+    """
+
+    @property
+    def in_call(self) -> bool: ...
 
     def feed(self, text: str) -> list[Event]:
         """What has become certain with `text`."""
@@ -67,6 +73,8 @@ class TellsThinking(Protocol):
 
 class PlainText:
     """The parser of answers in which nothing is looked for."""
+
+    in_call = False
 
     def feed(self, text: str) -> list[Event]:
         return [Content(text)] if text else []

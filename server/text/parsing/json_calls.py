@@ -60,6 +60,7 @@ class JsonCallParser(StreamParser):
                 return False
             self.begin_call(head.name)
             self.argue("".join(head.arguments) if head.arguments is not None else "{}")
+            self.end_call()
         return True
 
     def _value(self, key: str, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
@@ -89,7 +90,7 @@ class JsonCallParser(StreamParser):
             return False
         self.begin_call(head.name)
         head.begun = True
-        return (yield from self.bracketed(self.argue))
+        return (yield from self.argued())
 
     def _skip(self, first: str) -> Generator[None, None, bool]:
         """Take a value of no interest."""

@@ -50,11 +50,15 @@ class _Text:
 
 
 class StreamParser(ABC):
-    """The base of parsers: fill in `run`. Text goes to `say` or into calls; whitespace beside a call is dropped."""
+    """The base of parsers: fill in `run`. Text goes to `say` or into calls; whitespace beside a call is dropped.
+
+    in_call: see `OutputParser`. A call that is left out of the answer is none.
+    """
 
     def __init__(self, options: CallOptions) -> None:
         self.options = options
         self.calls = 0
+        self.in_call = False
         self._text = _Text()
         self._events: list[Event] = []
         self._space = ""  # held back: it counts only if text follows
@@ -111,8 +115,13 @@ class StreamParser(ABC):
         self._text.raw.clear()
         self._space, self._after_call = "", True
         self.calls += 1
-        if self.calls <= self.options.max_calls:
+        self.in_call = self.calls <= self.options.max_calls
+        if self.in_call:
             self._events.append(CallStart(self.calls - 1, self.options.new_id(), name))
+
+    def end_call(self) -> None:
+        """The arguments of the call that began last are closed."""
+        self.in_call = False
 
     def argue(self, text: str) -> None:
         """The next piece of the arguments of the call that began last."""
@@ -181,6 +190,15 @@ class StreamParser(ABC):
                 continue
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
+
+    def rest_begins(self, choices: Sequence[str]) -> bool:
+        """Take what is left where the text has ended in the middle of one of `choices`."""
+        source = self._text
+        rest = source.data[source.position :]
+        if not (source.ended and rest and any(choice.startswith(rest) for choice in choices)):
+            return False
+        self.take(len(rest))
+        return True
 
     def ahead(self, pattern: re.Pattern[str]) -> str:
         """Take what `pattern` matches of the text that is there."""
@@ -293,6 +311,13 @@ class StreamParser(ABC):
                 return True
             if not (yield from self.more()):
                 return False
+
+    def argued(self) -> Generator[None, None, bool]:
+        """Take the JSON object of a call's arguments, which may end before it is closed; whether it did not."""
+        closed = yield from self.bracketed(self.argue)
+        if closed:
+            self.end_call()
+        return closed
 
     def opens_object(self) -> Generator[None, None, bool]:
         """Whether the text goes on as a JSON object does, down to its first quote. Takes nothing."""

@@ -202,7 +202,7 @@ def apart(got: Finished, right: Finished) -> float:
 
 
 def with_other_last_digits(model: Path, folder: Path, seed: int) -> Path:
-    """The model, each weight by one part in 2^24 larger or smaller, or the same."""
+    """The model, each weight by one part in 2^23 larger or smaller, or the same: a step of its last digit, or two."""
     shutil.copytree(model, folder)
     draws = torch.Generator().manual_seed(seed)
     changed = {
@@ -245,7 +245,7 @@ def test_streams_that_shift_and_others_do_not_notice_each_other(
 
 
 def test_last_digits_are_seen_behind_codes_alone(models: dict[str, Path], tmp_path: Path) -> None:
-    for options, least, most in (("plain", 0.0, 1e-5), ("int8 pages", 1e-5, 2e-3)):
+    for options, least, most in (("plain", 0.0, 1e-5), ("int8 pages", 1e-5, 5e-3)):
         moved = moved_by_last_digits(models["llama"], tmp_path / options, **OPTIONS[options])
         assert all(least < one < most for one in moved.values()), (options, moved)
 

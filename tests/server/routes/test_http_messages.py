@@ -197,6 +197,8 @@ def test_why_it_ended(live: Live) -> None:
     assert cut["stop_reason"] == "max_tokens" and isinstance(cut["content"][-1].get("input", {}), dict)
     cut = ask(live, tools=[LOOK], stop_sequences=["Ro"])
     assert (cut["stop_reason"], cut["stop_sequence"]) == ("stop_sequence", "Ro")
+    ended = stream(live, tools=[LOOK], stop_sequences=["Ro"])[-2]["delta"]
+    assert (ended["stop_reason"], ended["stop_sequence"]) == ("stop_sequence", "Ro")
 
 
 def test_a_failure_on_the_way(live: Live) -> None:

@@ -210,8 +210,20 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
         assert "tool_call" not in prompt_of(live) and prompt_of(live).count("[user]hello") == 2
         ask(live, tools=[LOOK], previous_response_id=answer["id"])
         assert "tool_call" not in prompt_of(live)
-        refused = live.post(PATH, {"input": [question, {**call, "status": "completed"}]})
-        assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[1].arguments"
+        result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
+        for wrong in ([{**call, "status": "completed"}], [call, result]):
+            refused = live.post(PATH, {"input": [question, *wrong]})
+            assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[1].arguments"
+        refused = live.post(PATH, {"input": [call], "tools": [LOOK]})
+        assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
+        whole = {**call, "arguments": ROME}  # somebody carried it out all the same
+        ask(live, [question, whole, result, question], tools=[LOOK])
+        assert "tool_call" in prompt_of(live)
+    events = stream(live, tools=[LOOK], stop=["Ro"])
+    assert events[-1]["type"] == "response.completed" and events[-1]["response"]["output"][-1]["status"] == "incomplete"
+    say(live, f"{CALL} and more")
+    answer = ask(live, tools=[LOOK], max_output_tokens=len(live.engine.reply) - 10)
+    assert answer["status"] == "incomplete" and answer["output"][0]["status"] == "completed"
 
 
 def test_a_failure_on_the_way(live: Live) -> None:

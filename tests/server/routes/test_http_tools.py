@@ -148,10 +148,19 @@ def test_a_stop_string_in_a_call_ends_it_and_says_so(live: Live) -> None:
         choice = ask(live, tools=[LOOK], stop=[stop])
         assert choice["finish_reason"] == "stop" and choice["stop_reason"] == stop
         assert choice["message"]["tool_calls"][0]["function"]["arguments"] == arguments
+        older = ask(live, functions=[LOOK["function"]], stop=[stop])
+        assert older["finish_reason"] == "stop" and older["message"]["function_call"]["arguments"] == arguments
     say(live, f"{CALL} Done")
     assert ask(live, tools=[LOOK], stop=["Done"])["finish_reason"] == "tool_calls"
+    say(live, CALL + CALL.replace("Rome", "Oslo"))
+    first, second = (both := ask(live, tools=[LOOK], stop=["slo"]))["message"]["tool_calls"]
+    assert both["finish_reason"] == "stop" and first["function"]["arguments"] == ROME
+    assert second["function"]["arguments"] == '{"city": "O'
     say(live, CALL.replace(ROME, '{"city": Rome}'))  # the model's own fault
-    assert ask(live, tools=[LOOK])["finish_reason"] == "tool_calls"
+    for stop in (None, ["\n</tool"]):
+        assert ask(live, tools=[LOOK], stop=stop)["finish_reason"] == "tool_calls"
+    say(live, CALL.replace('"Rome"', "[" * 3000))
+    assert ask(live, tools=[LOOK], stop=["\n</tool"], max_tokens=3900)["finish_reason"] == "stop"
 
 
 def test_each_choice_has_its_own_calls(live: Live) -> None:

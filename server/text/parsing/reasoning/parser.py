@@ -30,6 +30,10 @@ class ThinkingParser:
         self._said = False  # some thinking was told
 
     @property
+    def in_call(self) -> bool:
+        return self._rest.in_call
+
+    @property
     def thinking(self) -> bool:
         return self._place != "behind"
 
@@ -102,6 +106,10 @@ class AnswerText:
         self._closing = ""  # the end of the wrapper, once its beginning has come
         self._started = False
         self._held = ""
+
+    @property
+    def in_call(self) -> bool:
+        return self._rest.in_call
 
     def feed(self, text: str) -> list[Event]:
         buffer, self._held = self._held + text, ""

@@ -42,6 +42,8 @@ class HarmonyParser(StreamParser):
             else:
                 out = self.think if self.thinking else self.say
             end = yield from self.until((*ENDS, START), out)
+            if end:
+                self.end_call()
             if end == START:  # the message before it was not ended
                 self.put_back(len(START))
             self.forget()

@@ -77,6 +77,7 @@ class PythonicParser(StreamParser):
             if end == ")":
                 break
         self.argue("}")
+        self.end_call()
         self.forget()
         return True
 

@@ -29,6 +29,8 @@ class XmlParametersParser(StreamParser):
                 continue
             self.begin_call(name)
             yield from self._parameters(self.options.schemas.get(name, {}))
+            if not (yield from self.peek()):
+                self.forget()  # the answer ended within a tag
             self.give_back()
 
     def _name(self) -> Generator[None, None, str]:
@@ -57,8 +59,12 @@ class XmlParametersParser(StreamParser):
                 value = "".join(parts).removeprefix("\n").removesuffix("\n")
                 self.argue(f"{before}{json.dumps(name)}: {_as_json(value, _type(schema, name))}")
             self.forget()
+        closed = yield from self.literal("</function>")
+        if not closed and self.rest_begins(("<parameter=", "</function>")):
+            return
         self.argue("}")
-        if (yield from self.literal("</function>")):
+        if closed:
+            self.end_call()
             yield from self.space()
             yield from self.literal("</tool_call>")
             self.forget()

@@ -135,6 +135,9 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (X, "<tool_call>no <function= x", ("<tool_call>no <function= x", "", [])),
     (X, "<function=look><parameter= x", ("<parameter= x", "", [("look", "{")])),
     (X, "<function=look><parameter=city>Ro", only(("look", "{"))),
+    (X, "<function=look><parameter=city>Rome</parameter>\n<parameter", only(("look", '{"city": "Rome"'))),
+    (X, "<function=look><parameter=city>Rome</parameter>\n</func", only(("look", '{"city": "Rome"'))),
+    (X, "<function=look><parameter=ci", only(("look", "{"))),
     # Python
     (Y, "[look(city='Rome', days=3), find()]", only(("look", '{"city": "Rome", "days": 3}'), FIND)),
     (Y, '<|python_start|>[look(city="a\\"),]=", days=[1, (2, None), {"k": True}])]<|python_end|>',
@@ -147,6 +150,41 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (Y, "[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
 ]  # fmt: skip
 IDS = [f"{case[0].__name__}-{number}" for number, case in enumerate(CASES)]
+
+
+OPEN = [
+    (H, '<tool_call>{"name": "look", "arguments": {"city": "Ro', True),
+    (H, f'<tool_call>{{"name": "look", "arguments": {ROME}', False),
+    (H, '<tool_call>{"name": "find", "arguments": "{}"', False),
+    (
+        H,
+        f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call><tool_call>{{"name": "find", "arguments": {{"a',
+        True,
+    ),
+    (H, '<tool_call>{"name": "look", "argum', False),
+    (P, "Hello.", False),
+    (M, '[TOOL_CALLS]look[ARGS]{"city', True),
+    (M, f"[TOOL_CALLS]look[ARGS]{ROME}", False),
+    (D, DS.partition('"Rome"')[0], True),
+    (D, DS.partition("\n```<")[0], False),
+    (G, "<|channel|>commentary to=functions.look<|message|>", True),
+    (G, f"<|channel|>commentary to=functions.look<|message|>{ROME}<|call|>", False),
+    (X, "<function=look>", True),
+    (X, "<function=look><parameter=city>Rome</parameter>\n", True),
+    (X, "<function=look><parameter=city>Rome</parameter></function>", False),
+    (Y, "[look(city='Rome', days=", True),
+    (Y, "[look(city='Rome')", False),
+]
+
+
+@pytest.mark.parametrize(("kind", "text", "is_open"), OPEN)
+def test_whether_the_text_ends_within_a_call(kind: type[StreamParser], text: str, is_open: bool) -> None:
+    for pieces in ([text], list(text)):
+        parser = make(kind)
+        read(parser, *pieces)
+        assert parser.in_call is is_open
+    if is_open and kind is H:  # of a call that is left out nobody hears
+        assert not (one := make(kind, max_calls=0)).in_call and read(one, text) and not one.in_call
 
 
 @pytest.mark.parametrize(("kind", "text", "expected"), CASES, ids=IDS)

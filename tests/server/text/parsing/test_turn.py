@@ -31,6 +31,8 @@ SCRIPTS: dict[str, list[list[Event]]] = {
 class Scripted:
     """Answers the n-th piece with the n-th entry of a script; the last one is what `finish` returns."""
 
+    in_call = False
+
     def __init__(self, script: list[list[Event]]) -> None:
         self.script = list(script)
 
