@@ -18,8 +18,6 @@ SERVER = "server_error"
 
 # What an error is called where nobody has a closer word.
 _CODES = {400: "invalid_value", 404: "not_found", 405: "method_not_allowed"}
-
-
 _SHORTER = "shorten the prompt or set truncate_prompt_tokens"
 
 

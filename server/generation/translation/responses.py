@@ -101,9 +101,10 @@ class _Turns:
             before = self._turn.get("reasoning_content")
             self._part("reasoning_content", f"{before}\n{said}" if before else said, place)
         elif isinstance(item, CallItem):
-            if item.status == INCOMPLETE and item.call_id not in self._answered:
-                return
-            _check_arguments(item, place)
+            if item.status == INCOMPLETE:
+                if item.call_id not in self._answered:
+                    return
+                _check_arguments(item, place)
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             self._part("tool_calls", [*self._turn.get("tool_calls", ()), call], place)

@@ -90,7 +90,7 @@ class JsonCallParser(StreamParser):
             return False
         self.begin_call(head.name)
         head.begun = True
-        return (yield from self.argued())
+        return (yield from self.take_arguments())
 
     def _skip(self, first: str) -> Generator[None, None, bool]:
         """Take a value of no interest."""

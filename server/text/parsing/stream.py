@@ -191,11 +191,11 @@ class StreamParser(ABC):
             found = max((choice for choice in choices if ahead.startswith(choice)), key=len, default="")
             return self.take(len(found)) if found else ""
 
-    def rest_begins(self, choices: Sequence[str]) -> bool:
-        """Take what is left where the text has ended in the middle of one of `choices`."""
+    def take_cut_tag(self, tags: Sequence[str]) -> bool:
+        """Take what is left where the text has ended in the middle of one of the tags; whether it has."""
         source = self._text
         rest = source.data[source.position :]
-        if not (source.ended and rest and any(choice.startswith(rest) for choice in choices)):
+        if not (source.ended and rest and any(tag.startswith(rest) for tag in tags)):
             return False
         self.take(len(rest))
         return True
@@ -312,7 +312,7 @@ class StreamParser(ABC):
             if not (yield from self.more()):
                 return False
 
-    def argued(self) -> Generator[None, None, bool]:
+    def take_arguments(self) -> Generator[None, None, bool]:
         """Take the JSON object of a call's arguments, which may end before it is closed; whether it did not."""
         closed = yield from self.bracketed(self.argue)
         if closed:

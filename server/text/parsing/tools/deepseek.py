@@ -50,6 +50,6 @@ class DeepSeekParser(StreamParser):
         if not name or len(name) == MAX_NAME or not (yield from self.opens_object()):
             return False
         self.begin_call(name)
-        yield from self.argued()
+        yield from self.take_arguments()
         self.forget()
         return True

@@ -32,5 +32,5 @@ class MistralParser(JsonCallParser):
         yield from self.space()
         if name and (yield from self.opens_object()):
             self.begin_call(name)
-            yield from self.argued()
+            yield from self.take_arguments()
             self.forget()

@@ -60,7 +60,7 @@ class XmlParametersParser(StreamParser):
                 self.argue(f"{before}{json.dumps(name)}: {_as_json(value, _type(schema, name))}")
             self.forget()
         closed = yield from self.literal("</function>")
-        if not closed and self.rest_begins(("<parameter=", "</function>")):
+        if not closed and self.take_cut_tag(("<parameter=", "</function>")):
             return
         self.argue("}")
         if closed:
