@@ -84,6 +84,12 @@ class Backend(RepeatsSteps):
         """Whether this kind of device has quicker kernels, which were refused: `explain` says why."""
         return False
 
+    @property
+    def rounds_many_queries(self) -> bool:
+        """Whether attention may round the queries of a sequence that has many new tokens, and not those of one that has few: what
+        comes of a prompt's end then follows from how much of it comes at once."""
+        return False
+
     # Memory
 
     @property

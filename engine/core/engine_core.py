@@ -159,6 +159,8 @@ class EngineCore:
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
             whole_prompts=spec.sees_whole_texts,
+            # Shorter chunks, which begin or end anywhere, would have other roundings than a whole prompt.
+            chunk_block=config.cache.block_size if decoder.backend.rounds_many_queries else 1,
             adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
             store=self._store,
         )

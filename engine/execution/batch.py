@@ -82,8 +82,9 @@ class BatchBuilder:
     """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
 
     num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
-    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. adapters: those that
-    sequences name; None: their rows run without.
+    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. ends_apart: whether
+    the end of a prompt that is never found in the cache attends as a sequence of its own, as it does where the rest was found;
+    for models whose tokens see none behind them. adapters: those that sequences name; None: their rows run without.
     """
 
     def __init__(
@@ -96,9 +97,10 @@ class BatchBuilder:
         windows: abc.Sequence[int | None],
         anchored: bool,
         backend: Backend,
+        ends_apart: bool = False,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._adapters = adapters
+        self._adapters, self._ends_apart = adapters, ends_apart
         self._windows, self._anchored = windows, anchored
         self._range_numbers = RangeNumbers(windows, anchored=anchored)
         self._sequences, self._rotary = sequences, rotary
@@ -138,9 +140,20 @@ class BatchBuilder:
             if row_by_row:
                 chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
             else:
-                for first, count in chunk_pieces(distances[live.rotary_id], start, len(token_ids)):
+                for first, count in self._pieces(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
         return self._make(chunks, ranged=ranged)
+
+    def _pieces(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
+        """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
+        pieces = chunk_pieces(distances, item.start, count)
+        if self._ends_apart and item.start + count == item.num_known_tokens:
+            # The cache is looked up in whole blocks, and the last token is always computed.
+            end = (item.num_known_tokens - 1) // self._block_size * self._block_size
+            first, count = pieces[-1]
+            if first < end < first + count:
+                pieces[-1:] = [(first, end - first), (end, first + count - end)]
+        return pieces
 
     def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""

@@ -57,6 +57,7 @@ class RankRunner:
             windows=decoder.spec.attention_windows,
             anchored=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
+            ends_apart=decoder.backend.rounds_many_queries and not decoder.spec.sees_whole_texts,
             adapters=adapters,
         )
         self._persisted = persisted

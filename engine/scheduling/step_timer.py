@@ -97,3 +97,9 @@ def deal_prefill_tokens(needs: abc.Sequence[int], budget: int) -> list[int]:
         grants[i] += more
         budget -= more
     return grants
+
+
+def whole_blocks(start: int, granted: int, due: int, block: int) -> int:
+    """Of `granted` tokens from `start` on, of `due` that a sequence needs, as many as end at a multiple of `block`, perhaps none;
+    all of them where they are all that are due."""
+    return granted if granted == due else max(0, (start + granted) // block * block - start)

@@ -1,0 +1,107 @@
+"""With rows of 8 bits, in the default modes, a prompt gives the same bits whether its beginning was cached, and in any chunks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.device import ON_A_CPU
+from helpers.engines import Finished, greedy, make_core, run
+from helpers.tiny_models import make_model
+
+import windlass
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.scheduling.step_timer import whole_blocks
+from windlass.kernels.cpu import library
+
+DEMO = Path(windlass.__file__).parent / "models" / "demo"
+BLOCK = 16
+
+needs_kernels = pytest.mark.skipif(
+    library.unavailable_reason() is not None, reason="plain torch rounds no rows to 8 bits"
+)
+# It multiplies many rows otherwise than few, which is as it was.
+no_matrix_unit = pytest.mark.skipif(
+    library.unavailable_reason() is None and library.load().linear_blocks_rounded is not None,
+    reason="the processor's matrix unit rounds many rows",
+)
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, **{"max_model_len": 512, "quantization": "int8", **options})
+
+
+def prompt(length: int) -> list[int]:
+    return torch.randint(3, 120, (length,), generator=torch.Generator().manual_seed(length)).tolist()
+
+
+def logits(core: EngineCore, tokens: list[int]) -> tuple[torch.Tensor, int]:
+    """Of four tokens behind a prompt; and how much of that was cached."""
+    found = run(core, [greedy("a", tokens, 4)])["a", 0]
+    return torch.stack(found.logits), found.outputs[0].cached_tokens
+
+
+@ON_A_CPU
+@needs_kernels
+@no_matrix_unit
+@pytest.mark.parametrize("model", ["demo", "gemma3", "qwen3"])
+@pytest.mark.parametrize("pages", ["auto", "int8"])
+def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_path: Path) -> None:
+    core = core_of(DEMO if model == "demo" else make_model(model, tmp_path / "model"), kv_cache_dtype=pages)
+    for length in (17, 18, 31, 32, 33, 40, 64, 65, 200):
+        first, cached = logits(core, prompt(length))
+        assert cached == 0
+        second, cached = logits(core, prompt(length))
+        assert cached == (length - 1) // BLOCK * BLOCK
+        assert torch.equal(first, second), length
+
+
+@ON_A_CPU
+@needs_kernels
+@no_matrix_unit
+@pytest.mark.parametrize("budget", [40, 100])
+def test_a_prompt_cut_into_chunks_beside_streams_gives_the_same_bits(budget: int) -> None:
+    tokens = prompt(150)
+    right, _ = logits(core_of(DEMO), tokens)
+    core = core_of(DEMO, max_num_batched_tokens=budget)
+    sent = [greedy("stream", prompt(20), 40), greedy("another", prompt(33), 60), greedy("a", tokens, 4)]
+    assert torch.equal(torch.stack(run(core, sent)["a", 0].logits), right)
+
+
+@ON_A_CPU
+@needs_kernels
+@no_matrix_unit
+def test_checked_proposals_give_the_same_bits() -> None:
+    tokens = prompt(40) * 3
+    sent = [greedy("a", tokens, 60, logprobs=3)]
+    right = run(core_of(DEMO), sent)["a", 0]
+    core = core_of(DEMO, speculative_ngram=4, speculative_ngram_min=1)
+    got = run(core, sent, every_logit=False)["a", 0]
+    assert core.scheduler.counters.spec_decode_num_accepted_tokens > 0
+    assert got.token_ids == right.token_ids
+    assert _said(got) == _said(right)
+
+
+def _said(found: Finished) -> list[object]:
+    return [each for output in found.outputs for each in output.logprobs or ()]
+
+
+@pytest.mark.parametrize(
+    ("start", "granted", "due", "taken"),
+    [
+        (0, 40, 100, 32),  # to the end of a block
+        (32, 68, 68, 68),  # to the end of the sequence
+        (0, 15, 100, 0),  # none ends so early
+        (5, 12, 100, 11),
+        (5, 11, 100, 11),
+        (5, 10, 100, 0),
+        (5, 10, 10, 10),
+        (0, 0, 100, 0),
+        (48, 16, 17, 16),
+    ],
+)
+def test_chunks_end_with_blocks(start: int, granted: int, due: int, taken: int) -> None:
+    assert whole_blocks(start, granted, due, BLOCK) == taken
+    assert whole_blocks(start, granted, due, 1) == granted
