@@ -99,20 +99,18 @@ def _assistant(message: InputMessage) -> list[ChatMessage]:
 
 
 def _others(message: InputMessage, number: int) -> list[ChatMessage]:
-    """A message for each result of a call, and one for the text of each row of text blocks."""
+    """A message for each result of a call, and one for the text behind them."""
     made: list[ChatMessage] = []
-    row: list[TextBlock] = []
-
-    def end_row() -> None:
-        if row:
-            made.append(ChatMessage.model_construct(role=message.role, content=text_of(row)))
-            row.clear()
-
+    texts: list[TextBlock] = []
     for place, block in enumerate(message.content):
         if isinstance(block, TextBlock):
-            row.append(block)
+            texts.append(block)
         elif isinstance(block, ToolResultBlock) and message.role == "user":
-            end_row()
+            if texts:
+                raise bad_request(
+                    "results of calls come before the text of their message: put this tool_result before the text blocks",
+                    f"messages[{number}].content[{place}]",
+                )
             result = text_of(block.content or ())
             told = f"Error: {result}" if block.is_error else result
             made.append(ChatMessage.model_construct(role="tool", tool_call_id=block.tool_use_id, content=told))
@@ -121,8 +119,9 @@ def _others(message: InputMessage, number: int) -> list[ChatMessage]:
                 f"a message of the {message.role} holds no block of type {block.type!r}",
                 f"messages[{number}].content[{place}].type",
             )
-    end_row()
-    return made or [ChatMessage.model_construct(role=message.role, content="")]
+    if texts or not made:
+        made.append(ChatMessage.model_construct(role=message.role, content=text_of(texts)))
+    return made
 
 
 def _choice(choice: MessageToolChoice | None) -> Any:

@@ -360,6 +360,8 @@ USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
         ({"messages": [{"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t", "content": [IMAGE]}]}]},
          "messages[0].content[0].content[0].type"),
         ({"messages": [*USER, {"role": "assistant", "content": [{**USE, "input": "x"}]}]}, "messages[1].content[0].input"),
+        ({"messages": [*USER, {"role": "assistant", "content": [USE]}, {"role": "user", "content": [
+            {"type": "text", "text": "See:"}, {"type": "tool_result", "tool_use_id": USE["id"]}]}]}, "messages[2].content[1]"),
         ({"system": [IMAGE]}, "system[0].type"),
         ({"system": 3}, "system"),
         ({"tools": [{"type": "web_search_20250305", "name": "web_search"}]}, "tools[0].type"),
