@@ -7,12 +7,14 @@ Runs in processes that can be killed. Responsible for the reasons a caller reads
 from __future__ import annotations
 
 import json
+import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
 from windlass.engine.errors import RequestError
 from windlass.server.text.finite import never_ends
+from windlass.server.text.parsing.tools.forced import PARAMETERS_OF
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -21,6 +23,9 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 _LONGEST_REASON = 400
+# How llguidance says where in a Lark grammar it stopped, and the lines of the grammar that it shows behind the reason.
+_PLACE = re.compile(r"at (\d+)\(\d+\): (?:failed to compile JSON schema: )?")
+_SHOWN = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
 # White space between the parts of a document: a space, or a line break and an indentation. Without a bound a model may go on
 # writing it for ever.
 _JSON_OPTIONS: JsonCompileOptions = {
@@ -151,10 +156,17 @@ def _check_references(schema: Any) -> None:
 
 
 def _reason(kind: str, reason: str) -> str:
-    what = {"json_schema": "JSON schema", "regex": "pattern", "choice": "list of choices"}.get(kind, "grammar")
+    what = "this " + {"json_schema": "JSON schema", "regex": "pattern", "choice": "list of choices"}.get(
+        kind, "grammar"
+    )
+    if (place := _PLACE.match(reason)) is not None:
+        above = dict(_SHOWN.findall(reason)).get(str(int(place[1]) - 1), "")
+        if above.startswith(PARAMETERS_OF):  # in a grammar that its caller has never seen
+            what = f"the schema in the parameters of {above.removeprefix(PARAMETERS_OF)!r}"
+            reason = _SHOWN.split(reason)[0][place.end() :]
     line = " ".join(reason.partition("\n<state>")[0].split())[:_LONGEST_REASON]
     if line.startswith("NoExtension"):
         line = "nothing at all satisfies it"
     # The library speaks of an option of its own, which callers do not have.
     line = line.split(" Enable 'coerce_one_of'")[0] + " Write anyOf." if "coerce_one_of" in line else line
-    return f"this {what} cannot be followed: {line}"
+    return f"{what} cannot be followed: {line}"

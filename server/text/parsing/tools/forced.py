@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
+PARAMETERS_OF = "// parameters of "  # and a function's name: the line above the rule that its parameters are
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 _FENCE = "\n```json\n"
@@ -49,8 +50,9 @@ def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _rules(forced: Forced) -> list[str]:
-    """A rule `arguments_i` for each function."""
-    return [f"arguments_{i}: %json {json.dumps(closed(schema))}" for i, schema in enumerate(forced.schemas.values())]
+    """A rule `arguments_i` for each function, behind a line that tells its name to who reads what is wrong with the rule."""
+    rules = enumerate(forced.schemas.items())
+    return [f"{PARAMETERS_OF}{name}\narguments_{i}: %json {json.dumps(closed(schema))}" for i, (name, schema) in rules]
 
 
 def _calls(forced: Forced, begin: Callable[[str], str], end: str) -> list[str]:

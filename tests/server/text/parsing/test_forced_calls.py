@@ -11,9 +11,11 @@ import jsonschema
 import numpy as np
 import pytest
 import tokenizers
+from helpers.grammar_draws import demo_compiler
 from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
+from windlass.engine.errors import RequestError
 from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event
 from windlass.server.text.parsing.stream import CallOptions
 from windlass.server.text.parsing.tools.forced import MOST_CALLS, Forced
@@ -107,6 +109,34 @@ def test_whatever_is_drawn_is_a_call(
         assert max(counts) > 1 and max(counts) <= MOST_CALLS
     else:
         assert counts == {1}
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name not in ("qwen3_coder", "pythonic")])
+@pytest.mark.parametrize("beside", [False, True])
+@pytest.mark.parametrize(
+    ("parameter", "reason"),
+    [
+        ({"type": "string", "pattern": "(?=x)y"}, "look-a"),
+        ({"$ref": "#/nowhere"}, "'/nowhere' does not exist"),
+        ({"not": {}}, 'Unimplemented keys: ["not"]'),
+    ],
+)
+def test_parameters_that_cannot_be_held_to_are_named(
+    name: str, beside: bool, parameter: dict[str, Any], reason: str
+) -> None:
+    """And nothing is shown of a grammar that nobody wrote."""
+    schemas = {
+        "look": SCHEMAS["look"],
+        "find": {"type": "object", "properties": {"x": parameter}},
+        "all": SCHEMAS["all"],
+    }
+    grammar = FORMATS[name].grammar(Forced(schemas, True, json.dumps))
+    assert grammar is not None
+    with pytest.raises(RequestError) as refused:
+        demo_compiler().compile(*(("json_object", "", grammar) if beside else ("lark", grammar)))
+    message = refused.value.message
+    assert message.startswith("the schema in the parameters of 'find' cannot be followed: ") and reason in message
+    assert "arguments_" not in message and "start:" not in message
 
 
 @pytest.mark.parametrize("name", FORMATS)
