@@ -50,7 +50,7 @@ from windlass.engine.scheduling.sequence import Sequence, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
-from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts, whole_blocks
+from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens, deal_whole_prompts
 from windlass.engine.scheduling.steps_ahead import StepsAhead
 from windlass.engine.scheduling.turns import CallerTurns
 
@@ -70,7 +70,7 @@ class Scheduler:
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too. chunk_block: chunks of
-    prompts end at multiples of so many tokens, but of the best-ranked one where it may have no more.
+    prompts end at multiples of so many tokens where a step may take so many.
     adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
@@ -95,7 +95,7 @@ class Scheduler:
         self._whole_prompts, self._chunk_block = whole_prompts, chunk_block
         self.limits = limits
         self.blocks = blocks
-        self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
+        self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens, chunk_block)
         self._clock = clock
         self.counters = SchedulerCounters()
         self._reuse = PassageReuser(blocks, self.counters)
@@ -304,12 +304,13 @@ class Scheduler:
         budget = min(budget - len(plan), self.timer.limit(len(plan)))
         self._admit()
         prefills = [seq for seq in self._places.running if seq not in plan]
-        deal = deal_whole_prompts if self._whole_prompts else deal_prefill_tokens
-        grants = deal([seq.num_due_tokens for seq in prefills], budget)
-        for seq, granted in zip(prefills, grants, strict=True):
-            taken = whole_blocks(seq.cache.num_computed_tokens, granted, seq.num_due_tokens, self._chunk_block)
-            if taken or (granted and seq is prefills[0]):  # which always advances
-                plan[seq] = taken or granted
+        needs = [seq.num_due_tokens for seq in prefills]
+        if self._whole_prompts:
+            grants = deal_whole_prompts(needs, budget)
+        else:
+            starts = [seq.cache.num_computed_tokens for seq in prefills]
+            grants = deal_prefill_tokens(needs, budget, starts, self._chunk_block)
+        plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 
     def _plan_chunk(self, seq: Sequence, num_tokens: int, now: float) -> PlannedChunk:

@@ -21,12 +21,14 @@ class StepTimer:
     target_seconds: how long a step beside running streams may last; one without may last four times that; 0 means no
     bound. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long and
     grows only when a step that filled at least half of it was short, so that short prompts teach it nothing false.
+
+    block: chunks end at multiples of so many tokens, so a limit of more than that is told as the nearest multiple.
     """
 
-    __slots__ = ("_limits", "_max_tokens", "_rerotations", "_target")
+    __slots__ = ("_block", "_limits", "_max_tokens", "_rerotations", "_target")
 
-    def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
-        self._target = target_seconds
+    def __init__(self, target_seconds: float, max_num_batched_tokens: int, block: int = 1) -> None:
+        self._target, self._block = target_seconds, block
         self._max_tokens = max_num_batched_tokens
         first = min(_FIRST_LIMIT, max_num_batched_tokens)
         self._limits = {True: first, False: first}  # by: are there decode streams
@@ -47,7 +49,10 @@ class StepTimer:
 
     def limit(self, num_decodes: int) -> int:
         """Prefill tokens the next step may take beside `num_decodes` decode tokens."""
-        return self._max_tokens if self._target <= 0 else self._limits[num_decodes > 0]
+        if self._target <= 0:
+            return self._max_tokens
+        limit, block = self._limits[num_decodes > 0], self._block
+        return limit if limit < block else (limit + block // 2) // block * block
 
     def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
@@ -80,26 +85,31 @@ def deal_whole_prompts(needs: abc.Sequence[int], budget: int) -> list[int]:
     return grants
 
 
-def deal_prefill_tokens(needs: abc.Sequence[int], budget: int) -> list[int]:
+def deal_prefill_tokens(
+    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), block: int = 1
+) -> list[int]:
     """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
 
     Half goes to the first, so that the best-ranked prefill always advances, and the rest to the shortest, so that a
     new arrival with a short prompt does not wait until a long one is through. Nothing is left over while anybody
     needs more.
+
+    starts: tokens that each has behind it. block: whoever needs more after this ends at a multiple of so many tokens, unless the
+    budget is smaller. Then less than a block may be left over.
     """
     if not needs:
         return []
+    starts, block = starts or [0] * len(needs), block if budget >= block else 1
+
+    def fitting(i: int, tokens: int) -> int:
+        return needs[i] if tokens >= needs[i] else max(0, (starts[i] + tokens) // block * block - starts[i])
+
     grants = [0] * len(needs)
-    grants[0] = min(needs[0], -(-budget // 2))
+    half = -(-budget // 2)
+    grants[0] = fitting(0, min(budget, half + -(starts[0] + half) % block))
     budget -= grants[0]
     for i in sorted(range(len(needs)), key=needs.__getitem__):  # stable: by rank among equals
-        more = min(needs[i] - grants[i], budget)
+        more = max(0, fitting(i, grants[i] + budget) - grants[i])
         grants[i] += more
         budget -= more
     return grants
-
-
-def whole_blocks(start: int, granted: int, due: int, block: int) -> int:
-    """Of `granted` tokens from `start` on, of `due` that a sequence needs, as many as end at a multiple of `block`, perhaps none;
-    all of them where they are all that are due."""
-    return granted if granted == due else max(0, (start + granted) // block * block - start)

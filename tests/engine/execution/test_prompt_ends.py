@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from helpers.tiny_models import make_model
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.step_timer import whole_blocks
+from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
 from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -89,19 +90,44 @@ def _said(found: Finished) -> list[object]:
 
 
 @pytest.mark.parametrize(
-    ("start", "granted", "due", "taken"),
+    ("needs", "starts", "budget", "grants"),
     [
-        (0, 40, 100, 32),  # to the end of a block
-        (32, 68, 68, 68),  # to the end of the sequence
-        (0, 15, 100, 0),  # none ends so early
-        (5, 12, 100, 11),
-        (5, 11, 100, 11),
-        (5, 10, 100, 0),
-        (5, 10, 10, 10),
-        (0, 0, 100, 0),
-        (48, 16, 17, 16),
+        ([100], [0], 40, [32]),  # to the end of a block
+        ([68], [32], 68, [68]),  # to the end of the sequence
+        ([95], [5], 40, [27]),
+        ([95], [5], 12, [12]),  # where a step may not take a block, as far as it may
+        ([100, 100], [0, 0], 31, [16, 0]),
+        ([100, 50, 3], [0, 0, 0], 40, [32, 0, 3]),  # the best-ranked one has half at least
+        ([100, 20, 3], [0, 0, 0], 60, [32, 20, 3]),
+        ([100, 50, 300], [0, 16, 0], 64, [32, 32, 0]),
     ],
 )
-def test_chunks_end_with_blocks(start: int, granted: int, due: int, taken: int) -> None:
-    assert whole_blocks(start, granted, due, BLOCK) == taken
-    assert whole_blocks(start, granted, due, 1) == granted
+def test_chunks_end_with_blocks(needs: list[int], starts: list[int], budget: int, grants: list[int]) -> None:
+    assert deal_prefill_tokens(needs, budget, starts, BLOCK) == grants
+
+
+def test_what_steps_may_take_is_dealt_out_but_for_less_than_a_block() -> None:
+    rng = random.Random(1)
+    for _ in range(2000):
+        count, budget = rng.randrange(1, 9), rng.randrange(1, 200)
+        needs, starts = ([rng.randrange(low, 300) for _ in range(count)] for low in (1, 0))
+        grants = deal_prefill_tokens(needs, budget, starts, BLOCK)
+        left = budget - sum(grants)
+        assert (
+            grants[0] > 0 and left >= 0 and all(0 <= grant <= need for grant, need in zip(grants, needs, strict=True))
+        )
+        if grants != needs:
+            assert left < (BLOCK if budget >= BLOCK else 1)
+        for start, grant, need in zip(starts, grants, needs, strict=True):
+            assert grant in (0, need) or (start + grant) % BLOCK == 0 or budget < BLOCK
+
+
+def test_a_limit_is_told_in_blocks() -> None:
+    timer = StepTimer(0.25, 2048, BLOCK)
+    assert timer.limit(1) == 64
+    told = []
+    for _ in range(20):
+        timer.observe(timer.limit(1) + 1, 1, 0.35)
+        told.append(timer.limit(1))
+    assert any(limit > BLOCK for limit in told) and all(limit < BLOCK or limit % BLOCK == 0 for limit in told)
+    assert told[-1] == 4
