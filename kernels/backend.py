@@ -74,6 +74,7 @@ class Backend(RepeatsSteps):
         self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
         self.workspace_bytes = 0  # that an operation may take in some step and not in the largest
+        self.fewest_alike = 0  # new tokens of a sequence from which attention treats all alike, but not fewer; 0: any
 
     @abstractmethod
     def explain(self) -> str:
@@ -82,12 +83,6 @@ class Backend(RepeatsSteps):
     @property
     def is_second_choice(self) -> bool:
         """Whether this kind of device has quicker kernels, which were refused: `explain` says why."""
-        return False
-
-    @property
-    def rounds_many_queries(self) -> bool:
-        """Whether attention may round the queries of a sequence that has many new tokens, and not those of one that has few: what
-        comes of a prompt's end then follows from how much of it comes at once."""
         return False
 
     # Memory

@@ -57,6 +57,7 @@ from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.chunk_cuts import ChunkCuts
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.kernels import blocks_of_cut
@@ -159,8 +160,7 @@ class EngineCore:
             namespace=_namespace(model),
             eos_token_ids=spec.eos_token_ids,
             whole_prompts=spec.sees_whole_texts,
-            # Shorter chunks, which begin or end anywhere, would have other roundings than a whole prompt.
-            chunk_block=config.cache.block_size if decoder.backend.rounds_many_queries else 1,
+            cuts=ChunkCuts(decoder.backend.fewest_alike, config.cache.block_size),
             adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
             store=self._store,
         )

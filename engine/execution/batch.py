@@ -25,6 +25,7 @@ from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
 from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, blocks_of_cut, sent
 
@@ -82,9 +83,8 @@ class BatchBuilder:
     """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
 
     num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
-    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. ends_apart: whether
-    the end of a prompt that is never found in the cache attends as a sequence of its own, as it does where the rest was found;
-    for models whose tokens see none behind them. adapters: those that sequences name; None: their rows run without.
+    whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. cuts: which
+    parts of a prompt attend on their own. adapters: those that sequences name; None: their rows run without.
     """
 
     def __init__(
@@ -97,10 +97,10 @@ class BatchBuilder:
         windows: abc.Sequence[int | None],
         anchored: bool,
         backend: Backend,
-        ends_apart: bool = False,
+        cuts: ChunkCuts = NO_CUTS,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._adapters, self._ends_apart = adapters, ends_apart
+        self._adapters, self._cuts = adapters, cuts
         self._windows, self._anchored = windows, anchored
         self._range_numbers = RangeNumbers(windows, anchored=anchored)
         self._sequences, self._rotary = sequences, rotary
@@ -147,13 +147,9 @@ class BatchBuilder:
     def _pieces(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
         """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
         pieces = chunk_pieces(distances, item.start, count)
-        if self._ends_apart and item.start + count == item.num_known_tokens:
-            # The cache is looked up in whole blocks, and the last token is always computed.
-            end = (item.num_known_tokens - 1) // self._block_size * self._block_size
-            first, count = pieces[-1]
-            if first < end < first + count:
-                pieces[-1:] = [(first, end - first), (end, first + count - end)]
-        return pieces
+        if item.start + count != item.num_known_tokens:
+            return pieces
+        return [part for piece in pieces for part in self._cuts.parts(*piece, item.num_known_tokens)]
 
     def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""

@@ -24,6 +24,7 @@ from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import takes_largest
+from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot
 from windlass.kernels import sent
 
@@ -57,7 +58,7 @@ class RankRunner:
             windows=decoder.spec.attention_windows,
             anchored=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
-            ends_apart=decoder.backend.rounds_many_queries and not decoder.spec.sees_whole_texts,
+            cuts=NO_CUTS if decoder.spec.sees_whole_texts else ChunkCuts(decoder.backend.fewest_alike, block_size),
             adapters=adapters,
         )
         self._persisted = persisted

@@ -38,6 +38,7 @@ from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.rotary.slots import RotarySlots
 from windlass.engine.scheduling.admission import Admission
 from windlass.engine.scheduling.bursts import Bursts
+from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.places import Places
 from windlass.engine.scheduling.plan import SchedulerOutput, Snapshot, StepResult
@@ -69,8 +70,8 @@ class Scheduler:
 
     limits: what a sequence may hold, prompt and output together.
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
-    whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too. chunk_block: chunks of
-    prompts end at multiples of so many tokens where a step may take so many.
+    whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too. cuts: where
+    chunks of prompts end.
     adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
@@ -87,15 +88,15 @@ class Scheduler:
         clock: abc.Callable[[], float] = time.monotonic,
         fresh_seed: abc.Callable[[], int] | None = None,
         whole_prompts: bool = False,
-        chunk_block: int = 1,
+        cuts: ChunkCuts = NO_CUTS,
         adapter_key: abc.Callable[[int], bytes] = _by_id,
         store: BlockStore | None = None,
     ) -> None:
         self.config = config
-        self._whole_prompts, self._chunk_block = whole_prompts, chunk_block
+        self._whole_prompts, self._cuts = whole_prompts, cuts
         self.limits = limits
         self.blocks = blocks
-        self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens, chunk_block)
+        self.timer = StepTimer(config.target_step_seconds, config.max_num_batched_tokens)
         self._clock = clock
         self.counters = SchedulerCounters()
         self._reuse = PassageReuser(blocks, self.counters)
@@ -309,7 +310,7 @@ class Scheduler:
             grants = deal_whole_prompts(needs, budget)
         else:
             starts = [seq.cache.num_computed_tokens for seq in prefills]
-            grants = deal_prefill_tokens(needs, budget, starts, self._chunk_block)
+            grants = deal_prefill_tokens(needs, budget, starts, self._cuts)
         plan.update((seq, granted) for seq, granted in zip(prefills, grants, strict=True) if granted)
         return plan
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 import sys
 from collections import abc
 
+from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
+
 _FIRST_LIMIT = 64
 _FLOOR = 4  # of a prompt of 30,000 tokens beside streams, 16 take half a second on two cores
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
@@ -21,14 +23,12 @@ class StepTimer:
     target_seconds: how long a step beside running streams may last; one without may last four times that; 0 means no
     bound. Each bound starts low and at most doubles or halves per observation. It shrinks when a step was too long and
     grows only when a step that filled at least half of it was short, so that short prompts teach it nothing false.
-
-    block: chunks end at multiples of so many tokens, so a limit of more than that is told as the nearest multiple.
     """
 
-    __slots__ = ("_block", "_limits", "_max_tokens", "_rerotations", "_target")
+    __slots__ = ("_limits", "_max_tokens", "_rerotations", "_target")
 
-    def __init__(self, target_seconds: float, max_num_batched_tokens: int, block: int = 1) -> None:
-        self._target, self._block = target_seconds, block
+    def __init__(self, target_seconds: float, max_num_batched_tokens: int) -> None:
+        self._target = target_seconds
         self._max_tokens = max_num_batched_tokens
         first = min(_FIRST_LIMIT, max_num_batched_tokens)
         self._limits = {True: first, False: first}  # by: are there decode streams
@@ -49,10 +49,7 @@ class StepTimer:
 
     def limit(self, num_decodes: int) -> int:
         """Prefill tokens the next step may take beside `num_decodes` decode tokens."""
-        if self._target <= 0:
-            return self._max_tokens
-        limit, block = self._limits[num_decodes > 0], self._block
-        return limit if limit < block else (limit + block // 2) // block * block
+        return self._max_tokens if self._target <= 0 else self._limits[num_decodes > 0]
 
     def observe(self, num_tokens: int, num_decodes: int, seconds: float) -> None:
         """Learn from a finished step of `num_tokens` tokens, `num_decodes` of them of decode streams."""
@@ -86,7 +83,7 @@ def deal_whole_prompts(needs: abc.Sequence[int], budget: int) -> list[int]:
 
 
 def deal_prefill_tokens(
-    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), block: int = 1
+    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), cuts: ChunkCuts = NO_CUTS
 ) -> list[int]:
     """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
 
@@ -94,22 +91,24 @@ def deal_prefill_tokens(
     new arrival with a short prompt does not wait until a long one is through. Nothing is left over while anybody
     needs more.
 
-    starts: tokens that each has behind it. block: whoever needs more after this ends at a multiple of so many tokens, unless the
-    budget is smaller. Then less than a block may be left over.
+    starts: tokens that each has behind it. cuts: where chunks may end, which leaves a few tokens over; they hold where the budget
+    has room for two chunks, or the one that is needed.
     """
     if not needs:
         return []
-    starts, block = starts or [0] * len(needs), block if budget >= block else 1
+    if budget < cuts.fewest * min(len(needs), 2):
+        cuts = NO_CUTS
+    starts = starts or [0] * len(needs)
 
-    def fitting(i: int, tokens: int) -> int:
-        return needs[i] if tokens >= needs[i] else max(0, (starts[i] + tokens) // block * block - starts[i])
+    def longest(i: int, tokens: int) -> int:
+        return cuts.longest(starts[i], needs[i], tokens)
 
     grants = [0] * len(needs)
     half = -(-budget // 2)
-    grants[0] = fitting(0, min(budget, half + -(starts[0] + half) % block))
+    grants[0] = longest(0, half) or longest(0, budget) or min(needs[0], half)
     budget -= grants[0]
     for i in sorted(range(len(needs)), key=needs.__getitem__):  # stable: by rank among equals
-        more = max(0, fitting(i, grants[i] + budget) - grants[i])
+        more = max(0, longest(i, grants[i] + budget) - grants[i])
         grants[i] += more
         budget -= more
     return grants

@@ -17,6 +17,8 @@ from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, 
 from windlass.kernels.cpu.structs import AttentionArguments, attention_arguments
 from windlass.kernels.layouts.pages import KVPages
 
+FEWEST_ROUNDED = 16  # queries of a sequence, as in attention_prefill.h
+
 
 def call_refusal(call: AttentionCall) -> str | None:
     """What such a call asks for that the functions below do not do, or None."""
@@ -102,8 +104,8 @@ def paged_attention_prefill(
     q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
     passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
     the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of
-    16 bits, what rows of codes mean, queries and weights may be rounded to that; sequences with fewer than 16 queries are
-    computed as ever. Returns out.
+    16 bits, what rows of codes mean, queries and weights may be rounded to that; sequences with fewer queries than
+    `FEWEST_ROUNDED` are computed as ever. Returns out.
     Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
     """
     name = "paged_attention_prefill"

@@ -71,6 +71,8 @@ class CompiledBackend(Backend):
         self._multiplies_bfloat16 = (
             options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
         )
+        if options.rounds_prompts and not options.deterministic:
+            self.fewest_alike = attention.FEWEST_ROUNDED if self.multiplies_pairs else 2
         self._matrix_unit = MatrixUnit(self._library, options)
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
@@ -90,10 +92,6 @@ class CompiledBackend(Backend):
         if options.device.type != "cpu":
             return f"the model is on {options.device}"
         return library.unavailable_reason()
-
-    @property
-    def rounds_many_queries(self) -> bool:
-        return self.options.rounds_prompts and not self.deterministic
 
     def explain(self) -> str:
         return f"compiled CPU kernels ({self._library.isa})"
@@ -338,7 +336,7 @@ class CompiledBackend(Backend):
         if self.deterministic and call.causal:
             return batched.paged_attention(q, pages, call, decode=self._decode, prefill=self._prefill_as_decode)
         out = attention.paged_attention_prefill(
-            q, pages, call, fewest=2, rounds=self.rounds_many_queries, library=self._library
+            q, pages, call, fewest=2, rounds=self.fewest_alike > 0, library=self._library
         )
         singles = call.single_tokens()
         if singles is not None:

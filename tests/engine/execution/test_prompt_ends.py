@@ -14,7 +14,8 @@ from helpers.tiny_models import make_model
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
+from windlass.engine.scheduling.step_timer import deal_prefill_tokens
 from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -62,7 +63,7 @@ def test_a_prompt_sent_twice_gives_the_same_bits(model: str, pages: str, tmp_pat
 @ON_A_CPU
 @needs_kernels
 @no_matrix_unit
-@pytest.mark.parametrize("budget", [40, 100])
+@pytest.mark.parametrize("budget", [40, 61, 100])
 def test_a_prompt_cut_into_chunks_beside_streams_gives_the_same_bits(budget: int) -> None:
     tokens = prompt(150)
     right, _ = logits(core_of(DEMO), tokens)
@@ -89,45 +90,63 @@ def _said(found: Finished) -> list[object]:
     return [each for output in found.outputs for each in output.logprobs or ()]
 
 
+CUTS = ChunkCuts(fewest=16, block=BLOCK)
+
+
 @pytest.mark.parametrize(
-    ("needs", "starts", "budget", "grants"),
+    ("start", "due", "tokens", "taken"),
     [
-        ([100], [0], 40, [32]),  # to the end of a block
-        ([68], [32], 68, [68]),  # to the end of the sequence
-        ([95], [5], 40, [27]),
-        ([95], [5], 12, [12]),  # where a step may not take a block, as far as it may
-        ([100, 100], [0, 0], 31, [16, 0]),
-        ([100, 50, 3], [0, 0, 0], 40, [32, 0, 3]),  # the best-ranked one has half at least
-        ([100, 20, 3], [0, 0, 0], 60, [32, 20, 3]),
-        ([100, 50, 300], [0, 16, 0], 64, [32, 32, 0]),
+        (0, 100, 40, 40),
+        (5, 95, 20, 20),
+        (0, 100, 100, 100),
+        (0, 100, 99, 96),  # the end in one piece
+        (0, 100, 90, 80),  # and no short one before it
+        (0, 40, 31, 16),
+        (5, 31, 26, 0),  # two that are long enough there are not
+        (0, 100, 15, 0),
+        (0, 10, 10, 10),
+        (96, 4, 3, 0),
     ],
 )
-def test_chunks_end_with_blocks(needs: list[int], starts: list[int], budget: int, grants: list[int]) -> None:
-    assert deal_prefill_tokens(needs, budget, starts, BLOCK) == grants
+def test_chunks_are_not_short(start: int, due: int, tokens: int, taken: int) -> None:
+    assert CUTS.longest(start, due, tokens) == taken
+    assert NO_CUTS.longest(start, due, tokens) == min(due, tokens)
 
 
-def test_what_steps_may_take_is_dealt_out_but_for_less_than_a_block() -> None:
+def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -> None:
     rng = random.Random(1)
-    for _ in range(2000):
+    for _ in range(3000):
         count, budget = rng.randrange(1, 9), rng.randrange(1, 200)
         needs, starts = ([rng.randrange(low, 300) for _ in range(count)] for low in (1, 0))
-        grants = deal_prefill_tokens(needs, budget, starts, BLOCK)
+        grants = deal_prefill_tokens(needs, budget, starts, CUTS)
         left = budget - sum(grants)
         assert (
             grants[0] > 0 and left >= 0 and all(0 <= grant <= need for grant, need in zip(grants, needs, strict=True))
         )
-        if grants != needs:
-            assert left < (BLOCK if budget >= BLOCK else 1)
-        for start, grant, need in zip(starts, grants, needs, strict=True):
-            assert grant in (0, need) or (start + grant) % BLOCK == 0 or budget < BLOCK
+        if budget < CUTS.fewest * min(count, 2):
+            assert grants == deal_prefill_tokens(needs, budget)
+        elif grants != needs:
+            assert left < 2 * CUTS.fewest
 
 
-def test_a_limit_is_told_in_blocks() -> None:
-    timer = StepTimer(0.25, 2048, BLOCK)
-    assert timer.limit(1) == 64
-    told = []
-    for _ in range(20):
-        timer.observe(timer.limit(1) + 1, 1, 0.35)
-        told.append(timer.limit(1))
-    assert any(limit > BLOCK for limit in told) and all(limit < BLOCK or limit % BLOCK == 0 for limit in told)
-    assert told[-1] == 4
+def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None:
+    """Whatever the limits, and whatever comes beside it, as long as two chunks fit into a step."""
+    rng = random.Random(2)
+    for _ in range(500):
+        lengths = [rng.randrange(2, 300) for _ in range(rng.randrange(1, 6))]
+        starts, seen = [rng.randrange(length) // BLOCK * BLOCK for length in lengths], []
+        while any(start < length for start, length in zip(starts, lengths, strict=True)):
+            live = [i for i, length in enumerate(lengths) if starts[i] < length]
+            needs = [lengths[i] - starts[i] for i in live]
+            grants = deal_prefill_tokens(needs, rng.randrange(32, 150), [starts[i] for i in live], CUTS)
+            for i, grant in zip(live, grants, strict=True):
+                if grant:
+                    seen += [(i, *part) for part in _parts(starts[i], grant, lengths[i])]
+                starts[i] += grant
+        for i, first, count in seen:
+            end = CUTS.end(lengths[i])
+            assert (first == end and first + count == lengths[i]) or (first + count <= end and count >= CUTS.fewest)
+
+
+def _parts(start: int, count: int, known: int) -> list[tuple[int, int]]:
+    return CUTS.parts(start, count, known) if start + count == known else [(start, count)]
