@@ -97,10 +97,10 @@ def long_answer(number: int) -> dict[str, Any]:
     }
 
 
-async def stream(client: httpx.AsyncClient, number: int, found: dict[str, Any]) -> None:
+async def stream(client: httpx.AsyncClient, request: dict[str, Any], found: dict[str, Any]) -> None:
     """found: is told how it goes: its text, its error if any, and whether it ended as streams do."""
     found.update({"text": "", "error": None, "done": False, "finish": None})
-    body = {"model": "demo", **long_answer(number), "stream": True}
+    body = {"model": "demo", **request, "stream": True}
     async with client.stream("POST", "/v1/completions", json=body) as answer:
         if answer.status_code != 200:
             await answer.aread()
@@ -122,7 +122,7 @@ async def under_load(server: RealServer, count: int) -> list[dict[str, Any]]:
     results: list[dict[str, Any]] = [{} for _ in range(count + 4)]
     pid = engine_pids(server)[0]
     async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
-        work = [asyncio.create_task(stream(client, number, results[number])) for number in range(count)]
+        work = [asyncio.create_task(stream(client, long_answer(number), results[number])) for number in range(count)]
         # One without a token so far would be computed elsewhere instead of cut. So it stops first, for less time than makes it a
         # stuck one, and dies if all four that fit into both engines are amid their answers when what it had said has arrived.
         while True:
@@ -135,7 +135,10 @@ async def under_load(server: RealServer, count: int) -> list[dict[str, Any]]:
             os.kill(pid, signal.SIGCONT)
             await asyncio.sleep(0.1)
         os.kill(pid, signal.SIGKILL)
-        new = [asyncio.create_task(stream(client, number, results[number])) for number in range(count, count + 4)]
+        new = [
+            asyncio.create_task(stream(client, long_answer(number), results[number]))
+            for number in range(count, count + 4)
+        ]
         await asyncio.gather(*work, *new)
     return results
 

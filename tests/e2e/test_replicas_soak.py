@@ -11,6 +11,7 @@ import random
 import signal
 import time
 from collections import Counter
+from typing import Any
 
 import httpx
 import pytest
@@ -23,6 +24,11 @@ TEXTS, CLIENTS = 16, 5
 TOLERANCE = 24.0  # MiB that the server may grow by behind the first half
 
 
+def answer_of(number: int) -> dict[str, Any]:
+    """What text `number` is asked for with."""
+    return {"prompt": [10 + number, 11, 12], "max_tokens": 200, "temperature": 0, "ignore_eos": True}
+
+
 async def asking(
     client: httpx.AsyncClient, first: int, until: float, ended: list[tuple[int, dict[str, object]]]
 ) -> int:
@@ -31,7 +37,9 @@ async def asking(
     while time.monotonic() < until:
         number = (first + begun * CLIENTS) % TEXTS
         begun += 1
-        ended.append((number, await stream(client, number)))
+        found: dict[str, object] = {}
+        await stream(client, answer_of(number), found)
+        ended.append((number, found))
     return begun
 
 
@@ -86,7 +94,7 @@ def test_nothing_is_lost_silently_where_engines_die(seconds: float, longest: flo
         assert server.metric("windlass_num_requests_running") == server.metric("windlass_num_requests_waiting") == 0
         alone = {}
         for number in range(TEXTS):
-            answer = complete(server, [10 + number, 11, 12], max_tokens=200, ignore_eos=True)
+            answer = complete(server, **answer_of(number))
             alone[number] = answer["choices"][0]["text"]
         for number, result in ended:  # those that moved to the other engine, too; of the cut ones what came is right
             text = str(result["text"])
