@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import ctypes
+import re
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
 from helpers.cpu_kernels import kernels
 
 from windlass.kernels import AttentionCall, KVPages, cpu
-from windlass.kernels.cpu import library, structs
+from windlass.kernels.cpu import attention, library, structs
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.structs import AttentionArguments
 
@@ -24,6 +26,11 @@ def test_fields_stand_where_the_compiler_put_them() -> None:
         assert (name, place.offset, place.size) == (name, field.offset, field.size)
     assert size == ctypes.sizeof(AttentionArguments)
     assert sum(place.size for place in compiled.values()) == size  # the C++ struct has no field that its table lacks
+
+
+def test_both_say_the_same_of_how_many_queries_are_rounded() -> None:
+    source = (Path(attention.__file__).parent / "src" / "attention_prefill.h").read_text()
+    assert re.findall(r"FEWEST_ROUNDED = (\d+);", source) == [str(attention.FEWEST_ROUNDED)]
 
 
 def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
