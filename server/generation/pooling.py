@@ -165,7 +165,7 @@ async def pool(
             await asyncio.sleep(0)
 
     state.callers.take_prompts(job.caller, sum(map(len, prompts)))
-    with state.adapters.using(job.adapter), state.callers.running(job.caller):
+    with state.adapters.using(job.adapter):
         if job.adapter is not None:
             state.metrics.adapted(job.adapter.source.name)
         try:

@@ -145,6 +145,9 @@ class TextPool:
                 process.kill()
                 raise ClosedError("the server is shutting down")
             result = process.run(body, seconds)
+        except BaseException:
+            process.kill()  # nobody else knows of it; without effect where it is dead
+            raise
         finally:
             self._running.discard(process)
             if not holder.release():

@@ -135,6 +135,13 @@ class ForkServer:
             self._control.close()
 
 
+def _answers_within(seconds: float, connection: socket.socket) -> bool:
+    """Whether there is something to read in time. With many clients a descriptor is beyond those that `select` knows."""
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 class TextProcess:
     """A forked process that runs one job at a time. `tired`: its last job was slow or large, so it should be replaced."""
 
@@ -152,7 +159,7 @@ class TextProcess:
         try:
             self._connection.settimeout(seconds)
             frames.send_encoded(self._connection, job)
-            if not select.select([self._connection], [], [], min(PATIENCE, seconds))[0]:
+            if not _answers_within(min(PATIENCE, seconds), self._connection):
                 self._step_back()
                 self._connection.settimeout(max(0.001, deadline - time.monotonic()))
             answer: Result | None = frames.receive(self._connection)

@@ -90,6 +90,18 @@ def test_concurrency_is_exact_and_ends_with_the_request(live: Live) -> None:
     assert complete(live, "single").status_code == 200
 
 
+@pytest.mark.parametrize("path", ["/v1/embeddings", "/pooling", "/score", "/rerank"])
+def test_a_request_without_an_answer_counts_once(live: Live, path: str) -> None:
+    body = {
+        "/score": {"text_1": "hello", "text_2": "there"},
+        "/rerank": {"query": "hello", "documents": ["there", "here"]},
+    }.get(path, {"input": ["hello", "there"]})
+    for _ in range(2):
+        answer = live.post(path, body, headers=of("single"))
+        assert answer.status_code == 200, answer.text
+    assert not live.state.callers.usage["single"].refused
+
+
 def test_a_client_that_leaves_gives_its_place_back(live: Live) -> None:
     live.engine.delay, live.engine.reply = 0.02, [65] * 500
     body = {"prompt": "hello", "max_tokens": 500, "stream": True}

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import os
+import resource
 import signal
 import time
 from collections.abc import Awaitable, Callable, Iterator
@@ -150,6 +152,44 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
             os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
             assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
             made._idle.pop().kill()  # so that the next one needs a fork
+    finally:
+        made.close()
+
+
+@contextlib.contextmanager
+def many_files_open() -> Iterator[None]:
+    """Whatever is opened within has a descriptor beyond 1,024."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
+    with contextlib.ExitStack() as opened:
+        opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
+        while opened.enter_context(open(os.devnull)).fileno() < 1100:
+            pass
+        yield
+
+
+def test_jobs_run_where_a_thousand_connections_are_open() -> None:
+    made = make_pool()
+    try:
+        with many_files_open():
+            assert run(lambda: render(made)) == "hello"
+            assert made._idle[0]._connection.fileno() > 1100
+        assert made.processes_lost == 0
+    finally:
+        made.close()
+
+
+def test_no_process_is_left_where_running_a_job_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = make_pool()
+
+    def failing(*_: object) -> None:
+        raise ValueError("not foreseen")
+
+    try:
+        monkeypatch.setattr(processes, "_answers_within", failing)
+        with pytest.raises(ValueError, match="not foreseen"):
+            run(lambda: render(made))
+        assert not children_of(fork_server(made))
     finally:
         made.close()
 
