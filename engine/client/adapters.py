@@ -52,6 +52,8 @@ class AdapterCalls:
         source, waiter = self._waiting.pop(message.adapter_id, (None, None))
         if source is None or waiter is None:  # whoever asked for it went away
             self._send(DropAdapter(message.adapter_id))
+        elif waiter.done():
+            pass  # whoever asked for it is about to wake and to drop it
         elif isinstance(message.result, AdapterInfo):
             self._loaded[source.adapter_id] = source
             waiter.set_result(message.result)

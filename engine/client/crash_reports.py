@@ -54,14 +54,15 @@ class CrashReports:
 
         requests: those that died with it. memory: bytes it had when it was looked at last.
         """
-        stack = child.stacks.read()
-        if self._folder is None:
-            return f"; its stack: {stack}" if stack else ""
-        report = _report(child, reason, config, info, requests, memory, stack)
         try:
+            stack = child.stacks.read()
+            if self._folder is None:
+                return f"; its stack: {stack}" if stack else ""
+            report = _report(child, reason, config, info, requests, memory, stack)
             path = await asyncio.wait_for(asyncio.to_thread(_write, self._folder, report), WRITE_SECONDS)
-        except (OSError, TimeoutError) as error:
-            _logger.warning("no crash report in %s: %s", self._folder, error or "the disk is too slow")
+        except Exception as error:  # no thread can be started, …: another engine matters more
+            told = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            _logger.warning("no crash report in %s: %s", self._folder, told)
             return ""
         self.last = path
         return f"; crash report: {path}"

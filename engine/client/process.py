@@ -293,10 +293,15 @@ class ProcessClient:
         watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
         frames = FrameReader()
         try:
-            with contextlib.suppress(ConnectionError):
-                while data := await reader.read(1 << 18):
-                    for message in frames.feed(data):
-                        self._receive(message)
+            try:
+                with contextlib.suppress(ConnectionError):
+                    while data := await reader.read(1 << 18):
+                        for message in frames.feed(data):
+                            self._receive(message)
+            except Exception as error:  # else nobody would know that this engine is not heard any more
+                _logger.exception("a message of the engine could not be taken in")
+                self._reported = f"a message of the engine could not be taken in ({error!r}); it was killed"
+                child.process.kill()
             loaded = self._state == "ready"
             self._engine_gone()
             if self._info is not None and not self._closing.is_set():

@@ -128,7 +128,7 @@ class SharedRequest(StrictModel):
     ] = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: Annotated[list[str], Field(fail_fast=True)] | None = None
     guided_grammar: str | None = None
     grammar: str | None = None
     json_schema: dict[str, Any] | None = None
@@ -174,7 +174,7 @@ class SharedRequest(StrictModel):
         ),
     ] = None
     passages: Annotated[
-        Annotated[list[PassageSpan], Field(min_length=1, max_length=64)] | None,
+        Annotated[list[PassageSpan], Field(min_length=1, max_length=64, fail_fast=True)] | None,
         Field(
             description="Spans of the prompt that are looked for as they are, in place of a search of all of it; completions "
             "only. They may not overlap."

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, Tag
+from pydantic import AfterValidator, BeforeValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import INT32_MAX, FreeForm, OrString, StopStrings, StrictModel, without_nulls
@@ -15,6 +15,7 @@ from windlass.server.protocol.responses.items import MAX_ITEMS, InputItem
 from windlass.server.protocol.tools import MAX_TOOLS, FunctionDefinition, check_functions
 
 LOGPROBS = "message.output_text.logprobs"
+MAX_METADATA = 16
 
 
 class FunctionTool(FunctionDefinition):
@@ -54,6 +55,12 @@ def _choice(value: Any) -> Any:
 
 def _items(value: Any) -> Any:
     return [{"role": "user", "content": value}] if isinstance(value, str) else value
+
+
+def _few_entries(value: Any) -> Any:
+    if isinstance(value, dict) and len(value) > MAX_METADATA:  # before they are looked at, one by one
+        raise PydanticCustomError("too_many", "should have at most {most} entries", {"most": MAX_METADATA})
+    return value
 
 
 def _metadata(value: dict[str, str]) -> dict[str, str]:
@@ -143,7 +150,12 @@ class ResponseRequest(SharedRequest):
     ) = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
     truncation: Literal["auto", "disabled"] | None = None
-    metadata: Annotated[dict[str, str], Field(max_length=16), AfterValidator(_metadata)] | None = None
+    metadata: (
+        Annotated[
+            dict[str, str], Field(max_length=MAX_METADATA), BeforeValidator(_few_entries), AfterValidator(_metadata)
+        ]
+        | None
+    ) = None
     stream_options: ResponseStreamOptions | None = None
     thinking_budget: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     chat_template_kwargs: FreeForm | None = None

@@ -16,12 +16,15 @@ import pytest
 from helpers.configs import engine_config
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client import child_maker, watchdog
+from windlass.engine.client import child_maker, crash_reports, watchdog
+from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
+from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
 
 TESTS = Path(__file__).parents[2]
@@ -183,6 +186,45 @@ async def test_a_crashing_step_is_logged_and_restarted(capfd):
         assert client.restarts == 1
     errors = capfd.readouterr().err
     assert "Traceback" in errors and "ValueError: scripted crash" in errors
+
+
+async def test_an_engine_whose_message_cannot_be_taken_in_is_replaced(monkeypatch):
+    async with running(backoff=0.01) as client:
+        stream = client.generate(request("before", max_tokens=10_000))
+        await anext(stream)
+        with monkeypatch.context() as broken:
+            broken.setattr(client, "_receive", lambda message: 1 / 0)
+            with pytest.raises(EngineDeadError):
+                await asyncio.wait_for(anext(stream), 10)
+        assert await client.wait_state("ready") == "ready" and client.restarts == 1
+        assert len(await tokens(client, request("after", max_tokens=3))) == 3
+
+
+async def test_an_adapter_that_comes_as_its_caller_leaves_is_dropped():
+    sent = []
+    calls = AdapterCalls(sent.append, lambda: None, engine_config("scripted"))
+    source = AdapterSource(3, "x", "/x")
+    for result in (AdapterInfo(3, "x", "/x", 8, (), 1, "d"), RequestError("no", "lora_path")):
+        loading = asyncio.create_task(calls.load(source))
+        await asyncio.sleep(0)
+        loading.cancel()
+        assert calls.deliver(AdapterLoaded(3, result))  # in the same turn: the caller has not woken yet
+        with pytest.raises(asyncio.CancelledError):
+            await loading
+        assert not calls.loaded and sent[-2:] == [LoadAdapter(source), DropAdapter(3)]
+
+
+async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypatch, tmp_path, caplog):
+    def no_thread(*_):
+        raise RuntimeError("can't start new thread")
+
+    async with running(backoff=0.01, crash_folder=tmp_path) as client:
+        with monkeypatch.context() as full:
+            full.setattr(crash_reports.asyncio, "to_thread", no_thread)
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda: client.restarts == 1)
+            assert await client.wait_state("ready") == "ready"
+    assert "no crash report in" in caplog.text and "can't start new thread" in caplog.text
 
 
 async def test_a_hung_step_is_killed():

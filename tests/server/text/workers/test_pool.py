@@ -163,7 +163,7 @@ def many_files_open() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_NOFILE, (min(4096, hard), hard))
     with contextlib.ExitStack() as opened:
         opened.callback(resource.setrlimit, resource.RLIMIT_NOFILE, (soft, hard))
-        while opened.enter_context(open(os.devnull)).fileno() < 1100:
+        while opened.enter_context(Path(os.devnull).open()).fileno() < 1100:
             pass
         yield
 
