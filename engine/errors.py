@@ -74,6 +74,10 @@ class DeadlineError(EngineError):
     """The request's deadline passed before it finished."""
 
 
+class SlowReaderError(EngineError):
+    """More of an answer waited for whoever reads it than is kept."""
+
+
 def nearest(given: object, known: Iterable[str]) -> str | None:
     """The nearest of a few known names, letter case aside; None where none is near, or `given` is no text."""
     if not isinstance(given, str):

@@ -9,7 +9,14 @@ from pydantic_core import to_json
 from starlette.responses import Response
 from starlette.types import Scope
 
-from windlass.engine.errors import DeadlineError, DeviceMemoryError, EngineDeadError, QueueFullError, RequestError
+from windlass.engine.errors import (
+    DeadlineError,
+    DeviceMemoryError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    SlowReaderError,
+)
 from windlass.server.options.engine_names import in_options
 
 INVALID = "invalid_request_error"
@@ -113,6 +120,8 @@ def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | 
         return ApiError(429, str(error), type="rate_limit_error", code="queue_full", retry_after=wait)
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
+    if isinstance(error, SlowReaderError):
+        return ApiError(408, str(error), code="slow_reader")
     if isinstance(error, DeviceMemoryError):
         return unavailable(str(error), code="out_of_memory", retry_after=retry_after)
     if isinstance(error, EngineDeadError):

@@ -13,17 +13,24 @@ from dataclasses import replace
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
 from windlass.engine.core.wire import Abort, Aborted, Add, EndSample, Message, PromptLogprobs, Rejected, StepDone
-from windlass.engine.errors import EngineError, RequestError
+from windlass.engine.errors import EngineError, RequestError, SlowReaderError
+
+_TOO_SLOW = "the answer was taken so slowly that too much of it waited: read it more quickly, or ask for less at once"
+MOST_WAITING = 2**19  # numbers of one request's outputs, some 100 bytes each, that may wait for its consumer
 
 
 class _RequestStream:
-    """Outputs of one request that its consumer has not taken yet. Unbounded: the engine never waits for a consumer."""
+    """Outputs of one request that its consumer has not taken yet. The engine never waits for a consumer.
 
-    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error", "request")
+    waiting: how large they are, in numbers as large as a log-probability with its token.
+    """
+
+    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error", "request", "waiting")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
         self._outputs: deque[RequestOutput] = deque()
+        self.waiting = 0
         self._prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
@@ -45,6 +52,7 @@ class _RequestStream:
             output = replace(output, prompt_logprobs=(*self._prompt_parts, *output.prompt_logprobs))
             self._prompt_parts = []
         self._outputs.append(output)
+        self.waiting += _size(output)
         if output.finish_reason is not None:
             self._unfinished.discard(output.index)
         self._wake()
@@ -66,6 +74,11 @@ class _RequestStream:
         self.error = self.error or error
         self._wake()
 
+    def give_up(self, error: Exception) -> None:
+        """Fail, and keep nothing of what waits."""
+        self._outputs.clear()
+        self.fail(error)
+
     async def get(self) -> RequestOutput | None:
         """The next output; None after the last. Raises the request's error once all before it are taken."""
         while not self._outputs:
@@ -78,11 +91,17 @@ class _RequestStream:
                 await self._waiter
             finally:
                 self._waiter = None
-        return self._outputs.popleft()
+        output = self._outputs.popleft()
+        self.waiting -= _size(output)
+        return output
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
+
+
+def _size(output: RequestOutput) -> int:
+    return 4 + len(output.token_ids) + sum(2 + len(each.top) for each in output.logprobs or ())
 
 
 class RequestRouter:
@@ -126,10 +145,13 @@ class RequestRouter:
         finally:
             # One that is not among the streams any more went with its engine: nobody would confirm its abort.
             if self._streams.get(request_id) is stream:
-                del self._streams[request_id]
-                if not stream.finished or stream.cut_short:
-                    self._aborting[request_id] = asyncio.get_running_loop().create_future()
-                    self._send(Abort(request_id))
+                self._forget(request_id, abort=not stream.finished or stream.cut_short)
+
+    def _forget(self, request_id: str, *, abort: bool) -> None:
+        del self._streams[request_id]
+        if abort:
+            self._aborting[request_id] = asyncio.get_running_loop().create_future()
+            self._send(Abort(request_id))
 
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`."""
@@ -145,6 +167,9 @@ class RequestRouter:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
+                        if stream.waiting > MOST_WAITING:
+                            self._forget(output.request_id, abort=not stream.finished)
+                            stream.give_up(SlowReaderError(_TOO_SLOW))
             case PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.put_prompt_part(entries)

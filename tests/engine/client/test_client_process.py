@@ -20,12 +20,19 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client import child_maker, crash_reports, watchdog
+from windlass.engine.client import child_maker, crash_reports, router, watchdog
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter
-from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
+from windlass.engine.errors import (
+    EngineDeadError,
+    EngineError,
+    LoadError,
+    QueueFullError,
+    RequestError,
+    SlowReaderError,
+)
 
 TESTS = Path(__file__).parents[2]
 CORE = "helpers.scripted_core:ScriptedCore"
@@ -198,6 +205,21 @@ async def test_an_engine_whose_message_cannot_be_taken_in_is_replaced(monkeypatc
                 await asyncio.wait_for(anext(stream), 10)
         assert await client.wait_state("ready") == "ready" and client.restarts == 1
         assert len(await tokens(client, request("after", max_tokens=3))) == 3
+
+
+@pytest.mark.parametrize("max_tokens", [40, 10_000])
+async def test_what_waits_for_a_slow_reader_has_a_bound(monkeypatch, max_tokens):
+    monkeypatch.setattr(router, "MOST_WAITING", 150)
+    async with running() as client:
+        stream = client.generate(request("slow", max_tokens=max_tokens))
+        await anext(stream)
+        quick = [asyncio.create_task(tokens(client, request(name, max_tokens=60))) for name in "ab"]
+        assert [len(each) for each in await asyncio.gather(*quick)] == [60, 60]
+        with pytest.raises(SlowReaderError, match="more quickly"):
+            await anext(stream)
+        await until(lambda: client._router.in_flight == 0)
+        assert len(await tokens(client, request("slow", max_tokens=3))) == 3, "its id is free again"
+        assert client.restarts == 0
 
 
 async def test_an_adapter_that_comes_as_its_caller_leaves_is_dropped():

@@ -13,7 +13,14 @@ import httpx
 import pytest
 from helpers.live_server import Live, live_server, parse_events
 
-from windlass.engine.errors import DeadlineError, DeviceMemoryError, EngineDeadError, QueueFullError, RequestError
+from windlass.engine.errors import (
+    DeadlineError,
+    DeviceMemoryError,
+    EngineDeadError,
+    QueueFullError,
+    RequestError,
+    SlowReaderError,
+)
 
 COMPLETION = ("/v1/completions", {"prompt": "a", "max_tokens": 100})
 CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}], "max_tokens": 100})
@@ -37,6 +44,7 @@ FAILURES: list[tuple[Exception, int, str | None]] = [
     (QueueFullError("the queue is full", retry_after=2.5), 429, "queue_full"),
     (EngineDeadError("the engine died"), 503, "engine_unavailable"),
     (DeviceMemoryError("no memory"), 503, "out_of_memory"),
+    (SlowReaderError("too slow"), 408, "slow_reader"),
     (DeadlineError("too late"), 504, "deadline_exceeded"),
     (KeyError("a defect"), 500, "internal"),
 ]
