@@ -29,7 +29,8 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
+MAX_BREAKERS_KEPT = 1 << 16  # ids, sequences and characters of the lists themselves, of all lists together
+MAX_BREAKER_LISTS_KEPT = 64  # each takes memory, even one of which nothing is found
 MAX_GRAMMARS_KEPT = 64  # agents send one schema again and again
 GRAMMARS_AT_ONCE = 2
 GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
@@ -170,8 +171,10 @@ class TextService:
                     caller=caller,
                 )
         self._breakers[key] = found  # behind the others: the first is the one not asked for the longest
-        while len(self._breakers) > 1 and sum(map(_count, self._breakers.values())) > MAX_BREAKERS_KEPT:
-            del self._breakers[next(iter(self._breakers))]
+        kept = sum(_count(*item) for item in self._breakers.items())
+        while len(self._breakers) > 1 and (kept > MAX_BREAKERS_KEPT or len(self._breakers) > MAX_BREAKER_LISTS_KEPT):
+            first = next(iter(self._breakers))
+            kept -= _count(first, self._breakers.pop(first))
         return found
 
     async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
@@ -327,8 +330,8 @@ class TextService:
             )
 
 
-def _count(found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
-    return len(found[0]) + len(found[1])
+def _count(breakers: tuple[str, ...], found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
+    return sum(map(len, breakers)) + len(found[0]) + len(found[1])
 
 
 def _prepare(
