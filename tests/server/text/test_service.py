@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -10,6 +11,7 @@ import pytest
 from helpers.toy_tokenizers import byte_level
 
 from windlass.server.options.settings import ServerSettings
+from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.service import MAX_BREAKER_LISTS_KEPT, MAX_BREAKERS_KEPT, TextService
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -61,3 +63,61 @@ def test_lists_of_breakers_are_kept_as_long_as_there_is_room(
     assert ask(["many a"], ["many b"], rare[0], ["many c"]) == 3
     assert ask(rare[0], ["many b"], ["many a"]) == 0
     assert ask(["many d"], ["many e"]) == 2 and ask(rare[1]) == 1 and ask(["many a"]) == 0
+
+
+USER = {"role": "user", "content": "hi"}
+
+
+def history(*arguments: Any, older: bool = False) -> list[ChatMessage]:
+    """A chat with calls of these arguments, answered."""
+    messages: list[dict[str, Any]] = [USER]
+    for number, given in enumerate(arguments):
+        function = {"name": "look", "arguments": given}
+        if older:
+            messages.append({"role": "assistant", "function_call": function})
+            continue
+        call = {"id": f"c{number}", "type": "function", "function": function}
+        messages.append({"role": "assistant", "tool_calls": [call]})
+        messages.append({"role": "tool", "tool_call_id": f"c{number}", "content": "sunny"})
+    return [ChatMessage.model_validate(message) for message in messages]
+
+
+def numbers(count: int) -> str:
+    return '{"a":[' + ",".join("0" * count) + "]}"
+
+
+@pytest.mark.parametrize(
+    ("messages", "variables", "on_loop"),
+    [
+        (history(*['{"city": "Rome"}'] * 20), {"a": [1, {"b": 2}]}, True),
+        (history(*[{"city": "Rome"}] * 20, older=True), None, True),
+        (history(*[numbers(90_000)] * 3), None, False),
+        (history(*[numbers(90_000)] * 3, older=True), None, False),
+        (history(*[numbers(1000)] * 20), None, False),
+        (history({"a": [0] * 90_000}), None, False),
+        (history({"a": [[[0] * 500] * 50]}), None, False),
+        (history({"a": "x" * 500_000}), None, False),
+        (history("{}"), {"a": {"b": [0] * 90_000}}, False),
+        (history("{}")[:2] * 40, None, False),
+        ([ChatMessage(role="user", content="x" * 900_000)], None, False),
+        ([ChatMessage(role="assistant", content="", reasoning_content="x" * 900_000)], None, False),
+    ],
+)
+def test_what_grows_with_a_chat_leaves_the_event_loop(
+    service: TextService,
+    monkeypatch: pytest.MonkeyPatch,
+    messages: list[ChatMessage],
+    variables: dict[str, Any] | None,
+    on_loop: bool,
+) -> None:
+    threads: list[str] = []
+
+    def prepare(*args: Any) -> list[dict[str, Any]]:
+        threads.append(threading.current_thread().name)
+        return []
+
+    monkeypatch.setattr("windlass.server.text.service.prepare_history", prepare)
+    answering(service, monkeypatch, lambda plain: "text")
+    options: dict[str, Any] = {"add_generation_prompt": None, "continue_final_message": None, "caller": ""}
+    assert asyncio.run(service.render(messages, variables=variables, **options)) == "text"
+    assert [name == threading.current_thread().name for name in threads] == [on_loop]
