@@ -235,6 +235,7 @@ class ModelInfo:
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 
+MAX_SAMPLES = 1 << 16  # of each duration that wait for somebody to ask: some MB, and hours of a busy server
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import pickle
 import struct
+from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -16,7 +17,7 @@ from windlass.engine import errors
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import EngineQuestion
-from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
+from windlass.engine.api.request import MAX_SAMPLES, EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
 
 _LENGTH = struct.Struct("!I")
 PROMPT_PART = 512  # prompt tokens whose log-probabilities travel in one frame: some milliseconds of the reader's time
@@ -286,14 +287,15 @@ class FrameReader:
 class StatsAccumulator:
     """Joins snapshots so that every sample of `*_seconds` is handed out exactly once.
 
-    The engine drains its samples into each snapshot it takes, whether it was asked for or pushed along with a step.
+    The engine drains its samples into each snapshot it takes, whether it was asked for or pushed along with a step. Where
+    nobody takes them, the last MAX_SAMPLES of each kind wait and older ones are dropped; all counters and gauges stay right.
     """
 
     _latest: EngineStats | None = None
-    _queue: list[float] = field(default_factory=list)
-    _prefill: list[float] = field(default_factory=list)
-    _decode: list[float] = field(default_factory=list)
-    _inference: list[float] = field(default_factory=list)
+    _queue: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _prefill: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _decode: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _inference: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
 
     def add(self, stats: EngineStats) -> None:
         self._latest = stats
@@ -311,7 +313,8 @@ class StatsAccumulator:
             decode_seconds=tuple(self._decode),
             inference_seconds=tuple(self._inference),
         )
-        self._queue, self._prefill, self._decode, self._inference = [], [], [], []
+        for samples in (self._queue, self._prefill, self._decode, self._inference):
+            samples.clear()
         return stats
 
     def forget_engine(self) -> None:

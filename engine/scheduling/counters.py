@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import deque
 from dataclasses import dataclass, field
 
-from windlass.engine.api.request import STEP_TOKENS, EngineStats
+from windlass.engine.api.request import MAX_SAMPLES, STEP_TOKENS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
 _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
@@ -13,7 +14,7 @@ _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reu
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters that only grow, and per-request durations in seconds that wait to be drained."""
+    """Counters that only grow, and per-request durations in seconds that wait to be drained: the last MAX_SAMPLES of each."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -33,10 +34,10 @@ class SchedulerCounters:
     spec_decode_model_num_drafts: int = 0
     spec_decode_model_num_draft_tokens: int = 0
     spec_decode_model_num_accepted_tokens: int = 0
-    queue_seconds: list[float] = field(default_factory=list)
-    prefill_seconds: list[float] = field(default_factory=list)
-    decode_seconds: list[float] = field(default_factory=list)
-    inference_seconds: list[float] = field(default_factory=list)
+    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    inference_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     step_tokens_sum: int = 0
 

@@ -18,6 +18,7 @@ from windlass.server.protocol.tools import MadeFunctionCall, parse_arguments
 from windlass.server.text.template_facts import TemplateFacts
 
 _NO_EFFECT = {"type", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "content"}
+MAX_CALLED_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
 _SPEAKERS = frozenset({"user", "system", "developer"})
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
@@ -31,7 +32,8 @@ def prepare_history(
     a call, for that text.
     """
     check_history(messages)
-    plain = [_plain(message, facts) for message in messages]
+    values = _Values()
+    plain = [_plain(message, facts, values, f"messages[{number}]") for number, message in enumerate(messages)]
     if not facts.calls:
         plain = _without_calls(plain)
     if tools and not facts.tools:
@@ -85,13 +87,38 @@ def _check_calls(messages: Sequence[ChatMessage]) -> None:
         )
 
 
-def _plain(message: ChatMessage, facts: TemplateFacts) -> dict[str, Any]:
+class _Values:
+    """Counts keys and values of arguments. As text in a body they were no structure, so only each call by itself was bounded."""
+
+    def __init__(self) -> None:
+        self._seen = 0
+
+    def counted(self, arguments: Any, place: str) -> Any:
+        """The same; raises ApiError naming `place` where all of them have too many."""
+        stack = [arguments]
+        while stack:
+            item = stack.pop()
+            self._seen += 1
+            if isinstance(item, dict):
+                self._seen += len(item)
+                stack.extend(item.values())
+            elif isinstance(item, list):
+                stack.extend(item)
+        if self._seen > MAX_CALLED_VALUES:
+            raise bad_request(
+                f"{place}: the arguments of all calls so far have more than {MAX_CALLED_VALUES} keys and values", place
+            )
+        return arguments
+
+
+def _plain(message: ChatMessage, facts: TemplateFacts, values: _Values, place: str) -> dict[str, Any]:
     plain = message.model_dump(exclude_none=True, exclude=_NO_EFFECT)
     if plain["role"] == "developer" and not facts.developer:
         plain["role"] = "system"  # `developer` is OpenAI's newer name of it
     elif plain["role"] == "function":
         plain["role"] = "tool"
     calls = [(call.id, call.function) for call in message.tool_calls or ()]
+    made = f"{place}.tool_calls" if calls else f"{place}.function_call"
     if message.function_call is not None and not calls:
         calls = [(_older_id(message.function_call.name), message.function_call)]
     content = message.content
@@ -100,7 +127,7 @@ def _plain(message: ChatMessage, facts: TemplateFacts) -> dict[str, Any]:
             {
                 "id": _id(call_id, facts),
                 "type": "function",
-                "function": {"name": function.name, "arguments": _arguments(function, facts)},
+                "function": {"name": function.name, "arguments": values.counted(_arguments(function, facts), made)},
             }
             for call_id, function in calls
         ]

@@ -29,7 +29,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-MAX_BREAKERS_KEPT = 1 << 16  # ids and sequences, of all lists together
+MAX_BREAKERS_KEPT = 1 << 16  # ids, sequences and characters of the lists themselves, of all lists together
+MAX_BREAKER_LISTS_KEPT = 64  # each takes memory, even one of which nothing is found
+LIGHT_MESSAGES = (
+    64  # a chat of more, or of more text, or of more in its calls and variables, is made plain off the loop
+)
+LIGHT_VALUES = 8192  # values and their characters: a millisecond or two
 MAX_GRAMMARS_KEPT = 64  # agents send one schema again and again
 GRAMMARS_AT_ONCE = 2
 GRAMMAR_SECONDS = 4.0  # that a grammar may take to compile
@@ -170,8 +175,10 @@ class TextService:
                     caller=caller,
                 )
         self._breakers[key] = found  # behind the others: the first is the one not asked for the longest
-        while len(self._breakers) > 1 and sum(map(_count, self._breakers.values())) > MAX_BREAKERS_KEPT:
-            del self._breakers[next(iter(self._breakers))]
+        kept = sum(_count(*item) for item in self._breakers.items())
+        while len(self._breakers) > 1 and (kept > MAX_BREAKERS_KEPT or len(self._breakers) > MAX_BREAKER_LISTS_KEPT):
+            first = next(iter(self._breakers))
+            kept -= _count(first, self._breakers.pop(first))
         return found
 
     async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
@@ -290,10 +297,9 @@ class TextService:
             )
         if continuing and messages[-1].role != "assistant":
             raise bad_request("continue_final_message needs a last message of role assistant", "continue_final_message")
-        # Turning thousands of messages into plain data takes a while, too.
-        many = len(messages) > 64 or bool(tools)
         prepared = messages, facts, variables, tools, self._call_form[bool(tools)]
-        plain, size = await self.on_thread(_prepare, *prepared) if many else _prepare(*prepared)
+        light = not tools and _is_light(messages, variables)
+        plain, size = _prepare(*prepared) if light else await self.on_thread(_prepare, *prepared)
         with told("messages", "the chat template, on these messages,", self._template_limits, "template"):
             text: str = await self._pool.run(
                 "render",
@@ -327,8 +333,27 @@ class TextService:
             )
 
 
-def _count(found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
-    return len(found[0]) + len(found[1])
+def _count(breakers: tuple[str, ...], found: tuple[frozenset[int], frozenset[tuple[int, ...]]]) -> int:
+    return sum(map(len, breakers)) + len(found[0]) + len(found[1])
+
+
+def _is_light(messages: Sequence[ChatMessage], variables: dict[str, Any] | None) -> bool:
+    """Whether `_prepare` takes but a moment, told without looking at more than so much."""
+    if len(messages) > LIGHT_MESSAGES:
+        return False
+    texts = [text for each in messages for text in (each.content, each.reasoning_content, each.reasoning) if text]
+    room = LIGHT_VALUES
+    stack: list[Any] = [variables]
+    for message in messages:
+        stack += [call.function.arguments for call in message.tool_calls or ()]
+        if message.function_call is not None:
+            stack.append(message.function_call.arguments)
+    while stack and room >= 0:
+        item = stack.pop()
+        room -= 1 + (len(item) if isinstance(item, str | dict | list) else 0)
+        if room >= 0 and isinstance(item, dict | list):
+            stack.extend(item.values() if isinstance(item, dict) else item)
+    return room >= 0 and sum(map(len, texts)) < LARGE_JOB
 
 
 def _prepare(

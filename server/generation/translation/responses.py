@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.server.errors import bad_request
 from windlass.server.generation.translation.names import FieldNames, Translated
-from windlass.server.protocol.chat import MAX_MESSAGES, ChatMessage, ChatRequest
+from windlass.server.protocol.chat import MAX_CALLS, MAX_MESSAGES, ChatMessage, ChatRequest
 from windlass.server.protocol.generation_request import SharedRequest
 from windlass.server.protocol.responses.items import (
     INCOMPLETE,
@@ -25,7 +25,7 @@ from windlass.server.protocol.tools import (
     MadeFunctionCall,
     MadeToolCall,
     ToolDefinition,
-    parse_arguments,
+    check_arguments,
 )
 
 _NAMES = {
@@ -97,9 +97,10 @@ class _Turns:
         if isinstance(item, ReasoningItem):
             if "content" in self._turn or "tool_calls" in self._turn:
                 self.end()
-            said = text_of(item.content or item.summary)
-            before = self._turn.get("reasoning_content")
-            self._part("reasoning_content", f"{before}\n{said}" if before else said, place)
+            thoughts = self._row("reasoning_content", place)
+            if thoughts == [""]:
+                thoughts.clear()
+            thoughts.append(text_of(item.content or item.summary))
         elif isinstance(item, CallItem):
             if item.status == INCOMPLETE:
                 if item.call_id not in self._answered:
@@ -107,7 +108,10 @@ class _Turns:
                 _check_arguments(item, place)
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
-            self._part("tool_calls", [*self._turn.get("tool_calls", ()), call], place)
+            calls = self._row("tool_calls", place)
+            if len(calls) == MAX_CALLS:
+                raise bad_request(f"{place} is one call more than the {MAX_CALLS} that a turn may hold", place)
+            calls.append(call)
         elif isinstance(item, CallOutputItem):
             self.end()
             self._message(place, role="tool", tool_call_id=item.call_id, content=text_of(item.output))
@@ -119,18 +123,23 @@ class _Turns:
                 return
             if "content" in self._turn or "tool_calls" in self._turn:
                 self.end()
-            self._part("content", text_of(item.content), place)
+            self._turn["content"] = text_of(item.content)
+            self._place = place
 
     def end(self) -> None:
         """The assistant's turn is over, if there is one."""
         turn, self._turn = self._turn, {}
+        if "reasoning_content" in turn:
+            turn["reasoning_content"] = "\n".join(turn["reasoning_content"])
         if turn.get("content") is None and "tool_calls" not in turn and not turn.get("reasoning_content"):
             return  # nothing, or thinking of which nothing is told
         self._message(self._place, role="assistant", **turn)
 
-    def _part(self, name: str, value: Any, place: str) -> None:
-        self._turn[name] = value
+    def _row(self, name: str, place: str) -> list[Any]:
+        """What stands in a row in the turn: a list to add to, as copying all of it with each part takes quadratic time."""
         self._place = place
+        row: list[Any] = self._turn.setdefault(name, [])
+        return row
 
     def _message(self, place: str, **fields: Any) -> None:
         self._messages.append(ChatMessage.model_construct(**fields))
@@ -140,7 +149,7 @@ class _Turns:
 def _check_arguments(call: CallItem, place: str) -> None:
     """Of a call that was cut short nothing was asked when it came in."""
     try:
-        parse_arguments(call.arguments)
+        check_arguments(call.arguments)
     except ValueError:
         raise bad_request(
             f"{place}.arguments: the call was cut short, so it cannot be answered: leave out its function_call_output",

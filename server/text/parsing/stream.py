@@ -26,6 +26,19 @@ _INSIDE = re.compile(r'(?:[^"\\]+|\\.)*', re.DOTALL)
 Reading = Generator[None, None, None]
 
 
+def whole_characters(text: str) -> str:
+    """The text that escapes stand for: halves of a character are joined, and one alone is U+FFFD, as no JSON can hold it."""
+    return text if text.isascii() else text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def as_json(value: Any) -> str:
+    """The JSON of a value that a model wrote in JSON or Python, without halves of characters. Raises ValueError for NaN."""
+    text = json.dumps(value, allow_nan=False)
+    if "\\ud" in text:  # a character in two escapes, or half of one
+        text = json.dumps(json.loads(whole_characters(json.dumps(value, ensure_ascii=False))))
+    return text
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CallOptions:
     """What a parser of calls is told about the request.
@@ -266,7 +279,7 @@ class StreamParser(ABC):
             value: str = json.loads("".join(parts), strict=False)
         except ValueError:
             return None
-        return value
+        return whole_characters(value)
 
     def bracketed(self, out: Callable[[str], None]) -> Generator[None, None, bool]:
         """Take a JSON object or array and hand it to `out` as it comes; False where it breaks off or is not closed.

@@ -7,11 +7,26 @@ import dataclasses
 
 from windlass.engine.api.context import ContextReport
 from windlass.engine.api.pooling import PooledRows
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams, TokenLogprobs
+from windlass.engine.api.request import (
+    MAX_SAMPLES,
+    EngineRequest,
+    EngineStats,
+    RequestOutput,
+    SamplingParams,
+    TokenLogprobs,
+)
 from windlass.engine.client.router import RequestRouter
-from windlass.engine.core.wire import FrameReader, PromptLogprobs, StepDone, decode, encode
+from windlass.engine.core.wire import (
+    FrameReader,
+    PromptLogprobs,
+    StatsAccumulator,
+    StepDone,
+    decode,
+    encode,
+)
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.scheduling.counters import SchedulerCounters
 
 
 def test_no_field_of_an_output_is_lost_or_shifted() -> None:
@@ -71,3 +86,24 @@ def test_long_log_probabilities_of_a_prompt_travel_in_parts() -> None:
     assert isinstance(step, StepDone)
     outputs = asyncio.run(delivered())
     assert outputs == {"short": short, "long": long}
+
+
+def test_samples_that_nobody_takes_are_bounded() -> None:
+    """The newest wait; each is handed out once, and counters are those of the last snapshot."""
+    kinds = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
+    joined = StatsAccumulator()
+    for kind in kinds:
+        for part in range(0, MAX_SAMPLES + 3000, 1000):
+            samples = tuple(map(float, range(part, part + 1000)))
+            joined.add(EngineStats(num_steps=part, **{kind: samples}))  # type: ignore[arg-type]
+    end = part + 1000
+    taken = joined.take()
+    for kind in kinds:
+        assert getattr(taken, kind) == tuple(map(float, range(end - MAX_SAMPLES, end))), kind
+        assert getattr(SchedulerCounters(), kind).maxlen == MAX_SAMPLES, "some drive an engine and never ask"
+    assert taken.num_steps == part
+    joined.add(EngineStats(queue_seconds=(1.0,)))
+    assert [(stats.queue_seconds, stats.decode_seconds) for stats in (joined.take(), joined.take())] == [
+        ((1.0,), ()),
+        ((), ()),
+    ]

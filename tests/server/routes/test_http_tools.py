@@ -101,6 +101,18 @@ def test_a_call_is_read_from_the_text(live: Live, at_once: int) -> None:
     assert first["id"] != second["id"] and first["id"].startswith("call_") and choice["message"]["content"] == "Wait."
 
 
+def test_half_a_character_in_a_call_is_told_as_such(live: Live) -> None:
+    say(live, r'<tool_call>{"name": "a\ud83d", "arguments": "{\"city\": \"\ude00 \ud83d\ude00\"}"}</tool_call>')
+    call = {"name": "a\ufffd", "arguments": '{"city": "\ufffd \U0001f600"}'}
+    assert ask(live, tools=[LOOK])["message"]["tool_calls"][0]["function"] == call
+    tool = {"type": "function", "name": "look"}
+    (item,) = live.post("/v1/responses", {"input": "hello", "tools": [tool]}).json()["output"]
+    assert {name: item[name] for name in call} == call
+    tool = {"name": "look", "input_schema": {"type": "object"}}
+    (block,) = live.post("/v1/messages", {"messages": USER, "max_tokens": 400, "tools": [tool]}).json()["content"]
+    assert (block["name"], block["input"]) == (call["name"], json.loads(call["arguments"]))
+
+
 def test_content_is_null_where_there_is_none(live: Live) -> None:
     say(live, CALL)
     assert ask(live, tools=[LOOK])["message"]["content"] is None

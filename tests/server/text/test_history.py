@@ -8,6 +8,7 @@ import pytest
 
 from windlass.server.errors import ApiError
 from windlass.server.protocol.chat import ChatMessage
+from windlass.server.text import history
 from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.history import prepare_history
 from windlass.server.text.template_facts import TemplateFacts
@@ -139,3 +140,23 @@ def test_templates_without_calls_are_told_in_words() -> None:
     assert prepare(NO_CALLS, USER, tools=TOOLS)[0]["role"] == "system"
     assert prepare(OBJECTS, USER, tools=TOOLS) == [USER]
     assert all("tool_calls" not in message for message in messages)
+
+
+def test_the_values_of_all_calls_together_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each call has its own bound, but a body has room for many: their text is no structure that was counted there."""
+    monkeypatch.setattr(history, "MAX_CALLED_VALUES", 100)
+    several = [
+        calling(call("a", arguments='{"a": [1, 2, [3]]}'), call("b", arguments={"b": [0] * 40})),
+        result("a"),
+        result("b"),
+    ]
+    assert len(prepare(OBJECTS, *several, *several)) == 6  # (7 + 43) * 2 = 100
+    for source in (OBJECTS, NO_CALLS):
+        with pytest.raises(ApiError) as caught:
+            prepare(source, *several, *several, calling(call(arguments='{"a": 1}')), result())
+        assert caught.value.param == "messages[6].tool_calls" and "100" in caught.value.message
+    with pytest.raises(ApiError) as caught:
+        prepare(OBJECTS, {"role": "assistant", "function_call": {"name": "f", "arguments": {"b": [0] * 100}}})
+    assert caught.value.param == "messages[0].function_call"
+    many = calling(call(arguments='{"a": [' + "0," * 200 + "0]}"))
+    assert prepare(TEXTS, many, result())[0]["tool_calls"]  # a text is one value

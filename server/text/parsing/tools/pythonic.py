@@ -8,7 +8,7 @@ import re
 from collections.abc import Generator
 from typing import Any
 
-from windlass.server.text.parsing.stream import Reading, StreamParser
+from windlass.server.text.parsing.stream import Reading, StreamParser, as_json
 
 START, END = "<|python_start|>", "<|python_end|>"
 MAX_PYTHON = 16384  # characters of a value that is Python and no JSON: reading longer ones would hold up others
@@ -139,13 +139,13 @@ def _properties(schema: Any) -> list[str]:
 def _as_json(text: str) -> str:
     """A Python value as JSON; what is none as a JSON string, so that nothing is lost."""
     try:
-        return json.dumps(json.loads(text), allow_nan=False)
+        return as_json(json.loads(text))
     except (ValueError, RecursionError):
         pass
     if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
         return json.dumps(text)
     try:
-        return json.dumps(_plain(ast.parse(text, mode="eval").body), allow_nan=False)
+        return as_json(_plain(ast.parse(text, mode="eval").body))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(text)
 

@@ -7,7 +7,7 @@ import re
 from collections.abc import Generator, Mapping
 from typing import Any
 
-from windlass.server.text.parsing.stream import MAX_NAME, Reading, StreamParser
+from windlass.server.text.parsing.stream import MAX_NAME, Reading, StreamParser, as_json
 
 _NAME = re.compile(r"[^<>\s=]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
@@ -79,7 +79,7 @@ def _type(schema: Mapping[str, Any], name: str) -> Any:
 def _as_json(text: str, kind: Any) -> str:
     if kind != "string":
         try:
-            return json.dumps(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text), allow_nan=False)
+            return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text))
         except (ValueError, RecursionError):
             pass
     return json.dumps(text)

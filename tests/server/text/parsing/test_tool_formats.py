@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import itertools
+import json
 from typing import Any
 
 import pytest
+from pydantic_core import to_json
 
 from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, OutputParser, Reasoning
 from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions, StreamParser
@@ -90,6 +92,9 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (H, '<tool_call>{"name": "look", "arguments": [1]}', ('<tool_call>{"name": "look", "arguments": [1]}', "", [])),
     (H, '<tool_call>{"name": "look", "arguments": {"city": "Ro', only(("look", '{"city": "Ro'))),
     (H, '<tool_call>{"name": "look", "argum', ('<tool_call>{"name": "look", "argum', "", [])),
+    (H, '<tool_call>{"name": "a\\ud83d\\ude00b\\ud83d", "arguments": "{\\"c\\": \\"\\ude00\\ud83d\\"}"}</tool_call>',
+     only(("a\U0001f600b\ufffd", '{"c": "\ufffd\ufffd"}'))),
+    (H, '<tool_call>{"name": "look", "arguments": {"city": "\\ud83d"}}</tool_call>', only(("look", '{"city": "\\ud83d"}'))),
     (H, '<tool_call>{"type": "function", "n": [{"a": "}"}], "name": "find", "arguments": null, "x": 1.5}',
      only(FIND)),
     # Llama 3, plain
@@ -113,6 +118,7 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (M, f"Well [TOOL_CALLS]look[ARGS]{ROME}[TOOL_CALLS]find[CALL_ID]a1b2c3d4e[ARGS]{{}}", ("Well", "", [LOOK, FIND])),
     (M, f"[TOOL_CALLS]look{ROME}", only(LOOK)),
     (M, "[TOOL_CALLS]look at [TOOL", ("[TOOL_CALLS]look at [TOOL", "", [])),
+    (M, '[TOOL_CALLS] [{"name": "\\udc00", "arguments": "{\\ud83d\\ude00}"}]', only(("\ufffd", "{\U0001f600}"))),
     # DeepSeek
     (D, f"Hm.<｜tool▁calls▁begin｜>{DS}\n{DS}<｜tool▁calls▁end｜>", ("Hm.", "", [LOOK, LOOK])),
     (D, "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>look<｜tool▁sep｜>" + ROME + "<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
@@ -138,12 +144,17 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (X, "<function=look><parameter=city>Rome</parameter>\n<parameter", only(("look", '{"city": "Rome"'))),
     (X, "<function=look><parameter=city>Rome</parameter>\n</func", only(("look", '{"city": "Rome"'))),
     (X, "<function=look><parameter=ci", only(("look", "{"))),
+    (X, '<function=look><parameter=days>"\\ud83d \\ud83d\\ude00"</parameter></function>',
+     only(("look", r'{"days": "\ufffd \ud83d\ude00"}'))),
     # Python
     (Y, "[look(city='Rome', days=3), find()]", only(("look", '{"city": "Rome", "days": 3}'), FIND)),
     (Y, '<|python_start|>[look(city="a\\"),]=", days=[1, (2, None), {"k": True}])]<|python_end|>',
      only(("look", '{"city": "a\\"),]=", "days": [1, [2, null], {"k": true}]}'))),
     (Y, "[look('Rome', days = -1.5)]", only(("look", '{"city": "Rome", "days": -1.5}'))),
     (Y, "[look(city=true, days=open('x'))]", only(("look", '{"city": true, "days": "open(\'x\')"}'))),
+    (Y, r"[look(city='\ud83d \ud83d\ude00', days={'\ud83d': '\ude00'})]",
+     only(("look", r'{"city": "\ufffd \ud83d\ude00", "days": {"\ufffd": "\ufffd"}}'))),
+    (Y, r'[look(city="\ud83d")]', only(("look", r'{"city": "\ufffd"}'))),
     (Y, "[see(city=1)] look", ("[see(city=1)] look", "", [])),
     (Y, "[1, 2]", ("[1, 2]", "", [])),
     (Y, "[look(city='Rome', days=3], x", ("days=3], x", "", [("look", '{"city": "Rome"')])),
@@ -224,6 +235,29 @@ def test_long_strings_are_passed_on_at_once(kind: type[StreamParser]) -> None:
     parser = make(kind)
     parser.feed(opening + '{"city": "')
     assert parser.feed("Rome and then") == [CallArguments(0, "Rome and then")]
+
+
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y])
+@pytest.mark.parametrize("written", ["\\ud83d", "\\ude00\\ud83d", "\\\\ud83d", "\\ud83d\\ude00", "\\ud83d\\u0041"])
+def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str) -> None:
+    """A model may write the escape of half a character anywhere, and what is found must be text that can be sent."""
+    within = json.dumps(f'{{"city": "{written}"}}')
+    for name, value in itertools.product(
+        ("look", f"look{written}"), (f'{{"city": "{written}"}}', within, f'"{{{written}"')
+    ):
+        text = {
+            H: f'<tool_call>{{"name": "{name}", "arguments": {value}}}</tool_call>',
+            L: f'{{"parameters": {value}, "name": "{name}"}}',
+            P: f'{{"name": "{name}", "arguments": {value}}}',
+            M: f'[TOOL_CALLS][{{"arguments": {value}, "name": "{name}"}}]',
+            D: f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{value}<｜tool▁call▁end｜>",
+            G: f"<|channel|>commentary to=functions.{name}<|message|>{value}<|call|>",
+            X: f"<function={name}><parameter=city>{value}</parameter></function>",
+            Y: f"[look(city={value}, days={{'{written}': '{written}'}})]",
+        }[kind]
+        parser = make(kind)
+        for event in parser.feed(text) + parser.finish():
+            to_json(event)  # raises where it cannot be written
 
 
 def test_further_calls_than_asked_for_are_left_out() -> None:

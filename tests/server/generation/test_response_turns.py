@@ -1,0 +1,82 @@
+"""Items of a response's input put together to turns: what stands in a row is one, at a cost that grows with it alone."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from windlass.server.errors import ApiError
+from windlass.server.generation.translation import responses
+from windlass.server.generation.translation.responses import chat_of_response
+from windlass.server.protocol.chat import MAX_CALLS, ChatMessage
+from windlass.server.protocol.responses.request import ResponseRequest
+
+USER = {"role": "user", "content": "hi"}
+
+
+def thought(text: str) -> dict[str, Any]:
+    return {"type": "reasoning", "summary": [], "content": [{"type": "reasoning_text", "text": text}]}
+
+
+def call(number: int, **fields: Any) -> dict[str, Any]:
+    return {"type": "function_call", "call_id": f"c{number}", "name": "look", "arguments": "{}", **fields}
+
+
+def result(number: int) -> dict[str, Any]:
+    return {"type": "function_call_output", "call_id": f"c{number}", "output": "sunny"}
+
+
+def messages_of(*items: dict[str, Any]) -> list[ChatMessage]:
+    return chat_of_response(ResponseRequest.model_validate({"model": "m", "input": [*items]}), []).body.messages
+
+
+@pytest.mark.parametrize(
+    ("thoughts", "expected"),
+    [(["a"], "a"), (["a", "b"], "a\nb"), (["", "a", "", "b", ""], "a\n\nb\n"), (["", ""], "")],
+)
+def test_thoughts_in_a_row_are_one(thoughts: list[str], expected: str) -> None:
+    said = {"role": "assistant", "content": "hello"}
+    (_, turn, _) = messages_of(USER, *map(thought, thoughts), said, USER)
+    assert (turn.reasoning_content, turn.content) == (expected, "hello")
+    assert len(messages_of(USER, *map(thought, thoughts), USER)) == (3 if expected else 2)
+
+
+def test_thoughts_and_calls_are_copied_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted, not timed: what was there before must not be copied again with each item."""
+    made: list[int] = []  # ids of what the turn holds while items come in
+
+    class Watching(responses._Turns):
+        def add(self, item: Any, place: str) -> None:
+            super().add(item, place)
+            made.extend(map(id, self._turn.values()))
+
+    monkeypatch.setattr(responses, "_Turns", Watching)
+    numbers = range(MAX_CALLS)
+    turn = messages_of(USER, *[thought("x" * 100)] * 1000, *map(call, numbers), *map(result, numbers))[1]
+    assert turn.reasoning_content == "\n".join(["x" * 100] * 1000) and turn.tool_calls is not None
+    assert [each.id for each in turn.tool_calls] == [f"c{number}" for number in numbers]
+    assert len(set(made)) == 2, "one object for the thoughts and one for the calls"
+
+
+def test_a_turn_holds_no_more_calls_than_a_message_of_a_chat() -> None:
+    """As many as there are in one message there, which is what they become."""
+    items = [*map(call, range(MAX_CALLS + 1)), *map(result, range(MAX_CALLS + 1))]
+    with pytest.raises(ApiError) as caught:
+        messages_of(USER, *items)
+    assert caught.value.param == f"input[{MAX_CALLS + 1}]" and str(MAX_CALLS) in caught.value.message
+    halves = [*items[1:100], result(1)]
+    assert len(messages_of(USER, *halves)) == 3
+    assert len(messages_of(*[item for number in range(200) for item in (call(number), result(number))])) == 400
+
+
+def test_a_call_that_was_cut_short_has_the_bounds_of_others() -> None:
+    for arguments in ('{"a": [' + "0," * 100_001 + "0]}", '{"a": 1e301}', '{"a": "b'):
+        cut = call(1, status="incomplete", arguments=arguments)
+        assert len(messages_of(USER, cut)) == 1  # nobody carried it out
+        with pytest.raises(ApiError) as caught:
+            messages_of(USER, cut, result(1))
+        assert caught.value.param == "input[1].arguments"
+    whole = call(1, status="incomplete", arguments=json.dumps({"a": 1}))
+    assert len(messages_of(USER, whole, result(1))) == 3
