@@ -8,6 +8,7 @@ from pydantic_core import from_json, to_json
 
 from windlass.server.answers.blocks import AnswerBlock, BlockWriter
 from windlass.server.answers.pieces import JsonList
+from windlass.server.protocol.tools import whole_escapes
 
 PING = b'event: ping\ndata: {"type":"ping"}\n\n'
 _STOP_REASONS = {"length": "max_tokens", "tool_calls": "tool_use"}
@@ -96,7 +97,7 @@ def _whole(block: AnswerBlock) -> dict[str, Any]:
 def _arguments(text: str) -> dict[str, Any]:
     """A call's arguments as an object: as much of one as there is, where the answer was cut short or is no JSON."""
     try:
-        found = from_json(text, allow_partial="trailing-strings", allow_inf_nan=False)
+        found = from_json(whole_escapes(text), allow_partial="trailing-strings", allow_inf_nan=False)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

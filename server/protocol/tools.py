@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -14,6 +15,12 @@ MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
+
+# An escape of JSON: a character of two halves, a half by itself, or any other.
+_ESCAPE = re.compile(
+    r"\\(?:u[dD][89abAB][0-9a-fA-F]{2}\\u[dD][c-fC-F][0-9a-fA-F]{2}|(?P<half>u[dD][89a-fA-F][0-9a-fA-F]{2})|.)",
+    re.DOTALL,
+)
 
 Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
 
@@ -29,10 +36,15 @@ def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
     return schema
 
 
+def whole_escapes(text: str) -> str:
+    """JSON text in which half a character, as a model may write it, stands as U+FFFD: JSON has no other place for it."""
+    return _ESCAPE.sub(lambda found: "\\ufffd" if found["half"] else found[0], text)
+
+
 def parse_arguments(value: Any) -> dict[str, Any]:
     """Arguments as an object: from JSON text, as OpenAI writes them, or as they are. Raises ValueError."""
     if isinstance(value, str):
-        value = from_json(value, allow_inf_nan=False) if value.strip() else {}
+        value = from_json(whole_escapes(value), allow_inf_nan=False) if value.strip() else {}
     if value is None:
         value = {}
     if not isinstance(value, dict):

@@ -185,7 +185,7 @@ def test_a_converted_checkpoint_gets_the_prompt_too(given: str, tmp_path: Path) 
 @pytest.mark.slow
 def test_two_ranks_score_as_one(original: Path) -> None:
     wanted = scores_of(original, [qwen3_prompt(QUERY, text) for text in DOCUMENTS])
-    with serve("--rerank-template", "qwen3", "--tensor-parallel", "2", model=original) as server:
+    with serve("--device", "cpu", "--rerank-template", "qwen3", "--tensor-parallel", "2", model=original) as server:
         close(ranked(server), wanted)
 
 

@@ -1,9 +1,10 @@
-"""Waits for what happens elsewhere."""
+"""Waits for what happens elsewhere, and looks at processes."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 
@@ -13,3 +14,11 @@ def eventually(condition: Callable[[], Any], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
         time.sleep(0.02)
+
+
+def alive(pid: int) -> bool:
+    """Whether a process is at work; one that has ended and waits for its parent is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.device import DTYPE
 from helpers.real_server import serve
 from helpers.tiny_models import make_model
 
@@ -40,7 +41,7 @@ def told(capsys: pytest.CaptureFixture[str], *arguments: str) -> dict[str, objec
 )
 @pytest.mark.slow
 def test_it_says_what_the_start_says(options: tuple[str, ...], capsys: pytest.CaptureFixture[str]) -> None:
-    given = ("--kv-cache-memory", "20MiB", *options)
+    given = ("--kv-cache-memory", "20MiB", "--dtype", DTYPE, *options)
     lines = said(capsys, str(DEMO), *given)[0].splitlines()
     counted = [line for line in lines if line.split()[:1] in (["memory"], ["cache"], ["context"])]
     with serve(*given, model=DEMO) as server:

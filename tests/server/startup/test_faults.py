@@ -16,6 +16,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.device import ON_A_CPU, SERVERS
 from helpers.raw_client import wait_for
 from helpers.real_server import RealServer, serve
 from helpers.running_streams import PATH, Streams, answer, open_files, serves_again
@@ -59,6 +60,7 @@ def test_an_engine_that_is_killed_or_stopped(server: RealServer, number: signal.
     wait_for(lambda: open_files(server.process.pid) <= files + 2)  # the connection that asks, and one that lingers
 
 
+@ON_A_CPU
 @pytest.mark.slow
 def test_an_engine_that_gets_no_more_memory(server: RealServer) -> None:
     """It may have no further address space: the first step that needs some fails, and the next engine has no such bound."""
@@ -103,7 +105,10 @@ def test_a_log_on_a_full_disk() -> None:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
     command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "demo", "--port", str(port)]
-    with Path("/dev/full").open("w") as full, subprocess.Popen(command, stderr=full, stdout=full) as process:
+    with (
+        Path("/dev/full").open("w") as full,
+        subprocess.Popen(command, stderr=full, stdout=full, env={**SERVERS, **os.environ}) as process,
+    ):
         try:
             url = f"http://127.0.0.1:{port}"
             wait_for(lambda: _ready(url), 60.0)

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.eventually import alive
 from helpers.served import Served
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
@@ -267,11 +268,7 @@ def test_a_killed_server_takes_its_engine_along(model):
         engine = served.engine_pid
         served.process.kill()
         served.process.wait()
-        until(lambda: not Path(f"/proc/{engine}").exists() or _is_zombie(engine), 6.0)
-
-
-def _is_zombie(pid: int) -> bool:
-    return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
+        until(lambda: not alive(engine), 6.0)
 
 
 def test_named_keys_are_read_again_on_sighup(model, tmp_path):

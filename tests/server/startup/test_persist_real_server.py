@@ -6,7 +6,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.eventually import eventually
+from helpers.eventually import alive, eventually
 from helpers.real_server import RealServer, serve
 
 TEXT = " ".join(f"The {number}th lamp in the harbour was lit at dusk by the keeper." for number in range(22))
@@ -43,7 +43,7 @@ def test_a_prefix_outlives_servers_however_they_end(dtype: str, tmp_path: Path) 
         engine = server.engine_pid()
         server.process.kill()
         server.process.wait()
-        eventually(lambda: not Path(f"/proc/{engine}").exists(), 30)
+        eventually(lambda: not alive(engine), 30)
     with serve(*options) as server:
         assert ask(server) == (right, cached)
 

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.eventually import alive
 from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
@@ -229,13 +230,6 @@ def wait_gone(pids: set[int], seconds: float = 30.0) -> None:
     while left := {pid for pid in pids if alive(pid)}:
         assert time.monotonic() < deadline, left
         time.sleep(0.05)
-
-
-def alive(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except OSError:
-        return False
 
 
 def test_a_server_of_its_own_with_the_options_and_what_a_full_context_means():

@@ -1,0 +1,39 @@
+"""Arguments of calls with half a character in them, as a model may write them: read, repeated, and told as objects."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from windlass.server.answers.messages import _arguments
+from windlass.server.protocol.tools import check_arguments, parse_arguments, whole_escapes
+
+
+@pytest.mark.parametrize(
+    ("written", "read"),
+    [
+        (r"\ud83d", "\ufffd"),
+        (r"\ude00", "\ufffd"),
+        (r"\uD83D\uDE00", "\U0001f600"),
+        (r"\ude00\ud83d", "\ufffd\ufffd"),
+        (r"\ud83d\ud83d\ude00!", "\ufffd\U0001f600!"),
+        (r"\\ud83d", "\\ud83d"),
+        (r"\\\ud83d\u0041", "\\\ufffdA"),
+        (r"\"\ud7ff\ue000", '"\ud7ff\ue000'),
+    ],
+)
+def test_what_is_read(written: str, read: str) -> None:
+    text = f'{{"a": "{written}", "b{written}": [1]}}'
+    assert parse_arguments(text) == _arguments(text) == {"a": read, f"b{read}": [1]}
+    assert check_arguments(text) == text  # as it was sent
+
+
+@given(st.text(st.sampled_from('a"\\\u00e9\U0001f600\ud83d\ude00\ud800\udfff')))
+def test_all_else_stays_as_it_is(text: str) -> None:
+    written = json.dumps(text)
+    found = json.loads(whole_escapes(written))
+    halves = {i for i, character in enumerate(json.loads(written)) if "\ud800" <= character <= "\udfff"}
+    assert found == "".join("\ufffd" if i in halves else c for i, c in enumerate(json.loads(written)))
