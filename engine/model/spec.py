@@ -7,6 +7,7 @@ belong to `config_json`, what distinguishes families to `families`. Imports no t
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import lru_cache
 from typing import TypeAlias
 
 from windlass.engine.api.model_heads import ClassifierInfo
@@ -186,11 +187,7 @@ class ModelSpec:
 
     def weights(self) -> tuple[WeightSpec, ...]:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""
-        return self.outer_weights() + tuple(
-            weight.below(f"layers.{index}.", f"{self.names.layers}.{index}.")
-            for index, layer in enumerate(self.layers)
-            for weight in layer.weights(self.hidden_size)
-        )
+        return _weights(self)
 
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Those around the layers. A head that is the embedding is not listed beside it."""
@@ -226,3 +223,12 @@ class ModelSpec:
         if self.embedding_norm is not None:
             found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
         return found
+
+
+@lru_cache(maxsize=4)  # loading asks ten times, and experts are thousands
+def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
+    return spec.outer_weights() + tuple(
+        weight.below(f"layers.{index}.", f"{spec.names.layers}.{index}.")
+        for index, layer in enumerate(spec.layers)
+        for weight in layer.weights(spec.hidden_size)
+    )
