@@ -218,8 +218,12 @@ class EngineCore:
             )
         rotation = self.plan_rotation(request)
         check_distances(request, rotation)
-        if not self._compiling.takes(request):
-            self.scheduler.add(request, rotation)
+        grammar = request.sampling.grammar
+        compiled = None if grammar is None else self._grammars.known(grammar)
+        if grammar is not None and compiled is None:
+            self._compiling.take(request, grammar)
+        else:
+            self.scheduler.add(request, rotation, compiled)
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -255,11 +259,11 @@ class EngineCore:
     def _admit_compiled(self) -> list[RequestOutput]:
         """Queue the requests whose grammars are compiled; the outputs say why some of them cannot run."""
         refused = []
-        for request, error in self._compiling.finished(pause=not self.scheduler.has_work()):
+        for request, compiled in self._compiling.finished(pause=not self.scheduler.has_work()):
             try:
-                if error is not None:
-                    raise error
-                self.scheduler.add(request, self.plan_rotation(request))
+                if isinstance(compiled, EngineError):
+                    raise compiled
+                self.scheduler.add(request, self.plan_rotation(request), compiled)
             except EngineError as reason:
                 refused.append(RequestOutput(request.request_id, error=reason))
         return refused

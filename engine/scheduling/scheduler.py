@@ -135,8 +135,8 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, rotation: RotaryPlan) -> None:
-        """Queue a request under its rotary plan.
+    def add(self, request: EngineRequest, rotation: RotaryPlan, kept: object = None) -> None:
+        """Queue a request under its rotary plan. kept: what is not to be dropped before it ends.
 
         Raises QueueFullError when too many wait, RequestError when the request could never run.
         """
@@ -148,7 +148,7 @@ class Scheduler:
         tokens = sum(seq.num_tokens for seq in self._places.waiting)
         if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
             raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
-        self._places.queue(self._requests.add(request, rotation, self._clock()))
+        self._places.queue(self._requests.add(request, rotation, self._clock(), kept))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what its samples hold, at once. Unknown ids are ignored."""

@@ -185,7 +185,7 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
 
     monkeypatch.setattr(llguidance, "LLMatcher", slow)
     compiled = compiler.compile_soon(OBJECT)
-    assert begun.wait(30) and compiler.has(DATE) and not compiler.has(OBJECT)
+    assert begun.wait(30) and compiler.known(DATE) and not compiler.known(OBJECT)
     prompt = list(request.prompt_token_ids)
     masks.prepare([SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt, (EOS,))])
     waiting = threading.Thread(target=masks._wait, daemon=True)
@@ -194,7 +194,32 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
     assert not waiting.is_alive() and not compiled.done()
     may_end.set()
     compiled.result(30)
-    assert compiler.has(OBJECT)
+    assert compiler.known(OBJECT)
+
+
+def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are kept for requests to come; each is held by its request alone until that ends."""
+    threads: list[str] = []
+
+    def counted(*arguments: Any, **fields: Any) -> LLMatcher:
+        threads.append(threading.current_thread().name)
+        return LLMatcher(*arguments, **fields)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    core, count = make_core(DEMO, max_num_seqs=1), 70
+    core.add(ask("before", None, max_tokens=20, ignore_eos=True))
+    core.step()
+    for i in range(count):
+        core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10, n=1 + (i == 7)))
+    for _, compiled in core._compiling._waiting.values():
+        compiled.result(30)
+    core.step()
+    assert core.scheduler.num_running == 1 and core.scheduler.num_waiting == count and len(threads) == count
+    core.abort("r0")
+    found = run(core, [], every_logit=False)
+    assert all(re.fullmatch(f"{i:03}[a-z]", text(found[f"r{i}", 0])) for i in range(1, count))
+    assert len(threads) == count and all(name.startswith("engine-grammar") for name in threads)
+    assert len(core._grammars._compiled) == 64
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
