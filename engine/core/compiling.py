@@ -30,6 +30,11 @@ class CompilingRequests:
         """Those that wait."""
         return [request for request, _ in self._waiting.values()]
 
+    @property
+    def num_tokens(self) -> int:
+        """Of their prompts together."""
+        return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
+
     def take(self, request: EngineRequest, grammar: str) -> None:
         """Let a request wait until its grammar is compiled.
 

@@ -221,9 +221,10 @@ class EngineCore:
         grammar = request.sampling.grammar
         compiled = None if grammar is None else self._grammars.known(grammar)
         if grammar is not None and compiled is None:
+            self.scheduler.check_waiting_tokens(request, self._compiling.num_tokens)
             self._compiling.take(request, grammar)
         else:
-            self.scheduler.add(request, rotation, compiled)
+            self.scheduler.add(request, rotation, compiled, self._compiling.num_tokens)
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -263,7 +264,7 @@ class EngineCore:
             try:
                 if isinstance(compiled, EngineError):
                     raise compiled
-                self.scheduler.add(request, self.plan_rotation(request), compiled)
+                self.scheduler.add(request, self.plan_rotation(request), compiled, self._compiling.num_tokens)
             except EngineError as reason:
                 refused.append(RequestOutput(request.request_id, error=reason))
         return refused

@@ -135,9 +135,10 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, rotation: RotaryPlan, kept: object = None) -> None:
-        """Queue a request under its rotary plan. kept: what is not to be dropped before it ends.
+    def add(self, request: EngineRequest, rotation: RotaryPlan, kept: object = None, beside: int = 0) -> None:
+        """Queue a request under its rotary plan.
 
+        kept: what is not to be dropped before it ends. beside: tokens of requests that wait elsewhere.
         Raises QueueFullError when too many wait, RequestError when the request could never run.
         """
         if request.request_id in self._requests:
@@ -145,10 +146,14 @@ class Scheduler:
         self._admission.validate(request, rotation)
         if self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
-        tokens = sum(seq.num_tokens for seq in self._places.waiting)
+        self.check_waiting_tokens(request, beside)
+        self._places.queue(self._requests.add(request, rotation, self._clock(), kept))
+
+    def check_waiting_tokens(self, request: EngineRequest, beside: int) -> None:
+        """QueueFullError where it may not wait beside those that do, of which others keep so many tokens."""
+        tokens = beside + sum(seq.num_tokens for seq in self._places.waiting)
         if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
             raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
-        self._places.queue(self._requests.add(request, rotation, self._clock(), kept))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what its samples hold, at once. Unknown ids are ignored."""

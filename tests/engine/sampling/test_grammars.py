@@ -298,6 +298,28 @@ def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -
     assert not core.has_work()
 
 
+def test_tokens_of_those_that_wait_for_their_grammar_count() -> None:
+    core = make_core(DEMO, max_waiting_tokens=20)
+
+    def long(name: str, count: int, grammar: str | None) -> EngineRequest:
+        return greedy(name, [5] * count, max_tokens=3, grammar=grammar)
+
+    core.add(long("longer than all may be, with nothing before it", 30, DATE))
+    for grammar in (OBJECT, None):
+        with pytest.raises(QueueFullError, match="30 tokens"):
+            core.add(long("b", 1, grammar))
+    assert len(run(core, [])) == 1
+    core.add(long("plain", 8, None))
+    core.add(long("beside it", 12, LOOP))
+    for grammar in (OBJECT, DATE, None):
+        with pytest.raises(QueueFullError, match="20 tokens"):
+            core.add(long("c", 1, grammar))
+    assert all(sample.outputs[-1].error is None for sample in run(core, []).values())
+    core.add(long("fits again", 20, OBJECT))
+    core.abort("fits again")
+    assert not core.has_work()
+
+
 def test_a_model_without_a_tokenizer_says_so(tmp_path: Path) -> None:
     core = make_core(make_model("llama", tmp_path / "m"))
     found = run(core, [greedy("x", [5, 6], grammar=DATE)])
