@@ -7,6 +7,7 @@ computes, and knows neither processes nor text.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ from windlass.engine.core.ranks.others import OtherRanks
 from windlass.engine.core.ranks.room import room_of_ranks
 from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
+from windlass.engine.core.wire import portable_error
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
@@ -61,6 +63,8 @@ from windlass.engine.scheduling.chunk_cuts import ChunkCuts
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.kernels import blocks_of_cut
+
+_logger = logging.getLogger("windlass.engine")
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -267,6 +271,11 @@ class EngineCore:
                 self.scheduler.add(request, self.plan_rotation(request), compiled, self._compiling.num_tokens)
             except EngineError as reason:
                 refused.append(RequestOutput(request.request_id, error=reason))
+            except Exception as defect:  # met by one request, it must not end the others: as where a request is added
+                known = {"request_id": request.request_id}
+                _logger.exception("request %s could not be added", request.request_id, extra=known)
+                self.scheduler.abort(request.request_id)
+                refused.append(RequestOutput(request.request_id, error=portable_error(defect)))
         return refused
 
     def stats(self) -> EngineStats:

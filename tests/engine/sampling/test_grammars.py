@@ -22,6 +22,7 @@ import windlass
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.slot import SampleSlot
@@ -296,6 +297,26 @@ def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -
     assert core.stats().num_waiting == 1 and len(core._compiling) == 0
     core.abort("d")
     assert not core.has_work()
+
+
+def test_a_defect_met_once_the_grammar_is_compiled_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(DEMO)
+    core.add(ask("bad", DATE))
+    core.add(ask("good", OBJECT))
+    core.add(ask("free", None, max_tokens=40, ignore_eos=True))
+    plan_rotation = core.plan_rotation
+
+    def failing(request: EngineRequest) -> RotaryPlan:
+        if request.request_id == "bad":
+            raise MemoryError("no memory for it")
+        return plan_rotation(request)
+
+    monkeypatch.setattr(core, "plan_rotation", failing)
+    found = run(core, [])
+    error = found["bad", 0].outputs[-1].error
+    assert type(error) is EngineError and "no memory for it" in str(error)
+    check_object(text(found["good", 0]))
+    assert len(found["free", 0].token_ids) == 40 and not core.has_work()
 
 
 def test_tokens_of_those_that_wait_for_their_grammar_count() -> None:
