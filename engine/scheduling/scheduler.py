@@ -10,7 +10,8 @@ Every sequence has a rank: (priority, its caller's turn, arrival, sample index),
 2. Waiting sequences are admitted best rank first, as long as there is a place and all of their known tokens fit beside
    what the running ones still need.
 3. The prefill tokens are dealt out: half to the best-ranked prefill, so that it always advances, the rest to the
-   shortest, so that a new arrival does not wait behind a long prompt.
+   shortest, so that a new arrival does not wait behind a long prompt. Where prompts are cut (`chunk_cuts`), chunks end at
+   cuts, and a few tokens of the budget may be left over.
 4. Blocks are taken in order of rank. Whoever finds none preempts the worst-ranked sequence that has not been planned
    yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
    never is, and, since `add` refuses what does not fit alone, it always finishes.
