@@ -244,6 +244,7 @@ class ProcessClient:
                 return
             memory = None if self._watchdog is None else self._watchdog.memory
             told = await self._crashes.write(self._child, reason, self._config, self._info, self._lost, memory)
+            self._lost = []  # prompts may be long
             now = time.monotonic()
             deaths.append(now)
             while deaths[0] < now - self._death_window:
@@ -288,7 +289,7 @@ class ProcessClient:
             self._hang_seconds,
             owes_answer=lambda: self._router.in_flight > 0,
             answers_looks=lambda: self._looks.waiting > 0,
-            suspect=self._children.keep,
+            suspect=self._suspect,
         )
         watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
         frames = FrameReader()
@@ -316,6 +317,11 @@ class ProcessClient:
             writer.transport.abort()
             if not child.ended:
                 child.kill()
+
+    def _suspect(self, suspected: bool) -> None:
+        # One that is gone owes nothing any more, and is replaced all the same.
+        if self._writer is not None:
+            self._children.keep(suspected)
 
     async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
         """Kill a child that is stuck."""

@@ -82,6 +82,7 @@ class Watchdog:
             if not self._owes_answer():
                 self._silent_seconds = lifeless = stopped = 0.0
                 stopped_before = False
+                self._suspect(False)
                 continue
             used = self._pulse.used_seconds or 0.0
             if self._silent_seconds == 0.0:

@@ -10,7 +10,7 @@ from concurrent.futures import Future, wait
 
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
-from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.sampling.grammar.compiler import CompiledGrammar, GrammarCompiler
 
 _PAUSE = 0.005  # seconds that an engine without other work waits at a time
 
@@ -20,7 +20,7 @@ class CompilingRequests:
 
     def __init__(self, compiler: GrammarCompiler, most: int) -> None:
         self._compiler, self._most = compiler, most
-        self._waiting: dict[str, tuple[EngineRequest, Future[None]]] = {}
+        self._waiting: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
 
     def __len__(self) -> int:
         return len(self._waiting)
@@ -30,28 +30,29 @@ class CompilingRequests:
         """Those that wait."""
         return [request for request, _ in self._waiting.values()]
 
-    def takes(self, request: EngineRequest) -> bool:
-        """Take a request whose grammar has to be compiled first; False where there is nothing to wait for.
+    @property
+    def num_tokens(self) -> int:
+        """Of their prompts together."""
+        return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
+
+    def take(self, request: EngineRequest, grammar: str) -> None:
+        """Let a request wait until its grammar is compiled.
 
         Raises QueueFullError, and RequestError for an id that waits already.
         """
-        grammar = request.sampling.grammar
-        if grammar is None or self._compiler.has(grammar):
-            return False
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
         if len(self._waiting) >= self._most:
             raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
         self._waiting[request.request_id] = (request, self._compiler.compile_soon(grammar))
-        return True
 
     def drop(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
         if request_id in self._waiting:
             self._waiting.pop(request_id)[1].cancel()
 
-    def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, EngineError | None]]:
-        """Those that need not wait any more, in the order in which they came, with what is wrong with their grammar.
+    def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, CompiledGrammar | EngineError]]:
+        """Those that need not wait any more, in the order in which they came, with their grammar or what is wrong with it.
 
         pause: wait a moment for the first of them, since there is nothing else to do.
         """
@@ -60,11 +61,13 @@ class CompilingRequests:
         for request_id, (request, compiled) in list(self._waiting.items()):
             if compiled.done():
                 del self._waiting[request_id]
-                yield request, _error_of(compiled)
+                yield request, _result_of(compiled)
 
 
-def _error_of(compiled: Future[None]) -> EngineError | None:
+def _result_of(compiled: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
     error = compiled.exception()
-    if error is None or isinstance(error, EngineError):
+    if error is None:
+        return compiled.result()
+    if isinstance(error, EngineError):
         return error
     return EngineError(f"the grammar could not be compiled: {type(error).__name__}")

@@ -7,6 +7,7 @@ computes, and knows neither processes nor text.
 from __future__ import annotations
 
 import hashlib
+import logging
 import time
 from collections.abc import Callable
 from concurrent.futures import Future
@@ -38,6 +39,7 @@ from windlass.engine.core.ranks.others import OtherRanks
 from windlass.engine.core.ranks.room import room_of_ranks
 from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
+from windlass.engine.core.wire import portable_error
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.runner import Runner
 from windlass.engine.execution.warm_up import warm_up
@@ -61,6 +63,8 @@ from windlass.engine.scheduling.chunk_cuts import ChunkCuts
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.kernels import blocks_of_cut
+
+_logger = logging.getLogger("windlass.engine")
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
@@ -218,8 +222,13 @@ class EngineCore:
             )
         rotation = self.plan_rotation(request)
         check_distances(request, rotation)
-        if not self._compiling.takes(request):
-            self.scheduler.add(request, rotation)
+        grammar = request.sampling.grammar
+        compiled = None if grammar is None else self._grammars.known(grammar)
+        if grammar is not None and compiled is None:
+            self.scheduler.check_waiting_tokens(request, self._compiling.num_tokens)
+            self._compiling.take(request, grammar)
+        else:
+            self.scheduler.add(request, rotation, compiled, self._compiling.num_tokens)
 
     def plan_rotation(self, request: EngineRequest) -> RotaryPlan:
         """The rotation of this request from its first to its last token. Raises RequestError where it does not fit."""
@@ -255,13 +264,18 @@ class EngineCore:
     def _admit_compiled(self) -> list[RequestOutput]:
         """Queue the requests whose grammars are compiled; the outputs say why some of them cannot run."""
         refused = []
-        for request, error in self._compiling.finished(pause=not self.scheduler.has_work()):
+        for request, compiled in self._compiling.finished(pause=not self.scheduler.has_work()):
             try:
-                if error is not None:
-                    raise error
-                self.scheduler.add(request, self.plan_rotation(request))
+                if isinstance(compiled, EngineError):
+                    raise compiled
+                self.scheduler.add(request, self.plan_rotation(request), compiled, self._compiling.num_tokens)
             except EngineError as reason:
                 refused.append(RequestOutput(request.request_id, error=reason))
+            except Exception as defect:  # met by one request, it must not end the others: as where a request is added
+                known = {"request_id": request.request_id}
+                _logger.exception("request %s could not be added", request.request_id, extra=known)
+                self.scheduler.abort(request.request_id)
+                refused.append(RequestOutput(request.request_id, error=portable_error(defect)))
         return refused
 
     def stats(self) -> EngineStats:

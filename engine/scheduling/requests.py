@@ -38,6 +38,7 @@ class LiveRequests:
         self._turns = turns
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
         self._sequences: dict[int, Sequence] = {}
+        self._kept: dict[str, object] = {}  # what requests need again at each place they get
         self._deadlines = Deadlines()
         self._num_sequences = 0  # ever made
         self._num_requests = 0
@@ -58,8 +59,8 @@ class LiveRequests:
         """The live samples of a request, sample 0 first; none of an unknown one."""
         return list(self._samples.get(request_id, ()))
 
-    def add(self, request: EngineRequest, rotation: RotaryPlan, now: float) -> Sequence:
-        """Sample 0 of a request that has arrived."""
+    def add(self, request: EngineRequest, rotation: RotaryPlan, now: float, kept: object = None) -> Sequence:
+        """Sample 0 of a request that has arrived. kept: let go when its last sample ends."""
         sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(sampling.stop_token_ids)
         seq = Sequence(
@@ -82,6 +83,8 @@ class LiveRequests:
         self._num_requests += 1
         self._sequences[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
+        if kept is not None:
+            self._kept[request.request_id] = kept
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
         return seq
@@ -102,6 +105,7 @@ class LiveRequests:
         live.remove(seq)
         if not live:
             del self._samples[seq.request.request_id]
+            self._kept.pop(seq.request.request_id, None)
 
     def overdue(self, now: float) -> abc.Iterator[Sequence]:
         """The first live sample of each request whose deadline lies before `now`."""

@@ -10,7 +10,8 @@ Every sequence has a rank: (priority, its caller's turn, arrival, sample index),
 2. Waiting sequences are admitted best rank first, as long as there is a place and all of their known tokens fit beside
    what the running ones still need.
 3. The prefill tokens are dealt out: half to the best-ranked prefill, so that it always advances, the rest to the
-   shortest, so that a new arrival does not wait behind a long prompt.
+   shortest, so that a new arrival does not wait behind a long prompt. Where prompts are cut (`chunk_cuts`), chunks end at
+   cuts, and a few tokens of the budget may be left over.
 4. Blocks are taken in order of rank. Whoever finds none preempts the worst-ranked sequence that has not been planned
    yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
    never is, and, since `add` refuses what does not fit alone, it always finishes.
@@ -135,9 +136,10 @@ class Scheduler:
 
     # -- requests ------------------------------------------------------------------------------------------------
 
-    def add(self, request: EngineRequest, rotation: RotaryPlan) -> None:
+    def add(self, request: EngineRequest, rotation: RotaryPlan, kept: object = None, beside: int = 0) -> None:
         """Queue a request under its rotary plan.
 
+        kept: what is not to be dropped before it ends. beside: tokens of requests that wait elsewhere.
         Raises QueueFullError when too many wait, RequestError when the request could never run.
         """
         if request.request_id in self._requests:
@@ -145,10 +147,14 @@ class Scheduler:
         self._admission.validate(request, rotation)
         if self.num_waiting >= self.config.max_waiting:
             raise QueueFullError(f"{self.num_waiting} requests are waiting already: try again later")
-        tokens = sum(seq.num_tokens for seq in self._places.waiting)
+        self.check_waiting_tokens(request, beside)
+        self._places.queue(self._requests.add(request, rotation, self._clock(), kept))
+
+    def check_waiting_tokens(self, request: EngineRequest, beside: int) -> None:
+        """QueueFullError where it may not wait beside those that do, of which others keep so many tokens."""
+        tokens = beside + sum(seq.num_tokens for seq in self._places.waiting)
         if tokens and tokens + len(request.prompt_token_ids) > self.config.max_waiting_tokens:
             raise QueueFullError(f"requests of {tokens:,} tokens are waiting already: try again later")
-        self._places.queue(self._requests.add(request, rotation, self._clock()))
 
     def abort(self, request_id: str) -> None:
         """Forget a request and free what its samples hold, at once. Unknown ids are ignored."""

@@ -165,6 +165,8 @@ class Exchange(Response):
             self._task.cancel()  # without effect unless the server itself is being torn down
             self._state.unregister(self)
             self._stop_keep_alive()
+            if self._keep_alive_task is not None:
+                self._keep_alive_task.cancel()  # not before: what is half sent, as the headers, the end relies on
             watcher.cancel()
             if timer is not None:
                 timer.cancel()
@@ -242,8 +244,13 @@ class Exchange(Response):
         self._schedule_keep_alive()
 
     async def _send_keep_alive(self) -> None:
+        # The answer may end in the turn in which this task was made, and while the headers wait for the client.
+        if self._closed or self._keep_alive_timer is None:
+            return
         if not self._streaming:
             await self._start_stream()
+            if self._keep_alive_timer is None:
+                return
         await self._send_direct({"type": "http.response.body", "body": self._form.keep_alive, "more_body": True})
 
     def _stop_keep_alive(self) -> None:

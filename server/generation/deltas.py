@@ -27,7 +27,7 @@ from windlass.server.text.service import Prompt
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
-QUEUED_DELTAS = 256  # deltas of many prompts that may wait for a slow client before the engine's streams wait too
+QUEUED_DELTAS = 256  # of many prompts, for a slow client; further outputs wait unmerged: the engine never does
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -94,9 +94,6 @@ class SimulatedCore(EngineCore):
 
 
 class _NoGrammars:
-    def has(self, grammar: str) -> bool:
-        return True
-
     def prepare_soon(self) -> None:
         pass
 

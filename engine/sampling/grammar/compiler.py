@@ -1,19 +1,23 @@
 """Turns grammars into matchers: the vocabulary they need, and the grammars that were compiled before.
 
-Responsible for doing slow work once and beside the steps. llguidance is imported when the first grammar comes or there is nothing
-else to do, and then the tokenizer's file is read for the bytes behind each id: nothing else in the engine knows them, and nothing
-else is done with them.
+Responsible for doing slow work once and beside the steps: a compiled grammar is found here as long as anybody holds it, and the
+last used ones are kept for requests to come. One takes some 50 KB as a rule and 10 MB where it lists 20,000 strings; what it may
+take at most, `grammar_limits` says. llguidance is imported when the first grammar comes or there is nothing else to do, and then
+the tokenizer's file is read for the bytes behind each id: nothing else in the engine knows them, and nothing else is done with
+them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import threading
+import weakref
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from windlass.engine.api.grammar_limits import LIMITS
 from windlass.engine.errors import RequestError
@@ -22,12 +26,13 @@ from windlass.engine.sampling.grammar.mask import Mask, next_mask
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # grammars that are not compiled again
+_KEPT = 64  # grammars that are not compiled again though nobody holds them
 _LONGEST_ERROR = 500
 
 
-class _Fresh(NamedTuple):
-    """A matcher that has taken no token, and what it lets come first."""
+@dataclass(frozen=True, slots=True, weakref_slot=True, eq=False)
+class CompiledGrammar:
+    """A matcher that has taken no token, and what it lets come first. No step compiles it as long as somebody holds it."""
 
     matcher: LLMatcher
     mask: Mask
@@ -44,16 +49,21 @@ class GrammarCompiler:
         self._compiling = threading.Lock()  # held for as long as a grammar takes
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()  # held for a moment: a step may wait for it
-        self._fresh: OrderedDict[str, _Fresh] = OrderedDict()  # the last used ones last
+        self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
+        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the last used ones last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
 
     @property
     def vocab_size(self) -> int:
         return self._vocab_size
 
-    def has(self, grammar: str) -> bool:
-        """Whether a matcher of it costs no more than a copy."""
-        return grammar in self._fresh
+    def known(self, grammar: str) -> CompiledGrammar | None:
+        """One that was compiled before: a matcher of it costs no more than a copy."""
+        with self._lock:
+            found = self._compiled.get(grammar)
+            if found is not None:
+                self._keep(grammar, found)
+            return found
 
     def prepare_soon(self) -> None:
         """Make in the background what any grammar needs: tenths of a second, in which no other Python code runs here.
@@ -67,9 +77,9 @@ class GrammarCompiler:
         with self._compiling, contextlib.suppress(RequestError):
             self._vocabulary()
 
-    def compile_soon(self, grammar: str) -> Future[None]:
+    def compile_soon(self, grammar: str) -> Future[CompiledGrammar]:
         """Compile in the background; the future raises what `matcher` would."""
-        return self._pool.submit(self._compile_only, grammar)
+        return self._pool.submit(self._compile, grammar)
 
     def matcher(self, grammar: str) -> LLMatcher:
         """A matcher at its beginning, the caller's own. Raises RequestError for one that cannot be used."""
@@ -77,22 +87,19 @@ class GrammarCompiler:
 
     def begin(self, grammar: str) -> tuple[LLMatcher, Mask]:
         """The same with the mask of the first token, which is shared and never written to."""
-        fresh = self._known(grammar) or self._compile(grammar)
+        compiled = self.known(grammar) or self._compile(grammar)
         with self._lock:
-            return fresh.matcher.deep_copy(), fresh.mask
+            return compiled.matcher.deep_copy(), compiled.mask
 
-    def _compile_only(self, grammar: str) -> None:
-        self._compile(grammar)
+    def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
+        self._kept[grammar] = compiled
+        self._kept.move_to_end(grammar)
+        while len(self._kept) > _KEPT:
+            self._kept.popitem(last=False)
 
-    def _known(self, grammar: str) -> _Fresh | None:
-        with self._lock:
-            if grammar in self._fresh:
-                self._fresh.move_to_end(grammar)
-            return self._fresh.get(grammar)
-
-    def _compile(self, grammar: str) -> _Fresh:
+    def _compile(self, grammar: str) -> CompiledGrammar:
         with self._compiling:
-            if (known := self._known(grammar)) is not None:
+            if (known := self.known(grammar)) is not None:
                 return known
             from llguidance import LLMatcher, LLParserLimits
 
@@ -102,12 +109,11 @@ class GrammarCompiler:
             if mask is None or matcher.is_error():
                 reason = " ".join(matcher.get_error().split())[:_LONGEST_ERROR]
                 raise RequestError(f"this grammar cannot be used: {reason}", "grammar")
-            fresh = _Fresh(matcher, mask)
+            compiled = CompiledGrammar(matcher, mask)
         with self._lock:
-            self._fresh[grammar] = fresh
-            while len(self._fresh) > _KEPT:
-                self._fresh.popitem(last=False)
-        return fresh
+            self._compiled[grammar] = compiled
+            self._keep(grammar, compiled)
+        return compiled
 
     def _vocabulary(self) -> LLTokenizer:
         if self._tokenizer is None:

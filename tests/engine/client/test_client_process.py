@@ -305,6 +305,37 @@ async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, 
         assert client.pid == pid and client.restarts == 0
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_suspicion_ends_with_the_last_request(monkeypatch, spares):
+    monkeypatch.setattr(watchdog, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(watchdog, "STOPPED_SECONDS", 60.0)
+    async with running() as client:
+        stream = client.generate(request("a", max_tokens=100_000))
+        await anext(stream)
+        os.kill(client.pid, signal.SIGSTOP)
+        await until(lambda: len(spares) == 2, 20.0)
+        os.kill(client.pid, signal.SIGCONT)
+        await stream.aclose()
+        await until(lambda: spares[1].ended, 20.0)
+        assert client.restarts == 0
+
+
+async def test_the_next_engine_waits_while_the_last_one_is_reaped_and_nothing_of_that_one_is_kept(spares):
+    """The last one's socket is closed long before it has ended."""
+    async with running() as client:
+        stream = client.generate(request("bad", max_tokens=100_000))
+        await anext(stream)
+        os.kill(client.pid, signal.SIGSTOP)
+        client._writer.transport.abort()
+        with pytest.raises(EngineDeadError):
+            while True:
+                await anext(stream)
+        assert [lost.request_id for lost in client._lost] == ["bad"]
+        await client.wait_ready()
+        assert client.pid == spares[-1].process.pid and len(spares) == 2
+        assert client._lost == []
+
+
 async def test_it_is_given_up_after_too_many_deaths():
     async with running(max_deaths=3, backoff=0.01) as client:
         for _ in range(3):

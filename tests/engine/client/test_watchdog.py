@@ -33,6 +33,7 @@ class Child:
     a_tick: float = 0.25  # processor seconds that it uses in a tick
     ticks: int = 0
     owes: bool = True
+    owes_until: int = 10**9  # the look from which on it does no longer
     looks: bool = False
     suspected: list[bool] = field(default_factory=list)
 
@@ -46,6 +47,8 @@ class Child:
         self.ticks += 1
         if self.ticks == self.stopped_until:
             self.stopped = self.lifeless = False
+        if self.ticks == self.owes_until:
+            self.owes = False
         if self.used_seconds is not None:
             self.used_seconds += self.a_tick
 
@@ -114,6 +117,13 @@ async def test_one_that_was_stopped_is_suspected_at_once(monkeypatch) -> None:
     assert child.suspected == [True] * 3
     assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True, owes=False)) is None
     assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True), StepBegun(None)) == 1.0
+
+
+async def test_one_that_owes_nothing_any_more_is_not_suspected(monkeypatch) -> None:
+    """Else what stands by for it would wait until the next request."""
+    child = Child(lifeless=True, a_tick=0.0, owes_until=8)
+    assert await killed_after(monkeypatch, child, most=10) is None
+    assert child.suspected == [False] * 4 + [True] * 3 + [False] * 3
 
 
 async def test_one_that_was_stopped_for_a_moment_goes_on(monkeypatch) -> None:

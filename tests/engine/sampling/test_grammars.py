@@ -22,6 +22,7 @@ import windlass
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.slot import SampleSlot
@@ -185,7 +186,7 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
 
     monkeypatch.setattr(llguidance, "LLMatcher", slow)
     compiled = compiler.compile_soon(OBJECT)
-    assert begun.wait(30) and compiler.has(DATE) and not compiler.has(OBJECT)
+    assert begun.wait(30) and compiler.known(DATE) and not compiler.known(OBJECT)
     prompt = list(request.prompt_token_ids)
     masks.prepare([SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt, (EOS,))])
     waiting = threading.Thread(target=masks._wait, daemon=True)
@@ -194,7 +195,32 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
     assert not waiting.is_alive() and not compiled.done()
     may_end.set()
     compiled.result(30)
-    assert compiler.has(OBJECT)
+    assert compiler.known(OBJECT)
+
+
+def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More of them than are kept for requests to come; each is held by its request alone until that ends."""
+    threads: list[str] = []
+
+    def counted(*arguments: Any, **fields: Any) -> LLMatcher:
+        threads.append(threading.current_thread().name)
+        return LLMatcher(*arguments, **fields)
+
+    monkeypatch.setattr(llguidance, "LLMatcher", counted)
+    core, count = make_core(DEMO, max_num_seqs=1), 70
+    core.add(ask("before", None, max_tokens=20, ignore_eos=True))
+    core.step()
+    for i in range(count):
+        core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10, n=1 + (i == 7)))
+    for _, compiled in core._compiling._waiting.values():
+        compiled.result(30)
+    core.step()
+    assert core.scheduler.num_running == 1 and core.scheduler.num_waiting == count and len(threads) == count
+    core.abort("r0")
+    found = run(core, [], every_logit=False)
+    assert all(re.fullmatch(f"{i:03}[a-z]", text(found[f"r{i}", 0])) for i in range(1, count))
+    assert len(threads) == count and all(name.startswith("engine-grammar") for name in threads)
+    assert len(core._grammars._compiled) == 64
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
@@ -270,6 +296,48 @@ def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -
     core.add(ask("d", DATE))  # compiled before
     assert core.stats().num_waiting == 1 and len(core._compiling) == 0
     core.abort("d")
+    assert not core.has_work()
+
+
+def test_a_defect_met_once_the_grammar_is_compiled_ends_that_request_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(DEMO)
+    core.add(ask("bad", DATE))
+    core.add(ask("good", OBJECT))
+    core.add(ask("free", None, max_tokens=40, ignore_eos=True))
+    plan_rotation = core.plan_rotation
+
+    def failing(request: EngineRequest) -> RotaryPlan:
+        if request.request_id == "bad":
+            raise MemoryError("no memory for it")
+        return plan_rotation(request)
+
+    monkeypatch.setattr(core, "plan_rotation", failing)
+    found = run(core, [])
+    error = found["bad", 0].outputs[-1].error
+    assert type(error) is EngineError and "no memory for it" in str(error)
+    check_object(text(found["good", 0]))
+    assert len(found["free", 0].token_ids) == 40 and not core.has_work()
+
+
+def test_tokens_of_those_that_wait_for_their_grammar_count() -> None:
+    core = make_core(DEMO, max_waiting_tokens=20)
+
+    def long(name: str, count: int, grammar: str | None) -> EngineRequest:
+        return greedy(name, [5] * count, max_tokens=3, grammar=grammar)
+
+    core.add(long("longer than all may be, with nothing before it", 30, DATE))
+    for grammar in (OBJECT, None):
+        with pytest.raises(QueueFullError, match="30 tokens"):
+            core.add(long("b", 1, grammar))
+    assert len(run(core, [])) == 1
+    core.add(long("plain", 8, None))
+    core.add(long("beside it", 12, LOOP))
+    for grammar in (OBJECT, DATE, None):
+        with pytest.raises(QueueFullError, match="20 tokens"):
+            core.add(long("c", 1, grammar))
+    assert all(sample.outputs[-1].error is None for sample in run(core, []).values())
+    core.add(long("fits again", 20, OBJECT))
+    core.abort("fits again")
     assert not core.has_work()
 
 
