@@ -82,7 +82,6 @@ class ProcessClient:
         self._max_deaths = max_deaths
         self._death_window = death_window
         self._backoff = backoff
-
         self._crashes = CrashReports(crash_folder)
         self._lost: list[EngineRequest] = []  # what the last engine died with
 
@@ -99,7 +98,6 @@ class ProcessClient:
         self._adapters = AdapterCalls(self._send, self._require_engine, config)
         self._looks = LookCalls(self._send, self._require_engine)
         self._stats = StatsCalls(self._send, self._require_engine)
-
         self._reported: str | None = None  # what the child itself said about its end
         self._watchdog: Watchdog | None = None
 

@@ -17,6 +17,8 @@ from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import HeldContext
 from windlass.engine.scheduling.turns import CallerTurns
 
+MOST_KEPT = 256  # requests that keep something at once: what is large stays bounded, and what is missing is made again
+
 
 class LiveRequests:
     """fresh_seed: a seed for requests that bring none. new_handle: of keys computed under a stage from the first token on.
@@ -60,7 +62,7 @@ class LiveRequests:
         return list(self._samples.get(request_id, ()))
 
     def add(self, request: EngineRequest, rotation: RotaryPlan, now: float, kept: object = None) -> Sequence:
-        """Sample 0 of a request that has arrived. kept: let go when its last sample ends."""
+        """Sample 0 of a request that has arrived. kept: let go when its last sample ends; of so many requests at once."""
         sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(sampling.stop_token_ids)
         seq = Sequence(
@@ -83,7 +85,7 @@ class LiveRequests:
         self._num_requests += 1
         self._sequences[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
-        if kept is not None:
+        if kept is not None and len(self._kept) < MOST_KEPT:
             self._kept[request.request_id] = kept
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
