@@ -23,6 +23,7 @@ from windlass.engine.execution.ranged_graphs import RangedGraphs, RangedKey
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "shift_context": 48, "max_num_seqs": 4}
+PLAIN: dict[str, Any] = {**OPTIONS, "cuda_graphs": False}
 SHIFT = ContextRule("shift", keep_tokens=16)
 
 
@@ -204,20 +205,20 @@ def test_contexts_are_shifted_ahead(
     burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """While what is in front is computed, all but the first time; keys, their names and reports are as they would be."""
-    for seed in range(20):  # until a text comes to a new token as the first one behind a second full context
-        first = greedy("kept", prompt(seed, 40), 100, context=SHIFT)
-        plain = make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS)
-        ((_, one),) = run(plain, [first], every_logit=False).items()
-        if one.token_ids[24] not in one.token_ids[:24]:
-            break
+    drawn: dict[str, Any] = {"context": SHIFT, "temperature": 1.5, "seed": 0}
+    first, plain = greedy("kept", prompt(3, 40), 100, **drawn), make_core(directory_of("llama"), **PLAIN)
+    ((_, one),) = run(plain, [first], every_logit=False).items()
+    end = one.token_ids[24]  # the first one behind a second full context
+    assert end not in one.token_ids[:24]
     sent = [
         first,
         greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
-        greedy("ends", prompt(seed, 40), 60, context=SHIFT, stop_token_ids=(one.token_ids[24],)),
+        greedy("ends", prompt(3, 40), 60, stop_token_ids=(end,), **drawn),
     ]
     found = ahead(directory_of("llama"), sent, burst_seconds, monkeypatch)
     assert found.got == found.want and found.names == found.known and found.dropped == found.all_dropped
-    assert found.got["ends"][1] == "stop" and found.got["ends"][2].dropped_tokens == 16
+    tokens, reason, context = found.got["ends"]
+    assert (len(tokens), reason, context.dropped_tokens) == (25, "stop", 16)
     assert found.dropped[0] >= 12 and found.calls < 16
 
 

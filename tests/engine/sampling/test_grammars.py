@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import math
 import random
@@ -23,9 +24,11 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
 from windlass.engine.rotary.policy import RotaryPlan
+from windlass.engine.sampling.grammar import compiler
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.scheduling import requests
 from windlass.kernels import bind
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.draws import DrawStatus, Filters, LogitsChanges, Penalties
@@ -221,6 +224,22 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
     assert all(re.fullmatch(f"{i:03}[a-z]", text(found[f"r{i}", 0])) for i in range(1, count))
     assert len(threads) == count and all(name.startswith("engine-grammar") for name in threads)
     assert len(core._grammars._compiled) == 64
+
+
+def test_only_so_many_grammars_are_held_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are compiled again where they were dropped meanwhile."""
+    monkeypatch.setattr(requests, "MOST_KEPT", 3)
+    monkeypatch.setattr(compiler, "_KEPT", 2)
+    core = make_core(DEMO, max_num_seqs=1)
+    for i in range(9):
+        core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10))
+    for _, compiled in core._compiling._waiting.values():
+        compiled.result(30)
+    core.step()
+    gc.collect()
+    assert core.scheduler.num_waiting == 8 and len(core._grammars._compiled) <= 3 + 2 + 1
+    found = run(core, [], every_logit=False)
+    assert all(re.fullmatch(f"{i:03}[a-z]", text(found[f"r{i}", 0])) for i in range(1, 9))
 
 
 @pytest.mark.parametrize("fields", [{}, {"temperature": 0.9, "seed": 7}, {"presence_penalty": 0.1, "logprobs": 1}])
