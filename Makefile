@@ -10,8 +10,9 @@ MODEL  ?=
 EXTRAS ?=
 # Processes that run the tests side by side.
 TESTERS ?= 2
-# Where make test-gpu computes.
+# Where make test-gpu computes, and which tests it runs.
 DEVICE ?= cuda
+MARKS  ?= not slow and not soak
 BIN    := $(VENV)/bin
 
 # Tests and servers share two cores on small machines; a spinning thread pool each would slow all of them.
@@ -28,7 +29,7 @@ help:
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
 	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-gpu: engines, kernels and"
-	@echo "                real servers on a GPU (DEVICE=cuda:1, TESTERS=14)"
+	@echo "                real servers on a GPU (DEVICE=cuda:1, TESTERS=14, MARKS=slow)"
 	@echo "make soak       attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
@@ -87,7 +88,7 @@ test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 
 # Those of engines and of Triton's programs, on a GPU that all processes share, and those of real servers, a GiB and more each.
 # cuBLAS is as torch's own determinism asks for.
-GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "not slow and not soak"
+GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)"
 SERVER_TESTS := tests/server/startup tests/server/cli tests/server/generation tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
 
 test-gpu: $(VENV)/.installed-dev

@@ -88,8 +88,8 @@ def deal_prefill_tokens(
     """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
 
     Half goes to the first, so that the best-ranked prefill always advances, and the rest to the shortest, so that a
-    new arrival with a short prompt does not wait until a long one is through. Without
-    cuts nothing is left over while anybody needs more.
+    new arrival with a short prompt does not wait until a long one is through. Without cuts nothing is left over while
+    anybody needs more.
 
     starts: tokens that each has behind it. cuts: where chunks may end, which leaves a few tokens over; they hold where the budget
     has room for two chunks, or the one that is needed.

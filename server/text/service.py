@@ -31,9 +31,8 @@ T = TypeVar("T")
 
 MAX_BREAKERS_KEPT = 1 << 16  # ids, sequences and characters of the lists themselves, of all lists together
 MAX_BREAKER_LISTS_KEPT = 64  # each takes memory, even one of which nothing is found
-LIGHT_MESSAGES = (
-    64  # a chat of more, or of more text, or of more in its calls and variables, is made plain off the loop
-)
+# A chat of more messages, of more text, or of more in its calls and variables is made plain off the loop.
+LIGHT_MESSAGES = 64
 LIGHT_VALUES = 8192  # values and their characters: a millisecond or two
 MAX_GRAMMARS_KEPT = 64  # agents send one schema again and again
 GRAMMARS_AT_ONCE = 2
