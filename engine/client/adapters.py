@@ -4,12 +4,27 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter, Message
-from windlass.engine.errors import EngineError
+from windlass.engine.errors import EngineError, RequestError
+
+
+@dataclass(slots=True)
+class _Loading:
+    """An adapter that the engine is to load. callers: those who know of it."""
+
+    source: AdapterSource
+    result: asyncio.Future[AdapterInfo]
+    callers: int = 0
+
+    def end(self, error: EngineError | None = None) -> None:
+        """It comes to nothing; nobody may be there to be told."""
+        if not self.result.done():
+            self.result.set_exception(error or EngineError("nobody waits for this adapter"))
+        self.result.exception()
 
 
 class AdapterCalls:
@@ -20,7 +35,7 @@ class AdapterCalls:
     ) -> None:
         self._send, self._require_engine = send, require_engine
         self._loaded = {source.adapter_id: source for source in config.adapters.sources}
-        self._waiting: dict[int, tuple[AdapterSource, asyncio.Future[AdapterInfo]]] = {}
+        self._loading: dict[int, _Loading] = {}
 
     @property
     def loaded(self) -> frozenset[int]:
@@ -28,20 +43,26 @@ class AdapterCalls:
         return frozenset(self._loaded)
 
     async def load(self, source: AdapterSource) -> AdapterInfo:
-        """See `EngineClient.load_adapter`."""
+        """See `EngineClient.load_adapter`. Whoever asks for one that is being loaded waits for the same."""
         self._require_engine()
-        waiter: asyncio.Future[AdapterInfo] = asyncio.get_running_loop().create_future()
-        self._waiting[source.adapter_id] = source, waiter
-        self._send(LoadAdapter(source))
+        loading = self._loading.get(source.adapter_id)
+        if loading is None:
+            loading = self._loading[source.adapter_id] = _Loading(source, asyncio.get_running_loop().create_future())
+            self._send(LoadAdapter(source))
+        loading.callers += 1
         try:
-            return await waiter
-        except asyncio.CancelledError:  # nobody would know of it
-            self.drop(source.adapter_id)
+            return await asyncio.shield(loading.result)
+        except asyncio.CancelledError:
+            loading.callers -= 1
+            if not loading.callers:  # nobody knows of it any more
+                loading.end()
+                self.drop(source.adapter_id)
             raise
 
     def drop(self, adapter_id: int) -> None:
         """See `EngineClient.drop_adapter`."""
-        self._waiting.pop(adapter_id, None)
+        if (loading := self._loading.pop(adapter_id, None)) is not None:
+            loading.end(RequestError("the adapter was unloaded while it was loaded", "lora_name", "model_not_found"))
         self._loaded.pop(adapter_id, None)
         self._send(DropAdapter(adapter_id))
 
@@ -49,24 +70,21 @@ class AdapterCalls:
         """Take a message about adapters; False if it is about something else."""
         if not isinstance(message, AdapterLoaded):
             return False
-        source, waiter = self._waiting.pop(message.adapter_id, (None, None))
-        if source is None or waiter is None:  # whoever asked for it went away
+        loading = self._loading.pop(message.adapter_id, None)
+        if loading is None:  # whoever asked for it went away
             self._send(DropAdapter(message.adapter_id))
-        elif waiter.done():
-            pass  # whoever asked for it is about to wake and to drop it
         elif isinstance(message.result, AdapterInfo):
-            self._loaded[source.adapter_id] = source
-            waiter.set_result(message.result)
+            self._loaded[message.adapter_id] = loading.source
+            loading.result.set_result(message.result)
         else:
-            waiter.set_exception(message.result)
+            loading.end(message.result)
         return True
 
     def fail_all(self, make_error: Callable[[], EngineError]) -> None:
         """The engine is gone, and with it what it was loading."""
-        waiting, self._waiting = self._waiting, {}
-        for _, waiter in waiting.values():
-            if not waiter.done():
-                waiter.set_exception(make_error())
+        gone, self._loading = self._loading, {}
+        for loading in gone.values():
+            loading.end(make_error())
 
     def again(self, config: EngineConfig) -> EngineConfig:
         """The configuration of the next engine: with the adapters of the last one, as far as their files are still there."""

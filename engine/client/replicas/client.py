@@ -139,7 +139,13 @@ class ReplicatedClient:
         """See `EngineClient.load_adapter`. All of them have it afterwards; one that is being restarted has it before it takes
         requests."""
         usable = self._usable()
-        results = await asyncio.gather(*(one.client.load_adapter(source) for one in usable), return_exceptions=True)
+        self._adapters[source.adapter_id] = source  # before the others are waited for: they load what is there
+        loads = (one.client.load_adapter(source) for one in usable)
+        try:
+            results = await asyncio.gather(*loads, return_exceptions=True)
+        except asyncio.CancelledError:  # one may have it already, of which nobody would know
+            self.drop_adapter(source.adapter_id)
+            raise
         infos = [result for result in results if isinstance(result, AdapterInfo)]
         # A replica that died over it comes back with it.
         errors = [result for result in results if isinstance(result, BaseException)]
@@ -147,7 +153,6 @@ class ReplicatedClient:
         if grave:
             self.drop_adapter(source.adapter_id)
             raise grave[0]
-        self._adapters[source.adapter_id] = source
         return infos[0]
 
     def drop_adapter(self, adapter_id: int) -> None:

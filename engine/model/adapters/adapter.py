@@ -94,7 +94,8 @@ class LoadedAdapters:
         return self._infos[adapter_id].digest
 
     def add(self, adapter: Adapter) -> None:
-        """Let requests use it, between two steps. Raises RequestError where there are too many."""
+        """Let requests use it, between two steps, in place of one with its id. Raises RequestError where there are too many."""
+        self.drop(adapter.info.adapter_id)
         self.check_room()
         slot = min(set(range(self.most)).difference(self._slots.values()))
         for tables, changes in zip(self._layers, adapter.layers, strict=True):

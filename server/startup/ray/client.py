@@ -120,7 +120,11 @@ class RayClient:
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
         """See `EngineClient.load_adapter`. A replica that comes later loads it with the first request that names it."""
-        found = await self._all("load_adapter", source, seconds=None)
+        try:
+            found = await self._all("load_adapter", source, seconds=None)
+        except asyncio.CancelledError:  # some may have it already, of which nobody would know
+            self.drop_adapter(source.adapter_id)
+            raise
         refused = [one for one in found if isinstance(one, RequestError)]
         infos = [one for one in found if isinstance(one, AdapterInfo)]
         if refused or not infos:

@@ -236,6 +236,29 @@ async def test_an_adapter_that_comes_as_its_caller_leaves_is_dropped():
         assert not calls.loaded and sent[-2:] == [LoadAdapter(source), DropAdapter(3)]
 
 
+async def test_whoever_asks_for_an_adapter_that_is_loaded_waits_for_the_same():
+    sent, source, info = [], AdapterSource(3, "x", "/x"), AdapterInfo(3, "x", "/x", 8, (), 1, "d")
+    calls = AdapterCalls(sent.append, lambda: None, engine_config("scripted"))
+    first, second, third = (asyncio.create_task(calls.load(source)) for _ in range(3))
+    await asyncio.sleep(0)
+    second.cancel()
+    await asyncio.sleep(0)
+    assert calls.deliver(AdapterLoaded(3, info)) and await first is await third is info
+    assert sent == [LoadAdapter(source)] and calls.loaded == {3}
+
+
+async def test_an_adapter_that_is_dropped_while_it_is_loaded_tells_who_waits():
+    sent, source = [], AdapterSource(3, "x", "/x")
+    calls = AdapterCalls(sent.append, lambda: None, engine_config("scripted"))
+    loading = asyncio.create_task(calls.load(source))
+    await asyncio.sleep(0)
+    calls.drop(3)
+    with pytest.raises(RequestError, match="unloaded"):
+        await asyncio.wait_for(loading, 5)
+    assert calls.deliver(AdapterLoaded(3, AdapterInfo(3, "x", "/x", 8, (), 1, "d"))) and not calls.loaded
+    assert sent == [LoadAdapter(source), DropAdapter(3), DropAdapter(3)]
+
+
 async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypatch, tmp_path, caplog):
     def no_thread(*_):
         raise RuntimeError("can't start new thread")

@@ -197,6 +197,33 @@ async def test_adapters_are_loaded_everywhere_and_brought_along():
         assert victim.adapter_ids == other.adapter_ids == frozenset()
 
 
+@pytest.mark.parametrize("leaves", [False, True])
+async def test_one_that_comes_while_an_adapter_is_loaded_has_it_like_the_others(monkeypatch, leaves):
+    async with running() as client:
+        victim, other = engines_of(client)
+        go, load = asyncio.Event(), other.load_adapter
+
+        async def slowly(source):
+            await go.wait()
+            return await load(source)
+
+        monkeypatch.setattr(other, "load_adapter", slowly)
+        os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: victim.state != "ready")
+        loading = asyncio.create_task(client.load_adapter(AdapterSource(1, "one", "/one")))
+        await until(lambda: all(replica.usable for replica in client._replicas))
+        if leaves:
+            assert victim.adapter_ids == {1}
+            loading.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await loading
+            assert not victim.adapter_ids and not client.adapter_ids
+        else:
+            go.set()
+            await loading
+            assert victim.adapter_ids == other.adapter_ids == client.adapter_ids == {1}
+
+
 async def test_one_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
     monkeypatch.setenv("SCRIPT_RELOAD_FILE", str(tmp_path / "mark"))  # the second load fails
     client = make_client()

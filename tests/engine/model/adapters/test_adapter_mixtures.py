@@ -10,8 +10,10 @@ from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import RequestError
+from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
+from windlass.kernels import LowRank, LowRankPart, bind
 
 PROMPT = list(range(3, 40))
 
@@ -80,3 +82,24 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
         found += [token for output in core.step() for token in output.token_ids]
     assert found == whole
     assert core.stats().adapters_loaded == 0
+
+
+def test_one_that_comes_again_takes_its_own_place() -> None:
+    """And leaves none behind in which the next one would find what it changed."""
+    backend = bind("cpu")
+    loaded = LoadedAdapters(2, [{"q": (8, 8), "v": (8, 8)}], backend)
+
+    def adapter(adapter_id: int, *names: str) -> Adapter:
+        part = LowRankPart.of(torch.ones(8, 2), 0, 0, 1.0)
+        layers = ({name: LowRank.of(torch.ones(2, 8), (part,)) for name in names},)
+        return Adapter(AdapterInfo(adapter_id, f"{adapter_id}", "", 2, names, 1, "d"), layers)
+
+    for one in (adapter(1, "q", "v"), adapter(1, "q", "v"), adapter(2, "q")):
+        loaded.add(one)
+    rows = loaded.rows([2], [1])
+    assert len(loaded) == 2 and rows is not None
+    out = torch.zeros(1, 8)
+    rows.of_layer(0, backend).add("v", out, torch.ones(1, 8))
+    assert not out.any()
+    rows.of_layer(0, backend).add("q", out, torch.ones(1, 8))
+    assert (out == 16).all()
