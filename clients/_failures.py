@@ -29,7 +29,7 @@ def request_id_of(response: httpx.Response) -> str | None:
     return answered or sent
 
 
-def transport_error(error: httpx.HTTPError, request: httpx.Request) -> APIError:
+def transport_error(error: httpx.HTTPError | httpx.StreamError, request: httpx.Request) -> APIError:
     """The error for a failure below HTTP. It carries the id that was sent, which the server's log may have."""
     what = " ".join(str(error).split()) or type(error).__name__
     sent, url = request.headers.get(REQUEST_ID), request.url
@@ -46,7 +46,7 @@ def transport_error(error: httpx.HTTPError, request: httpx.Request) -> APIError:
     return APIConnectionError(f"the connection to {url} broke: {what}", request_id=sent)
 
 
-def broken_answer(error: httpx.HTTPError, response: httpx.Response) -> APIError:
+def broken_answer(error: httpx.HTTPError | httpx.StreamError, response: httpx.Response) -> APIError:
     """A failure below HTTP after the answer has begun."""
     failure = transport_error(error, response.request)
     failure.status, failure.request_id = response.status_code, request_id_of(response)

@@ -5,6 +5,8 @@ Reads bytes with httpx; what they mean is `ChunkReader`'s.
 
 from __future__ import annotations
 
+import contextlib
+import socket
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -112,9 +114,13 @@ class Stream(_Generated[T, A]):
         return self.until_done()._reader.answer()
 
     def close(self) -> None:
-        """End the stream now. Safe to call twice."""
-        self._chunks.close()
-        self._response.close()  # a generator that never started has no `finally`
+        """End the stream now. Safe to call twice, and from any thread: one that waits for a chunk gets its error then."""
+        try:
+            self._chunks.close()
+        except ValueError:  # another thread is in the generator
+            _wake_reader(self._response)
+        finally:
+            self._response.close()  # a generator that never started has no `finally`
 
 
 class AsyncStream(_Generated[T, A]):
@@ -157,6 +163,16 @@ class AsyncStream(_Generated[T, A]):
             await self._response.aclose()  # a generator that never started has no `finally`
 
 
+def _wake_reader(response: httpx.Response) -> None:
+    """End the connection under a thread that waits for its next bytes: one whose socket is only closed waits on."""
+    network = response.extensions.get("network_stream")
+    shared = response.http_version == "HTTP/2"  # with the streams of other requests
+    found = None if network is None or shared or response.is_closed else network.get_extra_info("socket")
+    if isinstance(found, socket.socket):
+        with contextlib.suppress(OSError):  # it is gone already
+            socket.socket.shutdown(found, socket.SHUT_RDWR)  # that of TLS forgets its keys, which the reader still uses
+
+
 # Not methods: a generator that held its stream would keep a forgotten one, and its connection, alive until the garbage
 # collector comes by.
 def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T, None, None]:
@@ -166,7 +182,7 @@ def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T,
             if reader.done:
                 return
         reader.end()
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.StreamClosed) as error:  # the latter where another thread was quicker
         raise broken_answer(error, response) from error
     finally:
         response.close()

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 from helpers.any_client import any_client
+from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
 from helpers.scripted_http import answer, events, scripted_server
 
-from windlass.clients import APIConnectionError, ChatCompletion, Completion, StreamError
+from windlass.clients import APIConnectionError, ChatCompletion, Client, Completion, StreamError
 from windlass.engine.rotary.policy import RotaryReport
 
 pytestmark = pytest.mark.anyio
@@ -164,6 +166,32 @@ async def test_a_stream_that_did_not_end_well_has_no_final_answer(kind: str, how
             with pytest.raises(StreamError, match="incomplete") as caught:
                 await stream.get_final()
             assert stream.text == "part" and caught.value.request_id == "req-1"
+
+
+@pytest.mark.parametrize("read", [0, 1])
+def test_closing_frees_a_thread_that_waits_for_a_chunk(read: int) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    caught: list[BaseException] = []
+
+    def wait() -> None:
+        try:
+            next(stream)
+        except BaseException as error:
+            caught.append(error)
+
+    with scripted_server(events(*[part] * read, hang=True)) as server, Client(server.url) as client:
+        stream = client.completions("x", stream=True)
+        assert [next(stream).text for _ in range(read)] == ["part"] * read
+        waiting = threading.Thread(target=wait, daemon=True)
+        waiting.start()
+        eventually(lambda: stream._chunks.gi_running, 10)
+        stream.close()
+        stream.close()
+        waiting.join(10)
+        assert not waiting.is_alive() and server.disconnects.wait(10)
+        assert isinstance(caught[0], APIConnectionError)
+        with pytest.raises(StreamError, match="incomplete"):
+            stream.get_final()
 
 
 async def test_pieces_of_reasoning_and_of_tool_calls_are_joined(kind: str) -> None:

@@ -34,14 +34,17 @@ def chat_here(model: str | None, options: EngineOptions, system: str | None) -> 
             name, path = choose_model(model)
         model = model or (name if not Path(name).exists() else str(path))
     with OwnServer(model, name, to_arguments(options)) as server:
-        from windlass.clients import Client, RetryPolicy  # imported while the server starts
+        from windlass.clients import APIError, RetryPolicy  # imported while the server starts
 
         with console.leavable():
             server.wait_ready()
         console.greet(*(line.strip() for line in server.lines if line.startswith("  note: ")))
         dialogue = Dialogue(system=system)
-        with Client(server.url, api_key=server.api_key, retry=RetryPolicy(max_retries=0)) as client:
-            return ChatLoop(console, dialogue, client, None, server).run()
+        try:
+            with server.client(retry=RetryPolicy(max_retries=0)) as client:
+                return ChatLoop(console, dialogue, client, None, server).run()
+        except APIError as error:
+            raise EngineError(f"{server.url}: {_one_line(error)}") from error
 
 
 def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:

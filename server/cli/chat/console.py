@@ -41,7 +41,12 @@ class ChatConsole:
             return line.strip()
         text = line.lstrip().removeprefix(_BLOCK)
         while not text.rstrip().endswith(_BLOCK):
-            text += "\n" + self._line("... ")
+            try:
+                text += "\n" + self._line("... ")
+            except EOFError:
+                if self.interactive:
+                    raise  # ctrl-D leaves
+                return text.strip()  # the end of a file ends its last message too
         return text.rstrip().removesuffix(_BLOCK).strip()
 
     def _line(self, prompt: str) -> str:

@@ -13,10 +13,14 @@ import threading
 import time
 from collections.abc import Sequence
 from types import TracebackType
-from typing import Self
+from typing import TYPE_CHECKING, Self
 
 from windlass.engine.errors import EngineError
 from windlass.server.startup.display import PROGRESS_VARIABLE, LoadingDisplay
+
+if TYPE_CHECKING:
+    from windlass.clients import Client
+    from windlass.clients.options import RetryPolicy, Timeout
 
 _KEPT = {"WINDLASS_CACHE", "WINDLASS_CPU_ISA"}  # of the variables; the options are on the child's command line
 _END_SECONDS = 8.0
@@ -63,18 +67,31 @@ class OwnServer:
         try:
             while not self._listening.wait(_POLL_SECONDS):
                 self._check()
-            from windlass.clients import APIConnectionError, Client  # while the server imports as well
+            from windlass.clients import APIConnectionError, APIError  # while the server imports as well
 
-            with Client(self.url, api_key=self.api_key, timeout=5) as client:
+            with self.client(timeout=5) as client:
                 while True:
-                    with contextlib.suppress(APIConnectionError):
+                    try:
                         if client.ready().ok:
                             return
+                    except APIConnectionError:
+                        pass
+                    except APIError as error:  # nothing that waiting changes
+                        raise EngineError(" ".join(f"{self.url}: {error.message}".split())) from error
                     self._check()
                     time.sleep(_POLL_SECONDS)
         finally:
             self._ready = True
             self._display.stop()
+
+    def client(self, *, timeout: Timeout = None, retry: RetryPolicy | None = None) -> Client:
+        """For requests to it, past the proxies that the environment names: they may not reach it, nor read what is said."""
+        import httpx
+
+        from windlass.clients import Client
+
+        direct = httpx.HTTPTransport(trust_env=False)  # a client that is given its transport looks for no proxies
+        return Client(self.url, api_key=self.api_key, timeout=timeout, retry=retry, transport=direct)
 
     def failure(self, seconds: float = 0.0) -> str | None:
         """Why the server is gone; None if it is still there after so long."""
@@ -92,17 +109,18 @@ class OwnServer:
 
     def _read(self) -> None:
         assert self._process.stderr is not None
-        for raw in self._process.stderr:
-            line = raw.decode("utf-8", "replace").rstrip("\n")
-            if line.startswith(PROGRESS_VARIABLE):
-                if not self._ready:
-                    stage, done, total = json.loads(line.removeprefix(PROGRESS_VARIABLE))
-                    self._display(stage, done, total)
-            elif found := re.fullmatch(r"loading .*; listening on (http://\S+)/v1", line):
-                self.url = found[1]
-                self._listening.set()
-            else:
-                self.lines.append(line)
+        with self._process.stderr as said:
+            for raw in said:
+                line = raw.decode("utf-8", "replace").rstrip("\n")
+                if line.startswith(PROGRESS_VARIABLE):
+                    if not self._ready:
+                        stage, done, total = json.loads(line.removeprefix(PROGRESS_VARIABLE))
+                        self._display(stage, done, total)
+                elif found := re.fullmatch(r"loading .*; listening on (http://\S+)/v1", line):
+                    self.url = found[1]
+                    self._listening.set()
+                else:
+                    self.lines.append(line)
 
     def close(self) -> None:
         """End it. Safe to call twice."""

@@ -31,7 +31,12 @@ def read_pace(speed: float, as_fast_as_possible: bool, concurrency: int) -> Repl
 
 def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
     """Repeat the recording on the server at `url`. Returns the exit code; raises CommandError, one line."""
-    return _finish(read_recording(file), url, api_key, pace, as_json)
+    recording = read_recording(file)
+    try:
+        client = Client(url, api_key=api_key, timeout=30, retry=RetryPolicy(max_retries=0))
+    except ValueError as error:
+        raise CommandError(f"{url}: {error}") from error
+    return _finish(recording, client, api_key, pace, as_json)
 
 
 def replay_here(file: Path, model: str | None, options: EngineOptions, pace: ReplayPace, as_json: bool) -> int:
@@ -44,15 +49,16 @@ def replay_here(file: Path, model: str | None, options: EngineOptions, pace: Rep
         model = model or (name if not Path(name).exists() else str(path))
     with OwnServer(model, name, to_arguments(options)) as server:
         server.wait_ready()
-        return _finish(recording, server.url, server.api_key, pace, as_json)
+        client = server.client(timeout=30, retry=RetryPolicy(max_retries=0))
+        return _finish(recording, client, server.api_key, pace, as_json)
 
 
-def _finish(recording: RecordedWorkload, url: str, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
+def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pace: ReplayPace, as_json: bool) -> int:
+    url = client.base_url
     try:
-        with Client(url, api_key=api_key, timeout=30, retry=RetryPolicy(max_retries=0)) as client:
-            base = client.base_url
+        with client:
             client.models()  # a wrong address or key is told once, not by every request
-            replayed = _run(recording, client, base, api_key, pace)
+            replayed = _run(recording, client, url, api_key, pace)
     except APIError as error:
         raise CommandError(f"{url}: {error.message}") from error
     except ValueError as error:

@@ -79,8 +79,8 @@ class _Read:
     fingerprint: str = ""
 
     def take(self, payload: Any) -> None:
-        if isinstance(error := payload.get("error"), dict):
-            raise ValueError(str(error.get("message", "")))
+        if (error := payload.get("error")) or isinstance(error, dict):
+            raise ValueError(_reason(payload))
         self.fingerprint = payload.get("system_fingerprint") or self.fingerprint
         for choice in payload.get("choices", ()):
             self.ids.setdefault(choice["index"], []).extend(choice.get("token_ids") or ())
@@ -120,6 +120,8 @@ async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
     read = _Read()
     try:
         async with http.stream("POST", asked.path, json=asked.body) as response:
+            if response.status_code != 200:
+                raise ValueError(_refusal(response.status_code, await response.aread()))
             if response.headers.get("content-type", "").startswith("text/event-stream"):
                 await _read_stream(response, read)
             else:
@@ -135,6 +137,21 @@ async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
         return Repeated(asked, tuple(read.rows[index] for index in sorted(read.rows)))
     ids = [read.ids[choice] for choice in sorted(read.ids)]
     return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
+
+
+def _refusal(status: int, body: bytes) -> str:
+    """What an answer of another status says, whoever sent it: a proxy, or another server, has its own form."""
+    try:
+        payload = json.loads(body)
+    except (ValueError, RecursionError):
+        payload = None
+    said = _reason(payload) if isinstance(payload, dict) else body.decode("utf-8", "replace")
+    return f"HTTP {status}: {' '.join(said.split())}".removesuffix(": ")
+
+
+def _reason(payload: dict[str, Any]) -> str:
+    error = payload.get("error") or payload.get("message") or payload.get("detail") or ""
+    return str(error.get("message") or error if isinstance(error, dict) else error)
 
 
 async def _read_stream(response: httpx.Response, read: _Read) -> None:

@@ -16,7 +16,6 @@ from typing import Any, TypeVar
 
 from windlass.engine.api.context_size import sizes_of
 from windlass.engine.api.request import ModelInfo
-from windlass.engine.errors import EngineDeadError
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.server import ServerOptions
@@ -24,6 +23,7 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
 from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.engines import Engines, SupervisedEngine
+from windlass.server.startup.in_process.loop import LoopThread
 from windlass.server.startup.in_process.transport import AppTransport
 from windlass.server.startup.launch import make_app, prepare, read_template
 from windlass.server.startup.own_rule import check_own_rule
@@ -42,7 +42,7 @@ class ModelHost:
     def __init__(self, model: str | None, engine: EngineOptions, server: ServerOptions, log_level: str) -> None:
         level = check_log_level(log_level)
         template = read_template(server)
-        self._loop = asyncio.new_event_loop()
+        self._loop = LoopThread()
         with contextlib.ExitStack() as undo:
             undo.callback(self._loop.close)
             engines = undo.enter_context(contextlib.closing(Engines(engine, level)))
@@ -53,33 +53,24 @@ class ModelHost:
             app = make_app(client, path, settings, template)
             state = undo.enter_context(contextlib.closing(app.state.windlass))
             self.transport = AppTransport(app)
-            thread = threading.Thread(target=self._loop.run_forever, name="windlass", daemon=True)
-            thread.start()
-            undo.callback(_end, self._loop, thread, client)
+            self._loop.start()
+            undo.callback(_end, self._loop, client)
             state.text.spawn()
             self.info = self.run(_load(client, settings))
             state.text.wait_loaded()
             # The callbacks hold nothing of this object, so a program that forgets it ends the engine too.
-            self._close = weakref.finalize(self, _close, undo.pop_all(), thread)
+            self._close = weakref.finalize(self, _close, undo.pop_all(), self._loop)
 
     @property
     def closed(self) -> bool:
         return not self._close.alive
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
-        """Its result, worked out on the event loop. An interrupt of this thread cancels the work."""
-        if self._loop.is_closed():
-            work.close()
-            raise EngineDeadError("this model was closed: make another LLM")
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result()
-        except BaseException:
-            future.cancel()
-            raise
+        """Its result, worked out on the event loop; see `LoopThread.run`."""
+        return self._loop.run(work)
 
     def close(self) -> None:
-        """End the engine and all that runs. Safe to call twice."""
+        """End the engine and all that runs. Safe to call twice. In a fork it does nothing: the engine is another's."""
         self._close()
 
 
@@ -96,24 +87,21 @@ async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo
     return info
 
 
-def _close(undo: contextlib.ExitStack, thread: threading.Thread) -> None:
-    if threading.current_thread() is thread:  # garbage is collected on any thread, and this one cannot wait for itself
+def _close(undo: contextlib.ExitStack, loop: LoopThread) -> None:
+    if loop.forked:  # also at the end of a process that was forked: whoever made the model ends it
+        return
+    if loop.is_current:  # garbage is collected on any thread, and this one cannot wait for itself
         threading.Thread(target=undo.close, name="windlass-end").start()
     else:
         undo.close()
 
 
-def _end(loop: asyncio.AbstractEventLoop, thread: threading.Thread, client: SupervisedEngine) -> None:
+def _end(loop: LoopThread, client: SupervisedEngine) -> None:
     """End the engine, then what still runs on the loop, then the loop."""
-    asyncio.run_coroutine_threadsafe(_wind_up(client), loop).result()
-    loop.call_soon_threadsafe(loop.stop)
-    thread.join()
+    loop.end(_wind_up(client))
 
 
 async def _wind_up(client: SupervisedEngine) -> None:
     await client.close()  # requests in flight get their error
     others = asyncio.all_tasks() - {asyncio.current_task()}
     await asyncio.wait(others, timeout=1.0) if others else None
-    for task in others:
-        task.cancel()
-    await asyncio.gather(*others, return_exceptions=True)

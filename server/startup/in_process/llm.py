@@ -14,6 +14,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, Unpack
 
 from windlass.clients import (
+    APIConnectionError,
     AsyncClient,
     ChatCompletion,
     ChatCompletionChunk,
@@ -29,7 +30,7 @@ from windlass.clients import (
 )
 from windlass.clients.options import Messages, TokenIds
 from windlass.engine.api.request import ModelInfo
-from windlass.engine.errors import EngineError, LoadError
+from windlass.engine.errors import EngineDeadError, EngineError, LoadError
 from windlass.server.startup.in_process.host import ModelHost
 from windlass.server.startup.in_process.keywords import in_keywords, read_options
 from windlass.server.startup.in_process.transport import ThreadTransport
@@ -46,8 +47,9 @@ class LLM:
     `windlass serve` by their names with underscores, such as `max_model_len` or `quantization`. `rope_scaling` may be a
     mapping, `rope_profile` a mapping of them by name. Raises LoadError, one line that says what to change.
 
-    Its methods may be called from any thread. They raise the errors of `windlass.clients`: BadRequestError names the
-    field at fault. `client` reaches every other endpoint; `info` is what the engine says of the model.
+    Its methods may be called from any thread of the process that made it. They raise the errors of `windlass.clients`:
+    BadRequestError names the field at fault, APIConnectionError says that it was closed, or that this is another process.
+    `client` reaches every other endpoint; `info` is what the engine says of the model.
     """
 
     client: Client
@@ -151,7 +153,10 @@ class LLM:
             partial(call, item, **(_with_ids(each) if ids else each))
             for item, each in zip(items, settings, strict=True)
         ]
-        return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))
+        try:
+            return self._host.run(_gather(calls, at_once=2 * self.info.max_num_seqs))
+        except EngineDeadError as error:
+            raise APIConnectionError(str(error)) from error
 
 
 async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) -> list[T]:

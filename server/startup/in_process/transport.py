@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 import httpx
 from starlette.types import ASGIApp, Message
 
+from windlass.engine.errors import EngineDeadError
+
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
 
@@ -77,11 +79,21 @@ class AppTransport(httpx.AsyncBaseTransport):
 
 
 class ThreadTransport(httpx.BaseTransport):
-    """For code on other threads. run: has a coroutine carried out on the app's event loop and waits for it."""
+    """For code on other threads. run: has a coroutine carried out on the app's event loop and waits for it.
+
+    Its EngineDeadError, after the end of the loop, is a broken connection to a client.
+    """
 
     def __init__(self, transport: AppTransport, run: Run[Any]) -> None:
         self._transport = transport
-        self._run = run
+
+        def carry_out(work: Coroutine[Any, Any, Any]) -> Any:
+            try:
+                return run(work)
+            except EngineDeadError as error:
+                raise httpx.ReadError(str(error)) from error
+
+        self._run = carry_out
 
     def handle_request(self, request: httpx.Request) -> httpx.Response:
         request.read()
@@ -102,7 +114,8 @@ class _ThreadStream(httpx.SyncByteStream):
             yield part
 
     def close(self) -> None:
-        self._run(self._exchange.aclose())
+        with contextlib.suppress(httpx.ReadError):  # the end of the loop has ended the exchange
+            self._run(self._exchange.aclose())
 
 
 async def _next(parts: AsyncIterator[bytes]) -> bytes | None:

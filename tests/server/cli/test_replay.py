@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import stat
@@ -17,8 +18,12 @@ import pytest
 from helpers.device import SERVERS
 from helpers.eventually import eventually
 from helpers.real_server import RealServer, serve
+from helpers.scripted_http import Script, answer, events, scripted_server
 
 from windlass.server.cli import main as cli
+from windlass.server.cli.replay.asking import AskedAgain
+from windlass.server.cli.replay.reading import RecordedLine
+from windlass.server.cli.replay.running import ReplayPace, replay
 
 pytestmark = pytest.mark.timeout(240)
 CANARY, KEY = "xylophone-canary", "key-4711-canary"
@@ -248,6 +253,32 @@ def test_what_cannot_be_read_is_one_line(tmp_path: Path, capsys: pytest.CaptureF
         assert cli.run(["replay", str(file), "--url", "http://127.0.0.1:9"]) == 2
         shown = capsys.readouterr()
         assert said in shown.err and shown.err.count("\n") == 1 and shown.out == ""
+
+
+WELL = RecordedLine(at=0.0, request_id="r", route="/v1/completions", prompt_tokens=[1], fields={}, outcome="ok")
+
+
+@pytest.mark.parametrize(
+    ("script", "said"),
+    [
+        (answer({"detail": "Not Found"}, "404 Not Found"), "HTTP 404: Not Found"),
+        (answer({"error": "no such model"}, "400 Bad Request"), "HTTP 400: no such model"),
+        (answer({"error": {"message": "too long", "code": "x"}}, "400 Bad Request"), "HTTP 400: too long"),
+        (answer({"choices": []}, "503 Service Unavailable"), "HTTP 503"),
+        (answer(b"<p>Bad\n gateway", "502 Bad Gateway", content_type="text/html"), "HTTP 502: <p>Bad gateway"),
+        (answer({}, "307 Temporary Redirect", location="/elsewhere"), "HTTP 307"),
+        (answer({"error": "no such model"}), "no such model"),
+        (events({"error": "it broke"}, "[DONE]"), "it broke"),
+        (events({"error": {"message": "it broke"}}, "[DONE]"), "it broke"),
+        (answer({"choices": []}), ""),
+        (answer({"choices": [], "error": None}), ""),
+    ],
+)
+def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said: str) -> None:
+    with scripted_server(script) as server:
+        asked = AskedAgain(WELL, "/v1/completions", {"prompt": "a"})
+        (found,) = asyncio.run(replay(server.url, None, [asked], ReplayPace())).requests
+    assert (found.error, found.failed) == (said, bool(said))
 
 
 def test_a_server_that_is_not_there_and_options_that_do_not_go(

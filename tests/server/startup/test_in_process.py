@@ -8,8 +8,9 @@ import os
 import re
 import subprocess
 import sys
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import fields
 from pathlib import Path, PurePath
 
@@ -20,8 +21,8 @@ from helpers.real_server import RealServer, serve
 
 import windlass
 from windlass import LLM
-from windlass.clients import BadRequestError, Client
-from windlass.engine.errors import EngineDeadError, LoadError
+from windlass.clients import APIConnectionError, APIError, BadRequestError, Client
+from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.server import ServerOptions
 from windlass.server.startup.in_process.keywords import ANSWER_OPTIONS, read_options
@@ -223,14 +224,81 @@ def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
     first.close()
     first.close()
     assert engines() == before
-    with pytest.raises(EngineDeadError, match="make another"):
+    with pytest.raises(APIConnectionError, match="make another"):
         first.generate("a")
+    with pytest.raises(APIConnectionError, match="make another"):
+        first.client.models()
     del first
     second: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
     assert second is not None and len(engines() - before) == 1
     second = None
     gc.collect()
     assert engines() == before
+
+
+def test_closing_overtakes_what_other_threads_do_and_hides_no_error() -> None:
+    model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    ended: list[BaseException] = []
+
+    def ask(once: Callable[[], object]) -> None:
+        try:
+            while True:
+                once()
+        except BaseException as error:
+            ended.append(error)
+
+    kinds = [lambda: model.generate("Once", max_tokens=1), model.client.models, lambda: model.client.tokenize("a")]
+    threads = [threading.Thread(target=ask, args=(kinds[index % 3],), daemon=True) for index in range(12)]
+    with pytest.raises(ZeroDivisionError), model.stream("Once", max_tokens=1500, ignore_eos=True) as stream:
+        next(stream)
+        for thread in threads:
+            thread.start()
+        model.close()
+        raise ZeroDivisionError
+    stream.close()
+    for thread in threads:
+        thread.join(20)
+    assert not any(thread.is_alive() for thread in threads)
+    assert len(ended) == 12 and all(isinstance(error, APIError) for error in ended), ended
+
+
+def test_a_stream_of_a_closed_model_is_a_broken_one() -> None:
+    model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    stream = model.stream("Once", max_tokens=1500, ignore_eos=True)
+    next(stream)
+    model.close()
+    with pytest.raises(APIError):
+        stream.get_final()
+
+
+def test_a_fork_is_told_that_it_has_no_model_and_ends() -> None:
+    program = f"""
+import os, sys
+from windlass import LLM
+from windlass.clients import APIConnectionError
+with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:
+    stream = llm.stream('Once', max_tokens=1000, ignore_eos=True)
+    next(stream)
+    for leaves in (False, True):
+        if child := os.fork():
+            assert os.waitpid(child, 0)[1] == 0
+            continue
+        for ask in (lambda: llm.generate('a'), llm.client.models, stream.until_done):
+            try:
+                ask()
+            except APIConnectionError as error:
+                assert 'in the process that uses it' in error.message, error
+            else:
+                raise AssertionError
+        stream.close()
+        if leaves:
+            llm.close()
+        sys.exit()
+    next(stream)
+    print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", ""), done.stderr
 
 
 def test_a_program_that_forgets_to_close_ends() -> None:

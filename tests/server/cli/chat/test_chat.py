@@ -180,6 +180,13 @@ def test_without_a_terminal(server):
     assert result.returncode == 1 and result.stderr.startswith("error: ") and result.stderr.count("\n") == 1
 
 
+def test_the_end_of_the_input_ends_a_block_that_was_left_open(server):
+    result = piped(f'{PARAMS}\n"""What does\nhorse mean?\n', "--url", server.url)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == answer(server, ("user", "What does\nhorse mean?"))[0] + "\n"
+    assert piped('"""\n', "--url", server.url).stdout == ""
+
+
 def test_it_begins_with_what_the_model_s_authors_recommend():
     with live_server(recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
         live.engine.eos_after = 3

@@ -1,0 +1,82 @@
+"""The server that a chat or a replay starts for itself: how it is asked. It is a script here that names the server of a test."""
+
+from __future__ import annotations
+
+import io
+import json
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+from helpers.live_server import Live, live_server
+from helpers.scripted_http import ScriptedServer, answer, scripted_server
+
+from windlass.server.cli import main as cli
+
+WELL = {"at": 0.0, "request_id": "r", "route": "/v1/completions", "prompt_tokens": [3], "fields": {}, "outcome": "ok"}
+
+
+@pytest.fixture(scope="module")
+def live() -> Iterator[Live]:
+    with live_server() as server:
+        yield server
+
+
+@pytest.fixture
+def proxy(monkeypatch: pytest.MonkeyPatch) -> Iterator[ScriptedServer]:
+    """One that the environment names, and that lets nothing through."""
+    with scripted_server(answer({"error": "not through here"}, "403 Forbidden")) as server:
+        for name in ("http_proxy", "HTTP_PROXY", "all_proxy", "ALL_PROXY"):
+            monkeypatch.setenv(name, server.url)
+        for name in ("no_proxy", "NO_PROXY"):
+            monkeypatch.delenv(name, raising=False)
+        yield server
+
+
+@pytest.fixture
+def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], None]:
+    """From now on what is started is at this URL."""
+
+    def start(url: str) -> None:
+        script = tmp_path / "python"
+        script.write_text(f"#!/bin/sh\necho 'loading toy; listening on {url}/v1' >&2\ncat > /dev/null\n")
+        script.chmod(0o755)
+        monkeypatch.setattr(sys, "executable", str(script))
+
+    return start
+
+
+@pytest.fixture(params=["chat", "replay"])
+def command(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[list[str]]:
+    if request.param == "chat":
+        monkeypatch.setattr(sys, "stdin", io.StringIO("hello\n"))
+        before = signal.getsignal(signal.SIGINT)
+        yield ["chat", "demo"]
+        signal.signal(signal.SIGINT, before)
+        return
+    file = tmp_path / "recording"
+    file.write_text(json.dumps({"windlass_record": 1}) + "\n" + json.dumps(WELL) + "\n")
+    yield ["replay", str(file), "demo"]
+
+
+def test_it_is_asked_past_the_proxies_of_the_environment(
+    command: list[str], live: Live, proxy: ScriptedServer, started: Callable[[str], None]
+) -> None:
+    started(live.url)
+    asked = len(live.engine.requests)
+    assert cli.run(command) == 0
+    assert len(live.engine.requests) == asked + 1 and proxy.requests == []
+
+
+@pytest.mark.parametrize("ready", [False, True])
+def test_what_it_refuses_is_one_line(
+    command: list[str], ready: bool, started: Callable[[str], None], capsys: pytest.CaptureFixture[str]
+) -> None:
+    refusal = answer({"error": {"message": "not\nyours"}}, "403 Forbidden")
+    with scripted_server(*[answer({"status": "ready"})] * ready, refusal) as server:
+        started(server.url)
+        assert cli.run(command) == 2
+        said = capsys.readouterr()
+        assert said.out == "" and said.err == f"error: {server.url}: not yours\n"
