@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import struct
 import time
@@ -18,6 +19,7 @@ from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import RunResult
 from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
+from windlass.clients.loadtest.timed_connections import Pool
 from windlass.clients.loadtest.workload import WorkloadSpec
 
 
@@ -370,7 +372,7 @@ def test_a_server_that_ends_with_done_and_keeps_the_connection_has_ended():
     assert 0 <= (ended - llm.performances[0].ended) * 1000 <= tolerance(llm, result)
 
 
-def test_a_server_that_is_gone_is_a_failure_by_kind():
+def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
     with scripted_llm(asked()) as llm:
         url = llm.url
         from windlass.clients.loadtest.runner import prepare, run_load
@@ -386,4 +388,11 @@ def test_a_server_that_is_gone_is_a_failure_by_kind():
     result = asyncio.run(run_load(plan, server=server, workload=workload))
     assert result.errors == {"connection": 3} and not result.completed
     assert "cannot connect" in result.records[0].message
+
+    async def unanswered(self):  # the system gave up the connection long before the request's own time was over
+        raise TimeoutError(errno.ETIMEDOUT, "Connect call failed")
+
+    monkeypatch.setattr(Pool, "take", unanswered)
+    late = asyncio.run(run_load(plan, server=server, workload=workload))
+    assert late.errors == {"connection": 3} and "Connect call failed" in late.records[0].message
     assert result.summary()["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))
