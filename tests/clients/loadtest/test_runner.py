@@ -152,6 +152,22 @@ def test_turns_wait_for_the_answer_and_the_thought():
     assert all(record.text is None for record in result.records)  # kept for the turns only
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_timed_but_not_sent_back_as_the_answer(field):
+    async def thinks(performance: Performance) -> None:
+        await performance.head()
+        for part in ({field: "hm, "}, {field: "well", "content": ""}, {"content": "yes"}):
+            await performance.data({"choices": [{"index": 0, "delta": part, "finish_reason": None}]})
+        await performance.token(".", "stop")
+        await performance.done()
+
+    with scripted_llm(thinks) as llm:
+        result = run(llm, count=1, keep_text=True, workload={"turns": 2, "chat": True})
+    assert [len(record.chunks) for record in result.records] == [4, 4]
+    assert [record.text for record in result.records] == ["yes."] * 2
+    assert llm.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes."}
+
+
 def test_a_conversation_ends_with_a_turn_that_fails():
     async def fails(performance: Performance) -> None:
         await answer({"error": {"message": "no"}}, "500 Internal Server Error")(performance.exchange)
