@@ -112,5 +112,5 @@ def _count(told: Any, otherwise: int) -> int:
 
 
 def _cached(details: Any) -> int | None:
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    cached = _count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
+    return None if cached < 0 else cached
