@@ -510,6 +510,29 @@ def test_progress_is_told_from_the_beginning_to_the_end():
     assert len(result.completed) == 2 and seen[0][0] == "preparing"
 
 
+def test_the_offered_rate_counts_what_this_run_was_to_send():
+    trace = [TraceEntry(line=line, max_tokens=1, prompt="a") for line in range(1, 7)]
+    times = Replay([0.0, 0.1, 0.2, 60.0, 60.001, 60.002])
+    options = {"workload": {"trace": trace}, "schedule": times, "concurrency": None}
+
+    async def stopped():
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(run_load(plan(llm, **options, count=6), stop=stop))
+        while len(llm.performances) < 9:
+            await asyncio.sleep(0.01)
+        stop.set()
+        return await task
+
+    with scripted_llm(asked()) as llm:
+        results = [
+            run(llm, **options, count=3),
+            run(llm, **options, count=None, duration_s=0.9),
+            asyncio.run(stopped()),
+        ]
+    assert [len(result.records) for result in results] == [3, 3, 3] and results[2].interrupted
+    assert [result.offered_rate for result in results] == pytest.approx([10.0] * 3)
+
+
 def test_a_stopped_run_keeps_what_came_before():
     async def stopped():
         stop = asyncio.Event()
