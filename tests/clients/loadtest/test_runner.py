@@ -607,6 +607,7 @@ def test_a_generator_that_has_no_time_left_says_so():
         {"timeout_s": 0.0},
         {"slo": {"speed": 1.0}},
         {"slo": {"ttft": 0.0}},
+        {"slo": {"ttft": float("inf")}},
     ],
 )
 def test_what_makes_no_run_is_refused(options):
