@@ -34,7 +34,7 @@ def reader(answer_type: AnswerType) -> Callable[[str], Any]:
     if hasattr(answer_type, "model_validate_json"):
         validate: Callable[[str], Any] = answer_type.model_validate_json
         return validate
-    return lambda text: parse(answer_type, json.loads(text))
+    return lambda text: parse(answer_type, json.loads(text), nulls=True)
 
 
 def _schema(answer_type: AnswerType) -> dict[str, Any]:

@@ -12,29 +12,33 @@ from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 T = TypeVar("T")
 
 
-def parse(cls: type[T], data: Any) -> T:
-    """An instance of the dataclass `cls` from a JSON object; raises ValueError that names the field at fault."""
-    reader: Callable[[Any, str], T] = _reader(typing.cast(Any, cls))
+def parse(cls: type[T], data: Any, *, nulls: bool = False) -> T:
+    """An instance of the dataclass `cls` from a JSON object; raises ValueError that names the field at fault.
+
+    nulls: whether a null is stored as None in a field that takes it. Otherwise it is the same as an absent key, as servers
+    write the one or the other: the field's default.
+    """
+    reader: Callable[[Any, str], T] = _reader(typing.cast(Any, cls), nulls)
     return reader(data, cls.__name__)
 
 
 @functools.cache
-def _reader(hint: Any) -> Callable[[Any, str], Any]:
+def _reader(hint: Any, nulls: bool) -> Callable[[Any, str], Any]:
     if hint is Any:
         return lambda value, where: value
     origin = get_origin(hint)
     if origin in (Union, types.UnionType):
-        return _union(get_args(hint))
+        return _union(get_args(hint), nulls)
     if dataclasses.is_dataclass(hint):
-        return _object(typing.cast(type, hint))
+        return _object(typing.cast(type, hint), nulls)
     if origin is tuple:
-        return _tuple(get_args(hint))
+        return _tuple(get_args(hint), nulls)
     if origin is list:
-        return _list(_reader(get_args(hint)[0]))
+        return _list(_reader(get_args(hint)[0], nulls))
     if origin is Literal:
         return _literal(get_args(hint))
     if origin is dict and get_args(hint)[1] is not Any:
-        return _named(_reader(get_args(hint)[1]))
+        return _named(_reader(get_args(hint)[1], nulls))
     plain: Any = (int, float) if hint is float else (dict if origin is dict else hint)
 
     def check(value: Any, where: str) -> Any:
@@ -45,9 +49,9 @@ def _reader(hint: Any) -> Callable[[Any, str], Any]:
     return check
 
 
-def _union(options: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+def _union(options: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
     optional = type(None) in options
-    readers = [_reader(option) for option in options if option is not type(None)]
+    readers = [_reader(option, nulls) for option in options if option is not type(None)]
 
     def read(value: Any, where: str) -> Any:
         if value is None and optional:
@@ -62,9 +66,9 @@ def _union(options: tuple[Any, ...]) -> Callable[[Any, str], Any]:
     return read
 
 
-def _tuple(items: tuple[Any, ...]) -> Callable[[Any, str], Any]:
+def _tuple(items: tuple[Any, ...], nulls: bool) -> Callable[[Any, str], Any]:
     variable = len(items) == 2 and items[1] is Ellipsis
-    readers = [_reader(item) for item in (items[:1] if variable else items)]
+    readers = [_reader(item, nulls) for item in (items[:1] if variable else items)]
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, list) or (not variable and len(value) != len(readers)):
@@ -104,14 +108,15 @@ def _named(reader: Callable[[Any, str], Any]) -> Callable[[Any, str], Any]:
     return read
 
 
-def _object(cls: type) -> Callable[[Any, str], Any]:
+def _object(cls: type, nulls: bool) -> Callable[[Any, str], Any]:
     hints = typing.get_type_hints(cls)
     absent = dataclasses.MISSING
     fields = [
-        (field.name, _reader(hints[field.name]), field.default is absent and field.default_factory is absent)
+        (field.name, _reader(hints[field.name], nulls), field.default is absent and field.default_factory is absent)
         for field in dataclasses.fields(cls)
         if field.init and not field.name.startswith("_")
     ]
+    kept = {name for name, reader, _ in fields if nulls and _takes_null(reader)}
 
     def read(value: Any, where: str) -> Any:
         if not isinstance(value, Mapping):
@@ -119,10 +124,18 @@ def _object(cls: type) -> Callable[[Any, str], Any]:
         found: dict[str, Any] = {}
         for name, reader, required in fields:
             item = value.get(name)
-            if item is not None:  # null and absent are the same: the field's default
+            if item is not None or (name in kept and name in value):  # else null is as absent: the default
                 found[name] = reader(item, f"{where}.{name}")
             elif required:
                 raise ValueError(f"{where}.{name} is missing")
         return cls(**found)
 
     return read
+
+
+def _takes_null(reader: Callable[[Any, str], Any]) -> bool:
+    try:
+        reader(None, "")
+    except ValueError:
+        return False
+    return True

@@ -53,14 +53,15 @@ class Exchanges:
         self._active.add(reader)
         connection: TimedConnection | None = None
         try:
-            async with asyncio.timeout(self._timeout_s):
+            async with asyncio.timeout(self._timeout_s) as clock:
                 connection = await self._pool.take()
                 connection.send(reader, self._pool.request(request.path, request.body), request.body)
                 await finished
-        except TimeoutError:
-            reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
-        except OSError as error:
-            reader.end("connection", time.monotonic(), f"cannot connect: {error}")
+        except OSError as error:  # TimeoutError is one: the system's own is a connection that cannot be made
+            if clock.expired():
+                reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
+            else:
+                reader.end("connection", time.monotonic(), f"cannot connect: {error}")
         except asyncio.CancelledError:
             reader.end("interrupted", time.monotonic(), "the run was stopped")
             raise
@@ -111,5 +112,5 @@ def _count(told: Any, otherwise: int) -> int:
 
 
 def _cached(details: Any) -> int | None:
-    cached = details.get("cached_tokens") if isinstance(details, dict) else None
-    return cached if isinstance(cached, int) else None
+    cached = _count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
+    return None if cached < 0 else cached

@@ -19,6 +19,7 @@ SWEEP_FORMAT = "windlass-bench-sweep/2"
 _OLDER_SWEEP = "windlass-bench-sweep/1"  # its highest rate was one whose answers were in time, kept up with or not
 
 _Number = int | float
+_MOST = 2**63  # whole numbers in a file have no bound, and beyond that of a float arithmetic fails
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +137,10 @@ def _fault(record: RequestRecord) -> str | None:
     if any(later < earlier for earlier, later in zip(record.chunks, record.chunks[1:], strict=False)):
         return "chunks"
     for name in ("index", "input_tokens", "output_tokens"):
-        value = getattr(record, name)
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+        if not _is_count(getattr(record, name)):
+            return name
+    for name in ("cached_tokens", "reused_tokens", "asked_tokens"):
+        if not (getattr(record, name) is None or _is_count(getattr(record, name))):
             return name
     for name in ("message", "label"):
         if not isinstance(getattr(record, name), str | None):
@@ -153,4 +156,10 @@ def _check_numbers(name: str, values: object) -> None:
 def _is_number(value: object, *, optional: bool = False) -> bool:
     if value is None:
         return optional
-    return isinstance(value, _Number) and not isinstance(value, bool) and math.isfinite(value)
+    if isinstance(value, bool) or not isinstance(value, _Number):
+        return False
+    return abs(value) < _MOST if isinstance(value, int) else math.isfinite(value)
+
+
+def _is_count(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < _MOST

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -63,5 +64,5 @@ class LoadPlan:
         for measure, limit in self.slo.items():
             if measure not in SLO_MEASURES:
                 raise LoadTestError(f"no SLO can be set for {measure!r}: there are {', '.join(SLO_MEASURES)}")
-            if not limit > 0:
-                raise LoadTestError(f"the SLO for {measure} must be more than 0 ms, got {limit:g}")
+            if not 0 < limit < math.inf:
+                raise LoadTestError(f"the SLO for {measure} must be a number of ms above 0, got {limit:g}")

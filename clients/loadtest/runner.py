@@ -191,9 +191,13 @@ class _Run:
         if self._problem is not None:
             raise self._problem
         metrics = changes(before, await self._control.metrics())
-        return self._result(started_at, ended, not finished, metrics)
+        # What an interrupted run did not come to was not asked of the server.
+        due = [time for time in times or () if finished or time <= ended]
+        return self._result(started_at, ended, due, not finished, metrics)
 
-    def _result(self, started_at: str, ended: float, interrupted: bool, metrics: dict[str, float]) -> RunResult:
+    def _result(
+        self, started_at: str, ended: float, due: list[float], interrupted: bool, metrics: dict[str, float]
+    ) -> RunResult:
         plan, vocabulary = self._plan, self._workload.vocabulary
         records = sorted(self._records, key=lambda record: record.index)
         chunks = sum(len(record.chunks) for record in records)
@@ -206,7 +210,7 @@ class _Run:
         return RunResult(
             records=tuple(records),
             duration_s=max(0.0, ended - begin),
-            offered_rate=plan.schedule.rate if plan.schedule is not None else None,
+            offered_rate=None if plan.schedule is None else plan.schedule.offered_rate(due),
             settings={**plan.settings, "prompts": prompts, "seed": plan.seed},
             server={"url": plan.target.base, **self._server.to_dict()},
             server_metrics=metrics,

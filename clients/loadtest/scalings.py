@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.finite import fits_json
 
 _EXAMPLE = '\'{"rope_type": "yarn", "factor": 4}\', the name of a profile, or null'
 
@@ -23,6 +24,10 @@ class WeightedScaling:
 
     value: Mapping[str, Any] | str | None
     weight: float = 1.0
+
+    def __post_init__(self) -> None:
+        if not fits_json(self.value):
+            raise LoadTestError("a rotary scaling (--rope-scaling) holds NaN or infinity, which no JSON has")
 
     @classmethod
     def parse(cls, text: str) -> WeightedScaling:

@@ -20,9 +20,8 @@ MOST_REQUESTS = 10_000_000  # more than one generator can send; beyond it a mist
 class Schedule(Protocol):
     """An open loop: arrivals that do not wait for answers."""
 
-    @property
-    def rate(self) -> float | None:
-        """Requests per second asked for, on average; None where it has no such number."""
+    def offered_rate(self, times: Sequence[float]) -> float | None:
+        """Requests per second that it asks for by these times of its own; None where there is no such number."""
 
     def times(self, seed: int) -> Iterator[float]:
         """Intended times, ascending from 0; the same ones for the same seed. Endless unless the schedule itself ends."""
@@ -53,6 +52,9 @@ class Arrivals:
             raise LoadTestError(f"the burstiness must be more than 0 (1 is Poisson), got {self.burstiness:g}")
         if self.end_rate is not None and not self.over > 0:
             raise LoadTestError("a ramp needs a time to run over: give the run a duration or a number of requests")
+
+    def offered_rate(self, times: Sequence[float]) -> float | None:
+        return self.rate if self.end_rate is None else _mean_rate(times)
 
     def times(self, seed: int) -> Iterator[float]:
         """Arrivals of a process of rate 1, their times stretched so that the rate becomes the wanted one.
@@ -96,13 +98,17 @@ class Replay:
         if not (math.isfinite(self.speed) and self.speed > 0):
             raise LoadTestError(f"the speed of a trace must be more than 0, got {self.speed:g}")
 
-    @property
-    def rate(self) -> float | None:
-        span = (self.at[-1] - self.at[0]) / self.speed if self.at else 0.0
-        return (len(self.at) - 1) / span if span > 0 else None
+    def offered_rate(self, times: Sequence[float]) -> float | None:
+        return _mean_rate(times)
 
     def times(self, seed: int) -> Iterator[float]:
         return ((time - self.at[0]) / self.speed for time in self.at)
+
+
+def _mean_rate(times: Sequence[float]) -> float | None:
+    span = times[-1] - times[0] if times else 0.0
+    rate = (len(times) - 1) / span if span > 0 else math.inf
+    return rate if math.isfinite(rate) else None
 
 
 def intended_times(schedule: Schedule, seed: int, count: int | None, seconds: float | None) -> list[float]:

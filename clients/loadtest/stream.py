@@ -16,7 +16,8 @@ _MAX_MESSAGE = 300
 # The finish reasons of servers that gave a request up themselves.
 _ABORTED = frozenset({"abort", "aborted", "error", "cancelled"})
 _NO_STREAMS = frozenset({"application/json", "text/html"})
-_TEXTS = ("text", "content", "reasoning_content", "reasoning")
+_TEXTS = ("text", "content")
+_THOUGHTS = ("reasoning_content", "reasoning")
 
 
 class AnswerReader:
@@ -129,20 +130,15 @@ class AnswerReader:
         for choice in payload.get("choices") or ():
             part = choice.get("delta") or choice
             ids = choice.get("token_ids")
-            text = ""
-            for name in _TEXTS:
-                if value := part.get(name):
-                    text = value
-                    break
-            if not isinstance(text, str):
-                raise TypeError
+            text = _first(part, _TEXTS)
+            thought = "" if text else _first(part, _THOUGHTS)
             reason = choice.get("finish_reason")
             # Without a chunk that could be read, the first token counts as arriving at the end.
-            if text or ids or part.get("tool_calls") or (reason is not None and not self.chunks):
+            if text or thought or ids or part.get("tool_calls") or (reason is not None and not self.chunks):
                 self.chunks.append(when)
             if ids is not None:
                 self.token_ids = (self.token_ids or []) + ids
-            if self._keep and text:
+            if self._keep and text:  # thoughts are no part of the answer, which the next turn of a chat sends back
                 self.text.append(text)
             if reason is not None:
                 self.finish_reason = reason
@@ -157,6 +153,16 @@ class AnswerReader:
             self.end("truncated", when, "[DONE] came without a finish reason")
         else:
             self.end("completed", when)
+
+
+def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
+    """The text under the first of these names that has any. Raises TypeError for what is no text."""
+    for name in names:
+        if text := part.get(name):
+            if not isinstance(text, str):
+                raise TypeError
+            return text
+    return ""
 
 
 def _decode(body: bytes | bytearray) -> str:

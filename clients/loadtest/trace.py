@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.finite import fits_json
 
 _ALIASES = {
     "input_length": "input_len",
@@ -110,7 +111,7 @@ _CHECKS: dict[str, tuple[Callable[[Any], bool], str]] = {
     "max_tokens": (lambda value: _whole(value, 1), "a whole number of tokens from 1"),
     "prompt": (_is_prompt, "text or a list of token ids, and not empty"),
     "rope_scaling": (
-        lambda value: value is None or isinstance(value, dict | str),
-        "an object, the name of a profile, or null",
+        lambda value: value is None or (isinstance(value, dict | str) and fits_json(value)),
+        "an object of JSON, the name of a profile, or null",
     ),
 }

@@ -15,6 +15,7 @@ from random import Random
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
+from windlass.clients.loadtest.finite import fits_json
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.trace import TraceEntry
@@ -78,6 +79,10 @@ class WorkloadSpec:
             raise LoadTestError("a trace brings its own lengths: leave prefixes, documents, turns and the ladder out")
         if self.ladder and (self.prefix_groups or self.documents or self.turns > 1):
             raise LoadTestError("the ladder sets the lengths itself: leave prefixes, documents and turns out")
+        if not fits_json(self.temperature):
+            raise LoadTestError(f"the temperature must be a number, got {self.temperature:g}")
+        if not fits_json(self.extra_body):
+            raise LoadTestError("the further fields of requests (--extra-body) hold NaN or infinity, which no JSON has")
         least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "turns": 1, "think_s": 0}
         least |= {"disconnect_after": 1}
         for name, bound in least.items():

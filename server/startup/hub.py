@@ -11,6 +11,7 @@ import glob
 import importlib.resources
 import os
 import re
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ DOWNLOAD_PATTERNS = (
 )
 _REPO_ID = re.compile(r"[A-Za-z0-9][\w.\-]*(?:/[A-Za-z0-9][\w.\-]*)?")
 _REVISION = _GGUF = re.compile(r"[\w][\w.\-/]*")
+_PART = re.compile(r"(.+)-\d+-of-(\d+)\.safetensors")
 _REACH_SECONDS = 5.0
 _TRUE = frozenset({"1", "true", "yes", "on"})
 
@@ -203,7 +205,12 @@ def _is_complete(snapshot: Path) -> bool:
     if index.is_file():
         shards = set(re.findall(r'"([^"/\\]+\.safetensors)"', index.read_text(encoding="utf-8", errors="replace")))
         return all((snapshot / shard).is_file() for shard in shards)
-    return any(file.is_file() for file in snapshot.glob("*.safetensors"))
+    if (snapshot / "model.safetensors").is_file():
+        return True
+    names = [file.name for file in snapshot.glob("*.safetensors") if file.is_file()]
+    # A download that was killed early has no index yet: the names themselves say how many parts there are.
+    parts = Counter(match.groups() for match in map(_PART.fullmatch, names) if match)
+    return bool(names) and all(found >= int(count) for (_, count), found in parts.items())
 
 
 def _cached_gguf(repo: str, revision: str, wanted: str) -> Path | None:

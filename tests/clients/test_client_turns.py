@@ -34,6 +34,21 @@ class Trip:
     cost: float | None = None
 
 
+@dataclass
+class Person:
+    name: str
+    age: int | None
+    mood: Literal["well", None]
+    zip: int | None = 5
+    room: int = 1
+
+
+@dataclass
+class Group:
+    people: list[Person]
+    lead: Person | None = field(default_factory=lambda: Person("a", 1, None))
+
+
 class Model(pydantic.BaseModel):
     days: int
     places: list[str] = []
@@ -134,6 +149,31 @@ async def test_an_answer_of_a_wanted_type(kind: str, wanted: Any, text: str, val
         assert asked["type"] == "json_schema" and asked["json_schema"]["strict"] is True
         Draft202012Validator.check_schema(asked["json_schema"]["schema"])
         Draft202012Validator(asked["json_schema"]["schema"]).validate(json.loads(text))
+
+
+NULLS: list[tuple[str, Any]] = [
+    ('{"people": [{"name": "a", "age": null, "mood": null, "zip": null}]}', Group([Person("a", None, None, None)])),
+    ('{"people": [], "lead": null}', Group([], None)),
+    ('{"people": [{"name": "a", "age": 2, "mood": "well"}]}', Group([Person("a", 2, "well", 5)])),
+]
+
+
+@pytest.mark.parametrize("text, value", NULLS)
+async def test_a_null_that_was_allowed_is_none(kind: str, text: str, value: Any) -> None:
+    """What the schema takes must come back as it was said: a null is no absent key, nor the default."""
+    with scripted_server(answer(whole({"content": text}))) as server:
+        async with any_client(kind, server.url) as client:
+            assert (await client.chat([], answer_type=Group)).parsed == value
+    Draft202012Validator(server.requests[0].json["response_format"]["json_schema"]["schema"]).validate(json.loads(text))
+
+
+@pytest.mark.parametrize("text", ['{"name": "a", "mood": null}', '{"name": null, "age": 1, "mood": null}'])
+async def test_what_is_required_stays_required(kind: str, text: str) -> None:
+    with scripted_server(answer(whole({"content": text}))) as server:
+        async with any_client(kind, server.url) as client:
+            answered = await client.chat([], answer_type=Person)
+    with pytest.raises(ValueError, match=r"Person\.(age|name) is missing"):
+        _ = answered.parsed
 
 
 async def test_an_answer_that_does_not_hold(kind: str) -> None:

@@ -333,6 +333,10 @@ def make_plan(
         schedule = arrivals.to_schedule(count, trace)
     concurrency = 1 if schedule is None and arrivals.concurrency is None else arrivals.concurrency
     shown = asdict(arrivals) | asdict(workload) | {"model": target.model, "endpoint": target.endpoint}
+    for name, value in shown.items():
+        # Also where nothing reads it: the report shows every setting.
+        if isinstance(value, float) and math.isnan(value):
+            raise CommandError(f"--{name.replace('_', '-')} must be a number, got nan")
     shown |= {"num_prompts": count, "concurrency": concurrency, "rope_scaling": workload.rope_scaling or []}
     return LoadPlan(
         target=target.to_target(),

@@ -19,6 +19,7 @@ MAX_TOKEN_CHARACTERS = 4096  # of one token; runs of spaces of 512 are the longe
 MAX_CHARACTERS = 2**25  # of all tokens; 262,144 tokens of Gemma have 1.5 million
 
 _PREFIX = "tokenizer.ggml."
+_NO_TOKEN = 2**32 - 1  # -1 as it is sometimes written: there is none
 _SPECIAL = {
     "bos": "bos_token_id",
     "eos": "eos_token_id",
@@ -186,7 +187,7 @@ def _special(metadata: Mapping[str, Any], count: int, source: str) -> dict[str, 
     found = {}
     for name, key in _SPECIAL.items():
         value = _value(metadata, key, int, source)
-        if value is None:
+        if value is None or value == _NO_TOKEN:
             continue
         if not 0 <= value < count:
             raise _error(source, f"{_PREFIX}{key} is {value}, and there are {count} tokens")

@@ -339,6 +339,29 @@ def test_bad_options_are_one_line(capsys, arguments, named):
         assert named in error_of(capsys, llm.url, *arguments)
 
 
+@pytest.mark.parametrize(
+    ("arguments", "named"),
+    [
+        (["--temperature", "nan"], "--temperature"),
+        (["--temperature", "inf"], "the temperature must be a number, got inf"),
+        (["--extra-body", '{"top_p": NaN}'], "--extra-body"),
+        (["--extra-body", '{"logit_bias": {"5": [-1e999]}}'], "--extra-body"),
+        (["--rope-scaling", '{"rope_type": "linear", "factor": Infinity}'], "--rope-scaling"),
+        (["--slo", "ttft:inf"], "ttft must be a number of ms above 0, got inf"),
+        (["--slo", "ttft:nan"], "ttft must be a number of ms above 0, got nan"),
+        (["--trace-speed", "nan"], "--trace-speed must be a number, got nan"),  # nothing reads it here
+        (["--trace", "TRACE"], "line 1: rope_scaling should be an object"),
+    ],
+)
+def test_numbers_that_are_none_are_refused_before_anything_is_sent(tmp_path, capsys, arguments, named):
+    trace = tmp_path / "trace.jsonl"
+    trace.write_text('{"input_len": 5, "max_tokens": 1, "rope_scaling": {"factor": NaN}}\n')
+    arguments = [str(trace) if argument == "TRACE" else argument for argument in arguments]
+    with scripted_llm(asked()) as llm:
+        assert named in error_of(capsys, llm.url, "--num-prompts", 1, "--json", tmp_path / "run.json", *arguments)
+    assert not llm.server.requests
+
+
 def test_a_url_is_needed(capsys):
     assert cli.run(["bench", "serve"]) == 2
     assert "--url" in capsys.readouterr().err

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import socket
 import struct
 import time
@@ -18,6 +19,7 @@ from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.results import RunResult
 from windlass.clients.loadtest.runner import measure
 from windlass.clients.loadtest.target import Target
+from windlass.clients.loadtest.timed_connections import Pool
 from windlass.clients.loadtest.workload import WorkloadSpec
 
 
@@ -166,13 +168,14 @@ def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():
         await performance.head()
         await asyncio.sleep(0.03)
         await performance.token("", "length")
-        await performance.usage(5, 3)
+        await performance.usage(5, 3, prompt_tokens_details={"cached_tokens": -1})
         await performance.done()
 
     with scripted_llm(play) as llm:
         result = run(llm, 1)
     (record,) = result.completed
     assert len(record.chunks) == 1 and record.output_tokens == 3
+    assert record.cached_tokens is None  # no count is less than none, and no file may hold one
     assert record.ttft_ms >= 25
 
 
@@ -370,7 +373,7 @@ def test_a_server_that_ends_with_done_and_keeps_the_connection_has_ended():
     assert 0 <= (ended - llm.performances[0].ended) * 1000 <= tolerance(llm, result)
 
 
-def test_a_server_that_is_gone_is_a_failure_by_kind():
+def test_a_server_that_is_gone_is_a_failure_by_kind(monkeypatch):
     with scripted_llm(asked()) as llm:
         url = llm.url
         from windlass.clients.loadtest.runner import prepare, run_load
@@ -386,4 +389,11 @@ def test_a_server_that_is_gone_is_a_failure_by_kind():
     result = asyncio.run(run_load(plan, server=server, workload=workload))
     assert result.errors == {"connection": 3} and not result.completed
     assert "cannot connect" in result.records[0].message
+
+    async def unanswered(self):  # the system gave up the connection long before the request's own time was over
+        raise TimeoutError(errno.ETIMEDOUT, "Connect call failed")
+
+    monkeypatch.setattr(Pool, "take", unanswered)
+    late = asyncio.run(run_load(plan, server=server, workload=workload))
+    assert late.errors == {"connection": 3} and "Connect call failed" in late.records[0].message
     assert result.summary()["ttft_ms"] == dict.fromkeys(("mean", "p50", "p90", "p95", "p99"))

@@ -152,6 +152,22 @@ def test_turns_wait_for_the_answer_and_the_thought():
     assert all(record.text is None for record in result.records)  # kept for the turns only
 
 
+@pytest.mark.parametrize("field", ["reasoning_content", "reasoning"])
+def test_thoughts_are_timed_but_not_sent_back_as_the_answer(field):
+    async def thinks(performance: Performance) -> None:
+        await performance.head()
+        for part in ({field: "hm, "}, {field: "well", "content": ""}, {"content": "yes"}):
+            await performance.data({"choices": [{"index": 0, "delta": part, "finish_reason": None}]})
+        await performance.token(".", "stop")
+        await performance.done()
+
+    with scripted_llm(thinks) as llm:
+        result = run(llm, count=1, keep_text=True, workload={"turns": 2, "chat": True})
+    assert [len(record.chunks) for record in result.records] == [4, 4]
+    assert [record.text for record in result.records] == ["yes."] * 2
+    assert llm.bodies[1]["messages"][1] == {"role": "assistant", "content": "yes."}
+
+
 def test_a_conversation_ends_with_a_turn_that_fails():
     async def fails(performance: Performance) -> None:
         await answer({"error": {"message": "no"}}, "500 Internal Server Error")(performance.exchange)
@@ -494,6 +510,29 @@ def test_progress_is_told_from_the_beginning_to_the_end():
     assert len(result.completed) == 2 and seen[0][0] == "preparing"
 
 
+def test_the_offered_rate_counts_what_this_run_was_to_send():
+    trace = [TraceEntry(line=line, max_tokens=1, prompt="a") for line in range(1, 7)]
+    times = Replay([0.0, 0.1, 0.2, 60.0, 60.001, 60.002])
+    options = {"workload": {"trace": trace}, "schedule": times, "concurrency": None}
+
+    async def stopped():
+        stop = asyncio.Event()
+        task = asyncio.ensure_future(run_load(plan(llm, **options, count=6), stop=stop))
+        while len(llm.performances) < 9:
+            await asyncio.sleep(0.01)
+        stop.set()
+        return await task
+
+    with scripted_llm(asked()) as llm:
+        results = [
+            run(llm, **options, count=3),
+            run(llm, **options, count=None, duration_s=0.9),
+            asyncio.run(stopped()),
+        ]
+    assert [len(result.records) for result in results] == [3, 3, 3] and results[2].interrupted
+    assert [result.offered_rate for result in results] == pytest.approx([10.0] * 3)
+
+
 def test_a_stopped_run_keeps_what_came_before():
     async def stopped():
         stop = asyncio.Event()
@@ -568,6 +607,7 @@ def test_a_generator_that_has_no_time_left_says_so():
         {"timeout_s": 0.0},
         {"slo": {"speed": 1.0}},
         {"slo": {"ttft": 0.0}},
+        {"slo": {"ttft": float("inf")}},
     ],
 )
 def test_what_makes_no_run_is_refused(options):

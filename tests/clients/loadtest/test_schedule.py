@@ -21,6 +21,10 @@ def gaps(schedule, seed=1, count=N):
     return np.diff(times)
 
 
+def offered(schedule, count=None, seconds=None):
+    return schedule.offered_rate(intended_times(schedule, 1, count, seconds))
+
+
 def test_constant_arrivals_are_evenly_spaced():
     assert np.allclose(gaps(Arrivals(8.0, None)), 1 / 8, rtol=1e-9)
 
@@ -89,8 +93,23 @@ def test_the_same_seed_gives_the_same_times_and_another_others():
 def test_a_replay_keeps_its_distances():
     schedule = Replay([100.0, 100.5, 102.0], speed=2.0)
     assert list(schedule.times(0)) == [0.0, 0.25, 1.0]
-    assert schedule.rate == 2.0
-    assert Replay([1.0, 1.0]).rate is None and Replay([3.0]).rate is None
+    assert offered(schedule) == 2.0
+    assert offered(Replay([1.0, 1.0])) is None and offered(Replay([3.0])) is None
+    assert offered(Replay([0.0, 1e-320])) is None  # no number
+
+
+def test_the_offered_rate_is_that_of_what_is_sent():
+    trace = Replay([0.0, 1.0, 2.0, 2.1, 2.2, 2.3])
+    assert offered(trace, 3, None) == offered(trace, None, 2.05) == 1.0
+    assert offered(ramp(1.0, 9.0, 100, None, None), 100, None) == pytest.approx(5.0, rel=0.02)
+    assert offered(ramp(0.0, 8.0, None, 50.0, None), None, 50.0) == pytest.approx(4.0, rel=0.03)
+    # A run that ends before its ramp does has seen the beginning of it alone.
+    assert offered(ramp(1.0, 9.0, None, 100.0, None), 12, None) == pytest.approx(1.4, rel=0.1)
+
+
+@pytest.mark.parametrize("burstiness", [None, 1.0, 0.5])
+def test_a_steady_rate_is_offered_as_it_was_asked_for(burstiness):
+    assert offered(Arrivals(5.0, burstiness), 3, None) == offered(Arrivals(5.0, burstiness), 1, None) == 5.0
 
 
 def test_a_mistyped_rate_does_not_fill_the_memory(monkeypatch):

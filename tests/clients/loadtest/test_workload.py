@@ -141,7 +141,9 @@ def test_scalings_come_by_their_weights_and_label_their_requests():
     assert not any("rope_scaling" in json.loads(call.body) for call in drawn if call.label == "server's scaling")
 
 
-@pytest.mark.parametrize("text", ["{", "3", "true", "0@null", "-1@null", "x y", "[1]", "", "1e999@null"])
+@pytest.mark.parametrize(
+    "text", ["{", "3", "true", "0@null", "-1@null", "x y", "[1]", "", "1e999@null", '{"factor": NaN}']
+)
 def test_what_is_no_scaling_is_refused(text):
     with pytest.raises(LoadTestError, match="--rope-scaling"):
         WeightedScaling.parse(text)
@@ -284,6 +286,8 @@ def test_lengths_that_are_drawn_are_cut_to_what_fits():
         {"turns": 0},
         {"think_s": -1.0},
         {"think_s": float("nan")},
+        {"temperature": float("nan")},
+        {"extra_body": {"top_p": float("nan")}},
         {"ladder": True, "turns": 2},
         {"ladder": True},
         {"trace": [TraceEntry(line=1, max_tokens=1, input_len=1)], "turns": 2},

@@ -117,6 +117,17 @@ def test_an_interrupted_download_is_not_used(home):
     assert hub.find_cached("org/sharded") == snapshot
 
 
+def test_a_download_killed_before_its_index_came_is_not_used(home):
+    parts = [f"model-0000{number}-of-00003.safetensors" for number in (1, 2, 3)]
+    snapshot = cache_model(home / "hf" / "hub", "org/killed", files=("config.json", *parts[:2]))
+    assert hub.find_cached("org/killed") is None and not list(hub.cached_repositories())
+    (snapshot / parts[2]).write_text("")
+    assert hub.find_cached("org/killed") == snapshot
+    (snapshot / parts[0]).unlink()
+    (snapshot / "model.safetensors").write_text("")  # whole by itself: the parts are not read
+    assert hub.find_cached("org/killed") == snapshot
+
+
 @pytest.mark.parametrize(
     "name",
     [

@@ -60,6 +60,8 @@ def refused(metadata: object) -> str:
         ({"unknown_token_id": 0.0}, "tokenizer.ggml.unknown_token_id should be a int, not a float"),
         ({"eot_token_id": True}, "tokenizer.ggml.eot_token_id should be a int, not a bool"),
         ({"add_bos_token": 1}, "tokenizer.ggml.add_bos_token should be a bool, not a int"),
+        ({"bos_token_id": 2**32 - 2}, "tokenizer.ggml.bos_token_id is 4294967294"),
+        ({"bos_token_id": 2**32 - 1}, "tokenizer.ggml.bos_token_id is missing"),
         ({"bos_token_id": None}, "tokenizer.ggml.bos_token_id is missing"),
         ({"eos_token_id": None, "add_eos_token": True}, "tokenizer.ggml.eos_token_id is missing"),
     ],

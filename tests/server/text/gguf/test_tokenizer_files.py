@@ -144,6 +144,13 @@ def test_padding_that_is_ordinary_text_stays_ordinary(tmp_path):
     assert made.decode(made.encode("stop!")) == "stop!"
 
 
+def test_a_special_token_of_which_a_file_says_there_is_none():
+    """It is written as -1 in 32 bits."""
+    metadata = vocabularies.byte_level(padding_token_id=2**32 - 1, eot_token_id=2**32 - 1)
+    absent = vocabularies.byte_level(padding_token_id=None, eot_token_id=None)
+    assert tokenizer_files(metadata, "x.gguf") == tokenizer_files(absent, "x.gguf")
+
+
 def test_old_files_without_types_have_their_ends_special(tmp_path):
     metadata = vocabularies.byte_level(token_type=None)
     made = save(metadata, tmp_path)
