@@ -218,7 +218,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise bad_request("order should be 'asc' or 'desc'", "order")
-    if not (limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise bad_request("limit should be a number from 1 to 100", "limit")
     state = state_of(request)
     kept = _found(state, response_id, owner_of(request))

@@ -93,7 +93,14 @@ def test_input_items_are_listed_in_pages(live: Live) -> None:
     assert (backwards["first_id"], backwards["last_id"]) == (listed["last_id"], listed["data"][1]["id"])
     rest = live.http.get(path, params={"after": backwards["last_id"]}).json()
     assert rest["data"] == listed["data"][:1] and rest["has_more"] is False
-    for query in ({"order": "up"}, {"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"after": "msg_none"}):
+    for query in (
+        {"order": "up"},
+        {"limit": "0"},
+        {"limit": "x"},
+        {"limit": "101"},
+        {"limit": "²"},
+        {"after": "msg_none"},
+    ):
         error = live.http.get(path, params=query)
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(query))
 
