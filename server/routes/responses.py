@@ -156,9 +156,12 @@ def _keep(
     output: list[dict[str, Any]],
 ) -> None:
     asked, answered = known_items(body.input), kept_items(output)
+    # Pages begin behind an id: one that a caller repeats, such as an output item's beside its response, would lead back.
+    taken = {item.id for item in ([] if previous is None else items_until(previous.answered))}
     for number, item in enumerate(asked):
-        if item.id is None:
+        if item.id is None or item.id in taken:
             item.id = f"{_PREFIX[item.type]}_{response_id.removeprefix('resp_')}i{number:04x}"
+        taken.add(item.id)
     sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (asked, answered)]
     state.responses.put(
         response_id,
