@@ -99,7 +99,7 @@ async def score_pairs(
         return await _by_encoder(job, first, second, names, classifier.activation, pool)
     ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
     if classifier is not None:
-        return await _by_head(job, ids[0], ids[1], names[1], classifier.activation, pool)
+        return await _by_head(job, ids[0], ids[1], names, classifier.activation, pool)
     rule = embedding_rule(job, pooling=pooling, normalize=True, dimensions=None)
     rows = await pool([*ids[0], *ids[1]], rule)
     vectors = [numbers(row)[0] for row in rows]
@@ -199,20 +199,33 @@ async def _by_head(
     job: PoolingJob,
     first: list[list[int]],
     second: list[list[int]],
-    param: str,
+    names: tuple[str, str],
     activation: Activation,
     pool: Pool,
 ) -> Scores:
     """The second text behind the first, as tokenizers of decoders join a pair."""
     if len(first) == 1:
         first = first * len(second)
-    prompts = [[*a, *b] for a, b in zip(first, second, strict=True)]
+    prompts = [[*a, *_cut(job, len(a), b, names[0])] for a, b in zip(first, second, strict=True)]
     for index, prompt in enumerate(prompts):
         if len(prompt) > job.longest:
-            where = f"{param}[{index}]" if len(prompts) > 1 else param
+            where = f"{names[1]}[{index}]" if len(prompts) > 1 else names[1]
             raise context_length_exceeded(job.longest, len(prompt), param=where)
     rows = await pool(prompts, PoolingRule("classify"))
     return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+
+
+def _cut(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:
+    """What of the second text a pair may have, of which the first has `taken` tokens; `param`: of the first."""
+    if job.truncate is None or taken + len(second) <= job.truncate:
+        return second
+    room = job.truncate - taken
+    if room < 1:
+        raise bad_request(
+            f"the first text has {taken} tokens or more, which leave no room for the second among {job.truncate}: shorten it",
+            param,
+        )
+    return second[-room:] if job.body.truncation_side == "left" else second[:room]
 
 
 def _cosines(first: list[array[float]], second: list[array[float]]) -> list[float]:

@@ -156,9 +156,12 @@ def _keep(
     output: list[dict[str, Any]],
 ) -> None:
     asked, answered = known_items(body.input), kept_items(output)
+    # Pages begin behind an id: one that a caller repeats, such as an output item's beside its response, would lead back.
+    taken = {item.id for item in ([] if previous is None else items_until(previous.answered))}
     for number, item in enumerate(asked):
-        if item.id is None:
+        if item.id is None or item.id in taken:
             item.id = f"{_PREFIX[item.type]}_{response_id.removeprefix('resp_')}i{number:04x}"
+        taken.add(item.id)
     sizes = [len(to_json(items)) + ITEM_BYTES * (1 + len(items)) for items in (asked, answered)]
     state.responses.put(
         response_id,
@@ -218,7 +221,7 @@ async def list_input_items(request: Request, response_id: str) -> Response:
     order, limit, after = query.get("order", "desc"), query.get("limit", "20"), query.get("after")
     if order not in ("asc", "desc"):
         raise bad_request("order should be 'asc' or 'desc'", "order")
-    if not (limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
+    if not (limit.isascii() and limit.isdigit() and len(limit) < 4 and 1 <= int(limit) <= 100):
         raise bad_request("limit should be a number from 1 to 100", "limit")
     state = state_of(request)
     kept = _found(state, response_id, owner_of(request))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import math
 import re
-from collections.abc import Mapping
+import stat
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -48,21 +49,21 @@ def refuse(message: str, code: str = "invalid_adapter") -> RequestError:
 
 @dataclass(frozen=True, slots=True)
 class AdapterDescription:
-    """What adapter_config.json says. rank_pattern, alpha_pattern: of modules that have their own."""
+    """What adapter_config.json says. rank_patterns, alpha_patterns: of modules that have their own."""
 
     rank: int
     alpha: float
     rank_stabilized: bool
-    rank_pattern: Mapping[str, int]
-    alpha_pattern: Mapping[str, float]
+    rank_patterns: Sequence[tuple[re.Pattern[str], int]]
+    alpha_patterns: Sequence[tuple[re.Pattern[str], float]]
 
     def rank_of(self, module: str) -> int:
-        return int(_first_match(self.rank_pattern, module, self.rank))
+        return int(_first_match(self.rank_patterns, module, self.rank))
 
     def scale_of(self, module: str) -> float:
         """What the product of the two matrices is multiplied by (rank-stabilized: 2312.03732)."""
         rank = self.rank_of(module)
-        alpha = _first_match(self.alpha_pattern, module, self.alpha)
+        alpha = _first_match(self.alpha_patterns, module, self.alpha)
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
@@ -70,9 +71,14 @@ def read_description(directory: Path, max_rank: int) -> AdapterDescription:
     """Raises RequestError that names the key at fault."""
     path = directory / CONFIG
     try:
-        if path.stat().st_size > _MAX_CONFIG:
+        status = path.stat()
+        if not stat.S_ISREG(status.st_mode):  # a pipe's end may never come
+            raise refuse(f"{CONFIG} is no regular file")
+        if status.st_size > _MAX_CONFIG:
             raise refuse(f"{CONFIG} is larger than {_MAX_CONFIG} bytes")
         config = json.loads(path.read_text(encoding="utf-8"))
+    except RequestError:  # a ValueError, too
+        raise
     except FileNotFoundError:
         raise refuse(f"{directory.name} holds no {CONFIG}: give a directory as PEFT writes it") from None
     except OSError as error:
@@ -87,8 +93,11 @@ def read_description(directory: Path, max_rank: int) -> AdapterDescription:
         rank,
         _number(config.get("lora_alpha"), "lora_alpha"),
         _flag(config.get("use_rslora", False), "use_rslora"),
-        {k: _whole(v, f"rank_pattern {k}", max_rank) for k, v in _patterns(config, "rank_pattern").items()},
-        {k: _number(v, f"alpha_pattern {k}") for k, v in _patterns(config, "alpha_pattern").items()},
+        [
+            (_compiled(k), _whole(v, f"rank_pattern {k}", max_rank))
+            for k, v in _patterns(config, "rank_pattern").items()
+        ],
+        [(_compiled(k), _number(v, f"alpha_pattern {k}")) for k, v in _patterns(config, "alpha_pattern").items()],
     )
 
 
@@ -138,18 +147,18 @@ def _patterns(config: Mapping[str, Any], key: str) -> dict[str, Any]:
     return found
 
 
-def _first_match(patterns: Mapping[str, float], module: str, otherwise: float) -> float:
-    """The value of the first pattern that the module's name ends with; see PEFT's `get_pattern_key`."""
-    for pattern, value in patterns.items():
-        if _PLAIN_PATTERN.fullmatch(pattern):
-            found = re.fullmatch(rf"(?:.*\.)?{pattern}", module)
-        elif pattern.startswith("^"):
-            found = re.fullmatch(pattern[1:], module)
-        else:
-            found = re.fullmatch(rf"(?:.*\.)?(?:{pattern})", module)
-        if found:
-            return value
-    return otherwise
+def _compiled(pattern: str) -> re.Pattern[str]:
+    """Matches whole names of modules that end with the pattern; see PEFT's `get_pattern_key`."""
+    if _PLAIN_PATTERN.fullmatch(pattern):
+        return re.compile(rf"(?:.*\.)?{pattern}")
+    if pattern.startswith("^"):
+        return re.compile(pattern[1:])
+    return re.compile(rf"(?:.*\.)?(?:{pattern})")
+
+
+def _first_match(patterns: Sequence[tuple[re.Pattern[str], float]], module: str, otherwise: float) -> float:
+    """The value of the first pattern that fits the module's name."""
+    return next((value for pattern, value in patterns if pattern.fullmatch(module)), otherwise)
 
 
 def _whole(value: object, key: str, most: int) -> int:

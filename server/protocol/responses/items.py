@@ -154,13 +154,21 @@ _KINDS: dict[str, type[MessageItem] | type[CallItem] | type[ReasoningItem]] = {
 
 
 def kept_items(output: Sequence[dict[str, Any]]) -> list[Item]:
-    """The items of an answer, made into those of a later request's input; a call that was cut short is left out."""
-    return [_kept(item) for item in output if item["type"] != "function_call" or item["status"] == "completed"]
+    """The items of an answer, made into those of a later request's input.
+
+    A call that was cut short is left out, and one that no request could send back: its arguments are too long.
+    """
+    found = [_kept(item) for item in output if item["type"] != "function_call" or item["status"] == "completed"]
+    return [item for item in found if item is not None]
 
 
-def _kept(item: dict[str, Any]) -> Item:
+def _kept(item: dict[str, Any]) -> Item | None:
     kind = _KINDS[item["type"]]
     try:
         return kind.model_validate(item)
     except ValidationError:  # a model may write arguments that are no JSON
-        return kind.model_validate({**item, "arguments": to_json({"arguments": item["arguments"]}).decode()})
+        wrapped = to_json({"arguments": item["arguments"]}).decode()
+    try:
+        return kind.model_validate({**item, "arguments": wrapped})
+    except ValidationError:
+        return None

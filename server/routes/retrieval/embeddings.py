@@ -113,14 +113,15 @@ def _answer(
             _check_size(job, len(prompts), count, width, base64=base64)
         pieces = [to_json(envelope(prefix, job))[:-1], b',"data":[']
         batch: list[PooledRows] = []
-        first = 0
+        first = held = 0
         for number, rows in enumerate(await following(exchange, job)(prompts, rule), start=1):
             batch.append(rows)
-            if number == len(prompts) or sum(len(each.values) for each in batch) >= 4 * _BATCH:
+            held += len(rows.values)
+            if number == len(prompts) or held >= 4 * _BATCH:
                 if activation != "none":
                     batch = await job.state.text.on_thread(_activated, batch, activation)
                 pieces.append(await job.state.text.on_thread(_data, batch, first, prefix, rule, base64))
-                batch, first = [], number
+                batch, first, held = [], number, 0
         await exchange.send_json([*pieces, b'],"usage":', to_json(usage(count)), b"}"])
 
     return Exchange(job.state, work, deadline=job.deadline)

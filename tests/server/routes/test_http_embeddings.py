@@ -12,9 +12,10 @@ from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
 
 from windlass.engine.api.model_heads import PoolingDefaults
-from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import EngineDeadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.routes.retrieval import embeddings
 
 PATH = "/v1/embeddings"
 
@@ -168,6 +169,31 @@ def test_an_answer_that_would_be_too_large_is_refused_before_any_work() -> None:
     with live_server(ScriptedEngine(info=model_info(hidden_size=4096)), max_response_bytes=1 << 20) as live:
         assert live.refuse(PATH, {"input": [[5]] * 100})["code"] == "response_too_large"
         assert live.engine.requests == []
+
+
+def test_vectors_are_written_in_batches_and_each_is_measured_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[int] = []
+    written: list[int] = []
+
+    class Measured(bytes):
+        def __len__(self) -> int:
+            measured.append(1)
+            return super().__len__()
+
+    async def pool(prompts: list[list[int]], rule: PoolingRule) -> list[PooledRows]:
+        return [PooledRows(Measured(struct.pack("<f", index)), 1) for index in range(len(prompts))]
+
+    def data(batch: list[PooledRows], *rest: Any) -> bytes:
+        written.append(len(batch))
+        return _data(batch, *rest)
+
+    _data = embeddings._data
+    monkeypatch.setattr(embeddings, "following", lambda exchange, job: pool)
+    monkeypatch.setattr(embeddings, "_data", data)
+    monkeypatch.setattr(embeddings, "_BATCH", 80)  # numbers
+    answer = embed(live, [[5]] * 200)
+    assert written == [80, 80, 40] and len(measured) == 200
+    assert [(item["index"], item["embedding"]) for item in answer["data"]] == [(n, [n]) for n in range(200)]
 
 
 def test_the_model_s_files_are_the_defaults() -> None:

@@ -94,6 +94,20 @@ def test_a_head_of_one_class_reads_both_texts_in_a_row(judge: Live) -> None:
     assert answer["usage"]["prompt_tokens"] == sum(lengths)
 
 
+@pytest.mark.parametrize("side", ["right", "left"])
+@pytest.mark.parametrize("most", [-1, 20])
+def test_a_pair_for_a_head_is_cut_at_its_second_text(judge: Live, most: int, side: str) -> None:
+    judge.engine.requests.clear()
+    query, short, long = (judge.tokenizer.backend.encode(text).ids for text in ("ab", "c", "xyz" * 100))
+    room = (256 if most == -1 else most) - len(query)
+    fields = {"truncate_prompt_tokens": most, "truncation_side": side}
+    ask(judge, "/v1/rerank", query="ab", documents=["c", "xyz" * 100], **fields)
+    kept = long[:room] if side == "right" else long[-room:]
+    assert [r.prompt_token_ids for r in judge.engine.requests] == [query + short, query + kept]
+    error = judge.refuse("/v1/rerank", {"query": "x" * 300, "documents": ["c"], **fields})
+    assert error["param"] == "query" and "no room" in error["message"]
+
+
 @pytest.fixture(scope="module")
 def answerer() -> Iterator[Live]:
     ranking = RankSettings(template=QWEN3_RERANKER, needs_template=True, tokens=("yes", "no"))

@@ -29,7 +29,7 @@ def live(shared: Live) -> Live:
     return shared
 
 
-def ask(live: Live, text: str = "hello", **fields: Any) -> dict[str, Any]:
+def ask(live: Live, text: str | list[Any] = "hello", **fields: Any) -> dict[str, Any]:
     response = live.post(PATH, {"input": text, "max_output_tokens": 3, **fields})
     assert response.status_code == 200, response.text
     answer: dict[str, Any] = response.json()
@@ -93,9 +93,37 @@ def test_input_items_are_listed_in_pages(live: Live) -> None:
     assert (backwards["first_id"], backwards["last_id"]) == (listed["last_id"], listed["data"][1]["id"])
     rest = live.http.get(path, params={"after": backwards["last_id"]}).json()
     assert rest["data"] == listed["data"][:1] and rest["has_more"] is False
-    for query in ({"order": "up"}, {"limit": "0"}, {"limit": "x"}, {"limit": "101"}, {"after": "msg_none"}):
+    for query in (
+        {"order": "up"},
+        {"limit": "0"},
+        {"limit": "x"},
+        {"limit": "101"},
+        {"limit": "²"},
+        {"after": "msg_none"},
+    ):
         error = live.http.get(path, params=query)
         assert error.status_code == 400 and error.json()["error"]["param"] == next(iter(query))
+
+
+def test_pages_end_where_ids_are_repeated(live: Live) -> None:
+    """As by output items that are sent back beside their response."""
+    first = ask(live, "a")
+    mine = [{"id": "msg_mine", "role": "user", "content": text} for text in "bcd"]
+    second = ask(live, [*first["output"], *mine], previous_response_id=first["id"])
+    third = ask(live, mine[:1], previous_response_id=second["id"])
+    path = f"{PATH}/{third['id']}/input_items"
+    for order in ("asc", "desc"):
+        whole = live.http.get(path, params={"order": order}).json()["data"]
+        assert len({item["id"] for item in whole}) == len(whole) == 8
+        paged: list[Any] = []
+        after: dict[str, str] = {}
+        for _ in range(9):
+            page = live.http.get(path, params={"order": order, "limit": "1", **after}).json()
+            paged, after = paged + page["data"], {"after": page["last_id"]}
+            if not page["has_more"]:
+                break
+        assert paged == whole
+    assert [item["id"] for item in whole].count("msg_mine") == 1  # the first of them keeps it
 
 
 def test_another_key_sees_nothing(live: Live) -> None:

@@ -14,6 +14,9 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError
+from windlass.server.protocol import tools
+from windlass.server.protocol.responses.items import kept_items
+from windlass.server.protocol.tools import MAX_ARGUMENTS
 
 PATH = "/v1/responses"
 VOCABULARY = 430
@@ -224,6 +227,18 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
     say(live, f"{CALL} and more")
     answer = ask(live, tools=[LOOK], max_output_tokens=len(live.engine.reply) - 10)
     assert answer["status"] == "incomplete" and answer["output"][0]["status"] == "completed"
+
+
+def test_a_call_too_long_to_be_sent_back_is_answered_and_not_kept(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments in ("{" + " " * MAX_ARGUMENTS, '"' * (MAX_ARGUMENTS - 100)):  # the second one only as JSON
+        fields = {"type": "function_call", "status": "completed", "call_id": "c", "name": "look"}
+        assert kept_items([{**fields, "arguments": arguments}]) == []
+    monkeypatch.setattr(tools, "MAX_ARGUMENTS", 10)
+    say(live, f"Wait. {CALL}")
+    for answer in (ask(live, tools=[LOOK]), stream(live, tools=[LOOK])[-1]["response"]):
+        assert answer["status"] == "completed" and answer["output"][-1]["arguments"] == ROME
+        ask(live, tools=[LOOK], previous_response_id=answer["id"])
+        assert "Wait." in prompt_of(live) and "tool_call" not in prompt_of(live)
 
 
 def test_a_failure_on_the_way(live: Live) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,6 +18,8 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import AdapterConfig
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.model.loading import adapter_config
+from windlass.engine.model.loading.adapter_config import read_description
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MODULE = A.removesuffix(".lora_A.weight")
@@ -55,6 +58,12 @@ def cut(directory: Path) -> None:
     path.write_bytes(path.read_bytes()[:-100])
 
 
+def pipe(directory: Path) -> None:
+    path = directory / "adapter_config.json"
+    path.unlink()
+    os.mkfifo(path)
+
+
 CASES: list[tuple[Callable[[Path], None], str]] = [
     (config(peft_type="IA3"), "peft_type"),
     (config(use_dora=True), "DoRA"),
@@ -73,6 +82,8 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (config(rank_pattern={"q_proj": 99}), "rank_pattern"),
     (lambda d: (d / "adapter_config.json").write_text("{"), "JSON"),
     (lambda d: (d / "adapter_config.json").unlink(), "adapter_config.json"),
+    (lambda d: (d / "adapter_config.json").write_text(" " * (1 << 20) + "{}"), "larger than"),
+    (pipe, "no regular file"),
     (lambda d: (d / "adapter_model.safetensors").unlink(), "adapter_model.safetensors"),
     (lambda d: (d / "adapter_model.safetensors").write_bytes(b""), "cut off"),
     (cut, "bytes where"),
@@ -101,6 +112,20 @@ def test_a_start_with_such_a_file_fails_with_its_name(model: Path, tmp_path: Pat
     adapter = save_adapter(tmp_path / "adapter", model, use_dora=True)
     with pytest.raises(LoadError, match=r"adapters\.sources=poet.*DoRA"):
         make_core(model, lora=(AdapterSource(1, "poet", str(adapter)),))
+
+
+def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """More than the cache of `re` holds, and then many modules."""
+    patterns = {f"layers.{n}.q_proj": 1 + n % 8 for n in range(1000)} | {
+        r"^model\.layers\.\d+\.v_proj": 3,
+        "[ou]_proj": 5,
+    }
+    described = read_description(save_adapter(tmp_path / "adapter", model, rank_pattern=patterns, alpha=4.0), 8)
+    monkeypatch.setattr(adapter_config, "re", None)
+    found = [described.rank_of(f"model.layers.7.{name}_proj") for name in "qkvou"]
+    assert found == [8, 4, 3, 5, 5]
+    assert described.rank_of("model.layers.1007.q_proj") == described.rank_of("x.model.layers.7.v_proj") == 4
+    assert described.scale_of("model.layers.7.q_proj") == 4.0 / 8
 
 
 def test_how_many_there_may_be_is_bounded() -> None:
