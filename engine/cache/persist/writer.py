@@ -33,6 +33,7 @@ _ROOM_SHARE = 32  # of the cap, after which the folder is measured again
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure
 _MOST_USES = 64  # texts whose use waits to be noted
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
+_CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 
 class BlockFileWriter:
@@ -165,9 +166,14 @@ class BlockFileWriter:
 
     def _measure(self, directory: BlockDirectory) -> None:
         """Hold the cap."""
-        self._counts.disk_bytes, removed = directory.make_room()
+        self._counts.disk_bytes, removed, fault = directory.make_room()
         self._unmeasured = 0
         self._counts.evicted += removed
+        what = _CANNOT_REMOVE.format(directory.folder.parent)
+        if fault is not None:
+            self._counts.fail(what, fault)
+        elif removed:
+            self._counts.succeed(what)
         self._looked_at = 0.0  # look again at once
 
     def _look(self, directory: BlockDirectory) -> None:

@@ -1,6 +1,8 @@
 """The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
 
 import json
+import logging
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -38,7 +40,7 @@ class Writing:
         )
 
     def offer(self, number: int) -> None:
-        self.unwritten.offer(UnwrittenBlock(key(number), number, 0))
+        self.unwritten.offer(UnwrittenBlock(key(number), number % 8, 0))
 
 
 @pytest.fixture
@@ -64,3 +66,33 @@ def test_a_file_that_says_nonsense_keeps_no_block_from_being_written(writing: Ca
     at.offer(1)
     eventually(lambda: at.counts.written or at.counts.failed, 30)
     assert (at.counts.written, at.counts.failed) == (1, 0) and key(7) in at.known
+
+
+def test_files_that_cannot_be_removed_are_told_once(
+    writing: Callable[..., Writing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at, allowed = writing(2 * 4096), threading.Event()
+    unlink = Path.unlink
+
+    def limited(path: Path, **options: bool) -> None:
+        if not allowed.is_set():
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", limited)
+    at.start()
+    for number in range(12):
+        at.offer(number)
+    with caplog.at_level(logging.WARNING):
+        eventually(lambda: at.counts.written == 12, 30)
+        eventually(lambda: at.counts.disk_bytes == 12 * 4096, 30)
+        assert at.counts.failed > 1 and at.counts.evicted == 0
+        assert (
+            len(caplog.records) == 1
+            and "Permission denied" in caplog.text
+            and str(at.folder.folder.parent) in caplog.text
+        )
+        allowed.set()
+        at.offer(12)
+        eventually(lambda: at.counts.evicted, 30)
+        assert len(caplog.records) == 2 and "this is over" in caplog.text
