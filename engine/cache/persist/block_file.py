@@ -142,12 +142,19 @@ def passage_in(record: str) -> PassageRecord | None:
     try:
         return PassageRecord(
             bytes.fromhex(passage["parent"]),
-            int(passage["position"]),
-            tuple(int(token) for token in passage["token_ids"]),
+            _whole(passage["position"]),
+            tuple(_whole(token) for token in passage["token_ids"]),
             tuple(bytes.fromhex(scope) for scope in passage["scopes"]),
         )
     except (ValueError, KeyError, TypeError):
         raise DamagedBlockError from None
+
+
+def _whole(number: object) -> int:
+    """JSON has numbers too that are not whole, not finite, or longer than any of ours. Raises ValueError."""
+    if type(number) is not int or not -(1 << 63) <= number < 1 << 63:
+        raise ValueError
+    return number
 
 
 def _parsed(record: str) -> dict[str, Any]:

@@ -121,19 +121,23 @@ class BlockDirectory:
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
-    def make_room(self) -> tuple[int, int]:
+    def make_room(self) -> tuple[int, int, OSError | None]:
         """Remove the oldest files, whosever they are, where all of them are more than the cap less a sixteenth.
 
-        Returns the bytes that are left, and the files removed. What writers that were killed have left goes in any case.
+        Returns the bytes that are left, the files removed, and why one could not be. What writers that were killed have left
+        goes in any case.
         """
         found: list[tuple[int, int, str]] = []  # (time, bytes, path)
+        fault: OSError | None = None
         total, now = 0, time.time()
         for path, stat in _files(self._root):
             size = max(stat.st_size, stat.st_blocks * 512)
             if path.endswith(_PART):
                 if now - stat.st_mtime > _ABANDONED_SECONDS:
-                    _unlink(path)
-                    continue
+                    error = _unlink(path)
+                    if error is None:
+                        continue
+                    fault = error
             elif _key_of(path.rpartition(os.sep)[2]) is None:
                 continue  # not ours: neither counted nor touched
             else:
@@ -145,10 +149,13 @@ class BlockDirectory:
             for _, size, path in found:
                 if total <= self._most_bytes * _LOW_WATER:
                     break
-                _unlink(path)
+                error = _unlink(path)
+                if error is not None:
+                    fault = error
+                    continue
                 total -= size
                 removed += 1
-        return total, removed
+        return total, removed, fault
 
     def _path(self, key: BlockKey) -> Path:
         return self.folder / f"{key.digest.hex()}-{key.group}{_SUFFIX}"
@@ -192,9 +199,15 @@ def _files(root: Path) -> Iterator[tuple[str, os.stat_result]]:
                         yield entry.path, entry.stat(follow_symlinks=False)
 
 
-def _unlink(path: str) -> None:
-    with contextlib.suppress(OSError):
+def _unlink(path: str) -> OSError | None:
+    """Why it is still there, if it is: another process may have been first."""
+    try:
         Path(path).unlink()
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return error
+    return None
 
 
 def _create(path: Path) -> int:

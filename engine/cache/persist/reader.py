@@ -108,6 +108,8 @@ class BlockFileReader:
                 if brought:
                     self._arrive(fetch, brought)
                     continue
+                if stop():  # it may have come while that waited, and then the first of these is wanted no more
+                    return
             one = wanted.popleft()
             if not self._read(fetch, one, stop):
                 broken = broken or one.index is not None

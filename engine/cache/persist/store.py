@@ -25,7 +25,7 @@ from windlass.engine.cache.persist.known import KnownBlocks
 from windlass.engine.cache.persist.pages import BlockPages
 from windlass.engine.cache.persist.reader import BlockFileReader
 from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
-from windlass.engine.cache.persist.writer import BlockFileWriter
+from windlass.engine.cache.persist.writer import BlockFileWriter, NeverOpenError
 
 _PIECE = 1 << 22  # bytes of weights that are hashed at a time
 
@@ -42,7 +42,8 @@ class BlockOrigin:
     is_current: Callable[[], bool] = lambda: True
 
     def namespace(self, stop: Callable[[], bool]) -> bytes | None:
-        """Their digest, None if told to stop. Raises OSError."""
+        """Their digest, None if told to stop. Raises OSError, or NeverOpenError where the files are others by now."""
+        self._check()  # before gigabytes are read for nothing
         digest = hashlib.sha256(f"windlass KV blocks 1\0{self.said}".encode())
         for path in self.files:
             content = hashlib.sha256()
@@ -52,9 +53,12 @@ class BlockOrigin:
                         return None
                     content.update(piece)
             digest.update(content.digest())
-        if not self.is_current():
-            raise OSError("the checkpoint has changed since it was read: start the engine again")
+        self._check()
         return digest.digest()
+
+    def _check(self) -> None:
+        if not self.is_current():
+            raise NeverOpenError("the checkpoint has changed since it was read: start the engine again")
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,14 +95,15 @@ class BlockStore:
 
     def _make_writer(self, folder: KeptFolder) -> BlockFileWriter:
         pages, most_bytes = self.pages, folder.most_bytes
+        namespace: bytes | None = None
 
         def open_directory(stop: Callable[[], bool]) -> BlockDirectory | None:
-            namespace = folder.origin.namespace(stop)
-            return (
-                None
-                if namespace is None
-                else BlockDirectory(folder.root, BlockFormat(namespace, pages.forms), most_bytes)
-            )
+            nonlocal namespace
+            if namespace is None:  # hashed but once, however often there is no folder
+                namespace = folder.origin.namespace(stop)
+            if namespace is None:
+                return None
+            return BlockDirectory(folder.root, BlockFormat(namespace, pages.forms), most_bytes)
 
         return BlockFileWriter(
             open_directory, pages, self._unwritten, self._known, self._counts, most_bytes, self._host

@@ -36,6 +36,7 @@ class UnwrittenBlocks:
         self._blocks: OrderedDict[BlockKey, UnwrittenBlock] = OrderedDict()
         self._copied: UnwrittenBlock | None = None
         self._changed = threading.Condition()
+        self._refuses = False
         self.num_lost = 0
 
     def __len__(self) -> int:
@@ -43,6 +44,8 @@ class UnwrittenBlocks:
 
     def offer(self, item: UnwrittenBlock) -> None:
         with self._changed:
+            if self._refuses:
+                return
             if item.key not in self._blocks or item.passage is not None:
                 self._blocks[item.key] = item
                 self._changed.notify()
@@ -92,6 +95,12 @@ class UnwrittenBlocks:
         """What was taken is nowhere any more."""
         with self._changed:
             self.num_lost += 1
+
+    def refuse(self) -> None:
+        """Nobody will take any of these, nor what is offered from now on."""
+        with self._changed:
+            self._refuses = True
+            self._blocks.clear()
 
     def wake(self) -> None:
         """Let `take` return."""

@@ -32,13 +32,19 @@ _LOOK_SHARE = 100  # and so many times what a look takes
 _ROOM_SHARE = 32  # of the cap, after which the folder is measured again
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure
 _MOST_USES = 64  # texts whose use waits to be noted
+_CANNOT_KEEP = "cached blocks cannot be kept"
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
+_CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
+
+
+class NeverOpenError(Exception):
+    """The folder cannot be opened, and to try again is of no use."""
 
 
 class BlockFileWriter:
-    """open_directory: makes what `directory` is from then on; raises OSError. It may take its time, and may return None when
-    what it is given says that nobody needs it any more. most_bytes: of all files together. host: copies of what the pages have
-    lost."""
+    """open_directory: makes what `directory` is from then on; raises OSError or NeverOpenError. It may take its time, and may
+    return None when what it is given says that nobody needs it any more. most_bytes: of all files together. host: copies of
+    what the pages have lost."""
 
     def __init__(
         self,
@@ -90,8 +96,13 @@ class BlockFileWriter:
                 self._look(self.directory)
                 self._see()
                 self._write_next(self.directory)
+            except NeverOpenError as error:
+                self._counts.fail(_CANNOT_KEEP, error)
+                self._unwritten.refuse()
+                self._see()
+                return
             except Exception as error:  # the engine goes on whatever becomes of files
-                self._fail("cached blocks cannot be kept", error)
+                self._fail(_CANNOT_KEEP, error)
                 self._see()
 
     def _see(self) -> None:
@@ -165,9 +176,14 @@ class BlockFileWriter:
 
     def _measure(self, directory: BlockDirectory) -> None:
         """Hold the cap."""
-        self._counts.disk_bytes, removed = directory.make_room()
+        self._counts.disk_bytes, removed, fault = directory.make_room()
         self._unmeasured = 0
         self._counts.evicted += removed
+        what = _CANNOT_REMOVE.format(directory.folder.parent)
+        if fault is not None:
+            self._counts.fail(what, fault)
+        elif removed:
+            self._counts.succeed(what)
         self._looked_at = 0.0  # look again at once
 
     def _look(self, directory: BlockDirectory) -> None:

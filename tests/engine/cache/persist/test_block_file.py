@@ -1,5 +1,7 @@
 """The file of a block: what the library reads in it, and that no changed bit and no missing byte goes unnoticed."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -125,3 +127,15 @@ def test_headers_that_say_nothing(header: str) -> None:
     text = header.encode()
     with pytest.raises((DamagedBlockError, ForeignBlockError)):
         FORMAT.decode(KEY, bytearray(len(text).to_bytes(8, "little") + text))
+
+
+@pytest.mark.parametrize(
+    "number", ["Infinity", "-Infinity", "NaN", "1e999", "4.5", "true", '"4"', "[4]", "null", "9" * 99]
+)
+@pytest.mark.parametrize("field", ["position", "token_ids"])
+def test_a_passage_of_numbers_that_are_none_of_ours_is_damaged(field: str, number: str) -> None:
+    said = {"parent": "00", "position": 0, "token_ids": [1, 2], "scopes": ["00"]}
+    assert passage_in(json.dumps({"passage": said})) is not None
+    said[field] = "?" if field == "position" else [1, "?"]
+    with pytest.raises(DamagedBlockError):
+        passage_in(json.dumps({"passage": said}).replace('"?"', number))

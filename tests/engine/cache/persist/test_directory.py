@@ -124,12 +124,12 @@ def test_the_longest_unused_go_and_of_one_text_the_tail(tmp_path: Path) -> None:
         os.utime(path, ns=(hour, path.stat().st_mtime_ns - 3600 * 10**9))
     other.use(key(1), 0)
     (folder.folder / "notes.txt").write_bytes(b"x" * 10 * size)  # neither counted nor removed
-    left, removed = folder.make_room()
-    assert left <= 14 * size and removed == 20 - left // size
+    left, removed, fault = folder.make_room()
+    assert fault is None and left <= 14 * size and removed == 20 - left // size
     kept = {found.digest[0] for found in other.present()}
     assert 2 < removed < 8 and kept == set(range(10 - removed))
     assert len(list(folder.present())) == 10 and (folder.folder / "notes.txt").exists()
-    assert folder.make_room() == (left, 0)
+    assert folder.make_room() == (left, 0, None)
 
 
 def test_what_a_killed_writer_left_goes_after_a_while(tmp_path: Path) -> None:
@@ -138,7 +138,7 @@ def test_what_a_killed_writer_left_goes_after_a_while(tmp_path: Path) -> None:
     for part in (new, old):
         part.write_bytes(b"x" * 5000)
     os.utime(old, (time.time() - 1000, time.time() - 1000))
-    assert folder.make_room() == (8192, 0)
+    assert folder.make_room() == (8192, 0, None)
     assert new.exists() and not old.exists()
 
 
@@ -148,8 +148,32 @@ def test_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         put(folder, number)
     unlink = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **_: (unlink(path), unlink(path)))
-    left, removed = folder.make_room()
-    assert (left, removed) == (0, 5) and list(folder.present()) == []
+    assert folder.make_room() == (0, 5, None) and list(folder.present()) == []
+
+
+def test_files_that_cannot_be_removed_are_counted_as_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They stay, and others go for them."""
+    folder = directory(tmp_path, 8 * 8192)
+    for number in range(10):
+        put(folder, number, index=number)
+    part = folder.folder / ".1.part"
+    part.write_bytes(b"x" * 5000)
+    os.utime(part, (time.time() - 1000, time.time() - 1000))
+    kept = {f"{key(9).digest.hex()}-0.safetensors", f"{key(8).digest.hex()}-0.safetensors", part.name}  # the oldest
+    unlink = Path.unlink
+
+    def limited(path: Path, **options: bool) -> None:
+        if path.name in kept:
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", limited)
+    left, removed, fault = folder.make_room()
+    files = list(folder.folder.iterdir())
+    assert isinstance(fault, PermissionError) and kept <= {file.name for file in files}
+    assert (left, removed) == (7 * 8192, 4) and sum(file.stat().st_blocks * 512 for file in files) == left
 
 
 _WRITER = """

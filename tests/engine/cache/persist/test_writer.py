@@ -1,0 +1,98 @@
+"""The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
+
+import json
+import logging
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.eventually import eventually
+
+from windlass.engine.cache.persist.block_file import BlockFormat
+from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.directory import BlockDirectory
+from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.cache.persist.known import KnownBlocks
+from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
+from windlass.engine.cache.persist.writer import BlockFileWriter
+
+PAGES = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
+
+
+def key(number: int) -> BlockKey:
+    return BlockKey(0, number.to_bytes(32, "little"))
+
+
+class Writing:
+    """A writer of one folder, and all that it is told."""
+
+    def __init__(self, root: Path, most_bytes: int = 1 << 30) -> None:
+        self.counts, self.unwritten, self.known = PersistCounts(), UnwrittenBlocks(), KnownBlocks(4)
+        self.folder = BlockDirectory(root, BlockFormat(b"n" * 32, PAGES.forms), most_bytes)
+        self._most_bytes = most_bytes
+
+    def start(self) -> None:
+        self.writer = BlockFileWriter(
+            lambda _: self.folder, PAGES, self.unwritten, self.known, self.counts, self._most_bytes
+        )
+
+    def offer(self, number: int) -> None:
+        self.unwritten.offer(UnwrittenBlock(key(number), number % 8, 0))
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[Callable[..., Writing]]:
+    made: list[Writing] = []
+
+    def make(most_bytes: int = 1 << 30) -> Writing:
+        made.append(Writing(tmp_path, most_bytes))
+        return made[-1]
+
+    yield make
+    for one in made:
+        one.writer.close(0.0)
+
+
+def test_a_file_that_says_nonsense_keeps_no_block_from_being_written(writing: Callable[..., Writing]) -> None:
+    at = writing()
+    record = '{"passage": {"parent": "", "position": Infinity, "token_ids": [], "scopes": []}}'
+    header = json.dumps({"__metadata__": {"block": record, "sha256": ""}}).encode()
+    file = at.folder.folder / f"{key(7).digest.hex()}-0.safetensors"
+    file.write_bytes(len(header).to_bytes(8, "little") + header)
+    at.start()
+    at.offer(1)
+    eventually(lambda: at.counts.written or at.counts.failed, 30)
+    assert (at.counts.written, at.counts.failed) == (1, 0) and key(7) in at.known
+
+
+def test_files_that_cannot_be_removed_are_told_once(
+    writing: Callable[..., Writing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    at, allowed = writing(2 * 4096), threading.Event()
+    unlink = Path.unlink
+
+    def limited(path: Path, **options: bool) -> None:
+        if not allowed.is_set():
+            raise PermissionError(13, "Permission denied")
+        unlink(path, **options)
+
+    monkeypatch.setattr(Path, "unlink", limited)
+    at.start()
+    for number in range(12):
+        at.offer(number)
+    with caplog.at_level(logging.WARNING):
+        eventually(lambda: at.counts.written == 12, 30)
+        eventually(lambda: at.counts.disk_bytes == 12 * 4096, 30)
+        assert at.counts.failed > 1 and at.counts.evicted == 0
+        assert (
+            len(caplog.records) == 1
+            and "Permission denied" in caplog.text
+            and str(at.folder.folder.parent) in caplog.text
+        )
+        allowed.set()
+        at.offer(12)
+        eventually(lambda: at.counts.evicted, 30)
+        assert len(caplog.records) == 2 and "this is over" in caplog.text
