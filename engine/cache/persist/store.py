@@ -90,6 +90,8 @@ class BlockStore:
         self._unwritten = UnwrittenBlocks()
         self._writer: BlockFileWriter | None = None
         if folder is not None:
+            if host is not None:
+                host.tier.tell_forgotten = self._unwritten.forget
             self._writer = self._make_writer(folder)
         self._reader = BlockFileReader(self._directory, pages, self._known, counts, host)
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from windlass.engine.cache.changes import SavedBlock
@@ -49,6 +49,9 @@ class HostTier:
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounts) -> None:
         self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
         self.known = KnownBlocks(block_size)  # for what is found as a passage
+        self.tell_forgotten: Callable[[BlockKey], None] = lambda _: (
+            None
+        )  # called with a lock held: it must not ask back
         self._places: list[OrderedDict[bytes, _HostPlace]] = [
             OrderedDict() for _ in block_bytes
         ]  # longest unused first
@@ -164,3 +167,4 @@ class HostTier:
     def _forget(self, key: BlockKey) -> None:
         self._free[key.group].append(self._places[key.group].pop(key.digest).slot)
         self.known.remove(key)
+        self.tell_forgotten(key)

@@ -2,7 +2,8 @@
 
 The engine's thread offers blocks and withdraws those that it evicts; the writer's takes one after the other and copies it from
 the pages as it lies there. A block is never held for that: if it was withdrawn while it was copied, the copy is worth nothing.
-So nothing here makes the engine wait, and there are never more entries than blocks.
+So nothing here makes the engine wait, and there are never more entries than blocks in the pages and in the host's memory: it
+tells which it has no more.
 """
 
 from __future__ import annotations
@@ -46,9 +47,13 @@ class UnwrittenBlocks:
         with self._changed:
             if self._refuses:
                 return
-            if item.key not in self._blocks or item.passage is not None:
-                self._blocks[item.key] = item
-                self._changed.notify()
+            waiting = self._blocks.get(item.key)
+            if waiting is not None and item.passage is None:
+                if waiting.block != EVICTED:
+                    return
+                item = replace(item, passage=waiting.passage)  # it is computed anew, and lies in the pages again
+            self._blocks[item.key] = item
+            self._changed.notify()
 
     def withdraw(self, key: BlockKey, *, kept: bool) -> None:
         """The block is about to be overwritten. kept: the host's memory has it from then on."""
@@ -61,6 +66,14 @@ class UnwrittenBlocks:
                 if item is not None:
                     self._blocks[key] = replace(item, block=EVICTED)
             elif self._blocks.pop(key, None) is not None:
+                self.num_lost += 1
+
+    def forget(self, key: BlockKey) -> None:
+        """The host's memory has the block no more."""
+        with self._changed:
+            item = self._blocks.get(key)
+            if item is not None and item.block == EVICTED:
+                del self._blocks[key]
                 self.num_lost += 1
 
     def take(self, seconds: float) -> UnwrittenBlock | None:

@@ -3,15 +3,19 @@
 import logging
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from helpers.eventually import eventually
 
 from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
+from windlass.engine.cache.persist.tier import HostTier
 
 PAGES = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
 
@@ -26,9 +30,9 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore
     monkeypatch.setattr("windlass.engine.cache.persist.writer._LONGEST_PAUSE", 0.02)
     made: list[BlockStore] = []
 
-    def make(root: Path, weights: Path, is_current: Callable[[], bool]) -> BlockStore:
+    def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:
         folder = KeptFolder(root, 1 << 30, BlockOrigin((weights,), "", is_current))
-        made.append(BlockStore(folder, PAGES, 4, PersistCounts()))
+        made.append(BlockStore(folder, PAGES, 4, PersistCounts(), host))
         return made[-1]
 
     yield make
@@ -72,3 +76,58 @@ def test_weights_are_hashed_once_however_often_there_is_no_folder(
     (tmp_path / "kept").mkdir()
     eventually(lambda: store.stats().written_blocks == 1, 30)
     assert len(asked) == 2
+
+
+class Host:
+    """The host's memory, of so many blocks, beside a folder that cannot be opened before `open`."""
+
+    def __init__(self, opened: Callable[..., BlockStore], root: Path, slots: int) -> None:
+        self.counts = PersistCounts()
+        self.tier = HostTier(slots, PAGES.block_bytes, 4, self.counts)
+        pages: Any = SimpleNamespace(in_host=lambda block: PAGES.copy_of(0, 0, 0.0))
+        self._folder = root / "kept"
+        (root / "weights").write_bytes(b"x")
+        self.store = opened(self._folder, root / "weights", lambda: True, HostSource(self.tier, pages, self.counts))
+
+    def compute(self, number: int) -> None:
+        self.store.offer(key(number), number % 8, 0)
+
+    def evict(self, number: int) -> None:
+        """From the device."""
+        self.store.withdraw(key(number), number % 8, None)
+        self.tier.filled(self.store.take_saved(), SimpleNamespace(wait=lambda: None))
+
+    def open(self) -> None:
+        self._folder.mkdir()
+
+
+def test_no_more_blocks_wait_to_be_written_than_there_are(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
+    """Those that the host's memory gives up wait no more, and are lost."""
+    host = Host(opened, tmp_path, 3)
+    for number in range(20):
+        host.compute(number)
+        host.evict(number)
+        assert host.store.stats().waiting_blocks <= 3
+    stats = host.store.stats()
+    assert stats.waiting_blocks == stats.host_blocks == 3 and stats.lost_blocks == 17
+    host.open()
+    eventually(lambda: host.store.stats().written_blocks == 3, 30)
+    assert all(key(number) in host.store._known for number in range(17, 20)) and host.store.stats().lost_blocks == 17
+
+
+@pytest.mark.parametrize("again", ["before the host gives it up", "behind that"])
+def test_a_block_that_is_computed_anew_is_written(
+    again: str, opened: Callable[..., BlockStore], tmp_path: Path
+) -> None:
+    host = Host(opened, tmp_path, 1)
+    host.compute(1)
+    host.evict(1)
+    if again == "before the host gives it up":
+        host.compute(1)
+    host.evict(2)  # which was never offered
+    assert key(1) not in host.tier
+    if again == "behind that":
+        host.compute(1)
+    host.open()
+    eventually(lambda: host.store.stats().written_blocks == 1, 30)
+    assert key(1) in host.store._known
