@@ -9,7 +9,7 @@ import asyncio
 import sys
 import time
 from array import array
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 from dataclasses import dataclass
 
@@ -26,7 +26,7 @@ from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.protocol.retrieval import MAX_INPUTS, PromptRequest
 
 # What `pool` is once its job is known.
-Pool = Callable[[Sequence[Sequence[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
+Pool = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
 _NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
 
 
@@ -144,7 +144,7 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
 
 async def pool(
     job: PoolingJob,
-    prompts: Sequence[Sequence[int]],
+    prompts: Sequence[Collection[int]],
     rules: Sequence[PoolingRule],
     seen: Callable[[int, RequestOutput], None] | None = None,
 ) -> list[PooledRows]:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import math
 from array import array
-from collections.abc import Sequence
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from operator import mul
 from typing import Any
 
@@ -117,6 +118,7 @@ async def _by_encoder(
 ) -> Scores:
     """Pairs as the model's tokenizer joins them, with what tells the second text from the first."""
     pairs = _pairs(first, second)
+    _check_together(job, sum(len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     special = job.body.add_special_tokens is not False
     with telling_what_bounds(job):
         joined = await job.state.text.pairs.join(pairs, _pair_job(job, names, len(pairs), add_special_tokens=special))
@@ -164,14 +166,7 @@ async def _in_prompt(
     pairs = _pairs(first, second)
     special = job.body.add_special_tokens is True  # the prompt has its own
     asked = _pair_job(job, names, len(pairs), add_special_tokens=special)
-    # One query of a small body stands in the prompt of every document: together they are bounded as a body is.
-    size, most = sum(prompt.length + len(a) + len(b) for a, b in pairs), job.state.settings.max_body_bytes
-    if size > most:
-        raise bad_request(
-            f"the prompts of these {len(pairs)} pairs hold {size} characters, at most {most} are taken: send fewer at once",
-            names[1],
-            "too_many",
-        )
+    _check_together(job, sum(prompt.length + len(a) + len(b) for a, b in pairs), len(pairs), "characters", names[1])
     prompts = await job.state.text.pairs.fill(prompt, instruction or "", pairs, asked)
     rule = PoolingRule("classify") if classifier is not None else PoolingRule("answer", answers=job.state.answer_ids)
     rows = await pool(prompts, rule)
@@ -181,6 +176,17 @@ async def _in_prompt(
 
 def _pairs(first: Sequence[str], second: Sequence[str]) -> list[tuple[str, str]]:
     return list(zip([first[0]] * len(second) if len(first) == 1 else first, second, strict=True))
+
+
+def _check_together(job: PoolingJob, size: int, count: int, unit: str, param: str) -> None:
+    """One query of a small body stands in the prompt of every document: together they are bounded as a body is."""
+    most = job.state.settings.max_body_bytes
+    if size > most:
+        raise bad_request(
+            f"the prompts of these {count} pairs hold {size} {unit}, at most {most} are taken: send fewer at once",
+            param,
+            "too_many",
+        )
 
 
 def _pair_job(job: PoolingJob, names: tuple[str, str], count: int, *, add_special_tokens: bool) -> PairJob:
@@ -206,13 +212,32 @@ async def _by_head(
     """The second text behind the first, as tokenizers of decoders join a pair."""
     if len(first) == 1:
         first = first * len(second)
-    prompts = [[*a, *_cut(job, len(a), b, names[0])] for a, b in zip(first, second, strict=True)]
+    prompts = [_Joined(a, _cut(job, len(a), b, names[0])) for a, b in zip(first, second, strict=True)]
     for index, prompt in enumerate(prompts):
         if len(prompt) > job.longest:
             where = f"{names[1]}[{index}]" if len(prompts) > 1 else names[1]
             raise context_length_exceeded(job.longest, len(prompt), param=where)
+    tokens = sum(map(len, prompts))
+    _check_together(job, tokens, len(prompts), "tokens", names[1])
     rows = await pool(prompts, PoolingRule("classify"))
-    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], sum(map(len, prompts)))
+    return Scores([probabilities(numbers(row)[0], activation)[0] for row in rows], tokens)
+
+
+@dataclass(frozen=True, slots=True)
+class _Joined(Collection[int]):
+    """Two lists behind each other, which many pairs share: they are put together when the pair's turn comes."""
+
+    first: list[int]
+    second: list[int]
+
+    def __len__(self) -> int:
+        return len(self.first) + len(self.second)
+
+    def __iter__(self) -> Iterator[int]:
+        return chain(self.first, self.second)
+
+    def __contains__(self, token_id: object) -> bool:
+        return token_id in self.first or token_id in self.second
 
 
 def _cut(job: PoolingJob, taken: int, second: list[int], param: str) -> list[int]:

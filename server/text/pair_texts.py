@@ -5,15 +5,17 @@ A part of `TextService`. Knows its pool; knows nothing of endpoints or the engin
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from windlass.server.errors import context_length_exceeded
 from windlass.server.text.pair_prompt import PairPrompt, PairTemplate
 from windlass.server.text.pool_errors import told
 from windlass.server.text.workers.frames import count_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
+
+T = TypeVar("T")
 
 BATCH = 32  # short prompts tokenized in one job: between jobs others have their turn
 
@@ -59,22 +61,19 @@ class PairTexts:
         """
         await self._refuse(pairs, job)
         found: list[tuple[list[int], int]] = []
-        start = 0
-        for batch in batches([first + second for first, second in pairs]):
-            part = pairs[start : start + len(batch)]
+        for batch in batches(pairs, _length):
             with told(job.first, "tokenizing this text", self._limits):
                 packed = await self._pool.run(
                     "encode_pairs",
-                    part,
+                    batch,
                     job.add_special_tokens,
                     job.truncate,
-                    size=sum(map(len, batch)),
+                    size=sum(map(_length, batch)),
                     limits=self._limits,
                     caller=job.caller,
                 )
-            for (ids, begin), name in zip(packed, job.seconds[start:], strict=False):
-                found.append((_within(ids, job.most, name), begin))
-            start += len(batch)
+            for ids, begin in packed:
+                found.append((_within(ids, job.most, job.seconds[len(found)]), begin))
         return found
 
     async def fill(
@@ -85,22 +84,22 @@ class PairTexts:
         await self._refuse(pairs, job)
         around = prompt.length + len(instruction)
         found: list[list[int]] = []
-        for batch in batches([first + second for first, second in pairs]):
-            start = len(found)
+        for batch in batches(pairs, _length):
             with told(job.first, "tokenizing this text", self._limits):
                 packed = await self._pool.run(
                     "encode_filled",
                     prompt,
                     instruction,
-                    pairs[start : start + len(batch)],
+                    batch,
                     job.add_special_tokens,
                     job.truncate,
                     job.keep_first,
-                    size=sum(around + len(texts) for texts in batch),
+                    size=sum(around + _length(pair) for pair in batch),
                     limits=self._limits,
                     caller=job.caller,
                 )
-            found += [_within(ids, job.most, name) for ids, name in zip(packed, job.seconds[start:], strict=False)]
+            for ids in packed:
+                found.append(_within(ids, job.most, job.seconds[len(found)]))
         return found
 
     async def _refuse(self, pairs: Sequence[tuple[str, str]], job: PairJob) -> None:
@@ -109,18 +108,22 @@ class PairTexts:
             await self._refuse_long(len(second), job.most, truncated=job.truncate is not None, param=name)
 
 
-def batches(texts: Sequence[str]) -> Iterator[list[str]]:
-    """Short texts together, a long one alone."""
-    batch: list[str] = []
+def batches(texts: Sequence[T], length: Callable[[T], int]) -> Iterator[list[T]]:
+    """Short texts, or pairs of them, together; a long one alone."""
+    batch: list[T] = []
     size = 0
     for text in texts:
-        if batch and (len(batch) == BATCH or size + len(text) > LARGE_JOB):
+        if batch and (len(batch) == BATCH or size + length(text) > LARGE_JOB):
             yield batch
             batch, size = [], 0
         batch.append(text)
-        size += len(text)
+        size += length(text)
     if batch:
         yield batch
+
+
+def _length(pair: tuple[str, str]) -> int:
+    return len(pair[0]) + len(pair[1])
 
 
 def _within(packed: bytes, most: int, param: str) -> list[int]:

@@ -128,7 +128,7 @@ class TextService:
         for text, name in zip(texts, names, strict=True):
             await self.refuse_long(len(text), max_model_len, truncated=truncate is not None, param=name)
         prompts: list[Prompt] = []
-        for batch in batches(texts):
+        for batch in batches(texts, len):
             with told(param, "tokenizing this text", self._text_limits):
                 packed = await self._pool.run(
                     "encode",

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import hashlib
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -33,7 +33,7 @@ class PoolingFollower(Protocol):
 def following(exchange: Exchange, job: PoolingJob) -> Pool:
     """`pool` for this job, seen by whoever wants to see it."""
 
-    async def run(prompts: Sequence[Sequence[int]], rule: PoolingRule | Sequence[PoolingRule]) -> list[PooledRows]:
+    async def run(prompts: Sequence[Collection[int]], rule: PoolingRule | Sequence[PoolingRule]) -> list[PooledRows]:
         state, followers = job.state, list[PoolingFollower]()
         rules = [rule] * len(prompts) if isinstance(rule, PoolingRule) else list(rule)
         if state.recorder is not None:
@@ -65,7 +65,7 @@ class RecordedPooling:
         self,
         recorder: WorkloadRecorder,
         job: PoolingJob,
-        prompts: Sequence[Sequence[int]],
+        prompts: Sequence[Collection[int]],
         rules: Sequence[PoolingRule],
         route: str,
     ) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import base64
 import math
 import struct
-from collections.abc import Iterator
+import sys
+from collections.abc import Collection, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -14,10 +15,11 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.tiny_rerankers import qwen3_prompt, tokenizer
 
 from windlass.engine.api.model_heads import ClassifierInfo
-from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import LoadError
 from windlass.server.generation.scores import probabilities
 from windlass.server.options.settings import RankSettings
+from windlass.server.routes.retrieval import ranking as ranking_routes
 from windlass.server.text.pair_prompt import QWEN3_RERANKER
 
 
@@ -106,6 +108,34 @@ def test_a_pair_for_a_head_is_cut_at_its_second_text(judge: Live, most: int, sid
     assert [r.prompt_token_ids for r in judge.engine.requests] == [query + short, query + kept]
     error = judge.refuse("/v1/rerank", {"query": "x" * 300, "documents": ["c"], **fields})
     assert error["param"] == "query" and "no room" in error["message"]
+
+
+@pytest.mark.parametrize("encoder", [False, True])
+def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
+    info = model_info(classifier=ClassifierInfo(("fits",), "sigmoid"), generates=False, sees_whole_texts=encoder)
+    with live_server(ScriptedEngine(info=info), max_body_bytes=20_000) as live:
+        query = "".join(chr(33 + n % 90) for n in range(150))
+        tokens = len(live.tokenizer.backend.encode(query).ids)
+        assert 50 * (tokens + 1) < 20_000 < 190 * (tokens + 1)
+        assert len(ask(live, "/v1/rerank", query=query, documents=["b"] * 50)["results"]) == 50
+        live.engine.requests.clear()
+        error = live.refuse("/v1/rerank", {"query": query, "documents": ["b"] * 190})
+        assert (error["param"], error["code"]) == ("documents", "too_many") and live.engine.requests == []
+        assert ("characters" if encoder else "tokens") in error["message"]
+
+
+def test_pairs_for_a_head_share_their_query(judge: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list for each pair would take the query's length times the documents."""
+
+    async def pool(prompts: Sequence[Collection[int]], rule: PoolingRule) -> list[PooledRows]:
+        assert all(sys.getsizeof(prompt) < 200 for prompt in prompts)
+        assert [list(prompt) for prompt in prompts[:2]] == [query + ids for ids in documents]
+        return [PooledRows(struct.pack("<f", 0.0), 1)] * len(prompts)
+
+    monkeypatch.setattr(ranking_routes, "following", lambda exchange, job: pool)
+    query, *documents = (judge.tokenizer.backend.encode(text).ids for text in ("xyz" * 50, "c", "def"))
+    assert len(query) > 100
+    assert len(ask(judge, "/v1/rerank", query="xyz" * 50, documents=["c", "def"] * 500)["results"]) == 1000
 
 
 @pytest.fixture(scope="module")
