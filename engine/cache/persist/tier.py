@@ -49,9 +49,8 @@ class HostTier:
     def __init__(self, num_slots: int, block_bytes: Sequence[int], block_size: int, counts: PersistCounts) -> None:
         self.num_slots, self._block_bytes, self._counts = num_slots, block_bytes, counts
         self.known = KnownBlocks(block_size)  # for what is found as a passage
-        self.tell_forgotten: Callable[[BlockKey], None] = lambda _: (
-            None
-        )  # called with a lock held: it must not ask back
+        # Called with a lock held: it must not ask back.
+        self.tell_forgotten: Callable[[BlockKey], None] = lambda _: None
         self._places: list[OrderedDict[bytes, _HostPlace]] = [
             OrderedDict() for _ in block_bytes
         ]  # longest unused first
