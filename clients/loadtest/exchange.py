@@ -8,7 +8,7 @@ from collections.abc import Callable
 from typing import Any
 
 from windlass.clients.loadtest.results import RequestRecord
-from windlass.clients.loadtest.stream import AnswerReader
+from windlass.clients.loadtest.stream import AnswerReader, count
 from windlass.clients.loadtest.timed_connections import Pool, TimedConnection
 from windlass.clients.loadtest.workload import PreparedRequest
 
@@ -92,8 +92,8 @@ class Exchanges:
             sent=sent - start,
             chunks=tuple(when - start for when in reader.chunks),
             ended=None if reader.ended is None else reader.ended - start,
-            input_tokens=_count(usage.get("prompt_tokens"), request.input_tokens),
-            output_tokens=_count(usage.get("completion_tokens"), len(reader.chunks)),
+            input_tokens=count(usage.get("prompt_tokens"), request.input_tokens),
+            output_tokens=count(usage.get("completion_tokens"), len(reader.chunks)),
             cached_tokens=_cached(usage.get("prompt_tokens_details")),
             reused_tokens=reader.reused_tokens,
             outcome=outcome,
@@ -107,10 +107,6 @@ class Exchanges:
         )
 
 
-def _count(told: Any, otherwise: int) -> int:
-    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else otherwise
-
-
 def _cached(details: Any) -> int | None:
-    cached = _count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
+    cached = count(details.get("cached_tokens"), -1) if isinstance(details, dict) else -1
     return None if cached < 0 else cached

@@ -126,7 +126,7 @@ class AnswerReader:
         if usage := payload.get("usage"):
             self.usage = {**usage}
         if rotary := payload.get("rotary"):
-            self.reused_tokens = int((rotary.get("context") or {}).get("reused_tokens") or 0)
+            self.reused_tokens = count((rotary.get("context") or {}).get("reused_tokens"), 0)
         for choice in payload.get("choices") or ():
             part = choice.get("delta") or choice
             ids = choice.get("token_ids")
@@ -163,6 +163,11 @@ def _first(part: Mapping[str, Any], names: tuple[str, ...]) -> str:
                 raise TypeError
             return text
     return ""
+
+
+def count(told: Any, otherwise: int) -> int:
+    """A number of tokens that a server told, and `otherwise` for what is none."""
+    return told if isinstance(told, int) and not isinstance(told, bool) and told >= 0 else otherwise
 
 
 def _decode(body: bytes | bytearray) -> str:

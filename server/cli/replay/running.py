@@ -135,6 +135,8 @@ async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:
         return Repeated(asked, error=str(error)[:_SHOWN] or type(error).__name__)
     if read.rows:
         return Repeated(asked, tuple(read.rows[index] for index in sorted(read.rows)))
+    if not read.ids:
+        return Repeated(asked, error="the answer has no choices")
     ids = [read.ids[choice] for choice in sorted(read.ids)]
     return Repeated(asked, tuple(map(digest, ids)), tuple(map(len, ids)), read.fingerprint)
 

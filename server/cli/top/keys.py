@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import select
 import sys
 import time
 from collections.abc import Iterator
+
+# What an arrow or a function key sends: it begins as the Escape key does and is not meant as one.
+_SEQUENCE = re.compile(r"\x1b(?:O.|\[[0-?]*[ -/]*[@-~])")
 
 
 class Keys:
@@ -26,7 +30,7 @@ class Keys:
                 typed = os.read(sys.stdin.fileno(), 64)
                 if not typed:  # the terminal is gone
                     return True
-                if any(character in wanted for character in typed.decode("utf-8", "replace")):
+                if any(character in wanted for character in _SEQUENCE.sub("", typed.decode("utf-8", "replace"))):
                     return True
         return False
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import math
 import socket
 import struct
 import time
@@ -145,6 +146,8 @@ def test_what_carries_no_token_is_no_chunk():
         await performance.head()
         performance.sent.append(time.monotonic())
         await performance.data({"choices": [{"index": 0, "delta": {"reasoning_content": "hm"}, "finish_reason": None}]})
+        for wrong in (-3, math.inf, "many", True):
+            await performance.data({"choices": [], "rotary": {"context": {"reused_tokens": wrong}}})
         await asyncio.sleep(0.02)
         await performance.token("yes", "stop")
         await performance.done()
@@ -160,7 +163,7 @@ def test_what_carries_no_token_is_no_chunk():
     assert (one.input_tokens, one.output_tokens, one.cached_tokens, one.reused_tokens) == (9, 2, 4, 3)
     assert (one.finish_reason, one.request_id, one.asked_tokens) == ("stop", "req-7", 2)
     assert two.output_tokens == 2 and two.input_tokens == 128  # as planned: no usage came
-    assert two.cached_tokens is None and two.reused_tokens is None  # nor anything of a cache
+    assert two.cached_tokens is None and two.reused_tokens == 0  # nor anything of a cache that is a number of tokens
 
 
 def test_an_answer_of_which_nothing_can_be_seen_came_with_its_end():

@@ -270,8 +270,11 @@ WELL = RecordedLine(at=0.0, request_id="r", route="/v1/completions", prompt_toke
         (answer({"error": "no such model"}), "no such model"),
         (events({"error": "it broke"}, "[DONE]"), "it broke"),
         (events({"error": {"message": "it broke"}}, "[DONE]"), "it broke"),
-        (answer({"choices": []}), ""),
-        (answer({"choices": [], "error": None}), ""),
+        (answer({"choices": []}), "the answer has no choices"),
+        (answer({}), "the answer has no choices"),
+        (events("[DONE]"), "the answer has no choices"),
+        (answer({"choices": [{"index": 0, "token_ids": [5]}], "error": None}), ""),
+        (answer({"choices": [{"index": 0, "token_ids": []}]}), ""),
     ],
 )
 def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said: str) -> None:

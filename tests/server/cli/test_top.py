@@ -153,7 +153,7 @@ def test_json_goes_on_until_its_reader_has_enough(server: RealServer) -> None:
     process.stderr.close()
 
 
-@pytest.mark.parametrize("key", ["q", CTRL_C])
+@pytest.mark.parametrize("key", ["q", "\x1b", CTRL_C])
 def test_a_terminal_of_80_columns_shows_it_live_until_a_key(server: RealServer, key: str) -> None:
     complete(server, rope_scaling="long")
     with PseudoTerminal(*MAIN, server.url, "--interval", "0.3", columns=80) as terminal:
@@ -162,6 +162,9 @@ def test_a_terminal_of_80_columns_shows_it_live_until_a_key(server: RealServer, 
         terminal.wait(r"tokens/s +[\d.]+ in, [\d.]+ out")
         terminal.wait(r"scaling +running +in/s +out/s")
         terminal.wait(r"long +0 ")
+        terminal.type("\x1b[A\x1bOP\x1b[15~x")  # an arrow, F1, F5: none is the Escape key
+        for _ in range(2):
+            terminal.wait(r"engine +ready")
         terminal.type(key)
         assert terminal.end() == 0
         lines = re.split(r"\n|(?=windlass top)", terminal.shown)  # each frame is painted over the last one
