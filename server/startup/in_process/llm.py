@@ -97,13 +97,13 @@ class LLM:
         self, prompt: str | TokenIds, **options: Unpack[CompletionOptions]
     ) -> Stream[CompletionChunk, Completion]:
         """Continue one prompt, chunk by chunk: `with llm.stream("…") as stream: for chunk in stream: …`."""
-        return self.client.completions(prompt, stream=True, **_with_ids(options))
+        return self.client.completions(prompt, stream=True, **_settings(options, ids=True))
 
     def stream_chat(
         self, messages: Messages, **options: Unpack[ChatOptions]
     ) -> Stream[ChatCompletionChunk, ChatCompletion]:
         """Answer one conversation, chunk by chunk."""
-        return self.client.chat(messages, stream=True, **_with_ids(options))
+        return self.client.chat(messages, stream=True, **_settings(options, ids=True))
 
     def embed(
         self, texts: str | TokenIds | Sequence[str | TokenIds], **options: Unpack[EmbeddingOptions]
@@ -116,7 +116,7 @@ class LLM:
         self, text_1: str | Sequence[str], text_2: str | Sequence[str], **options: Unpack[ScoreOptions]
     ) -> list[float]:
         """How well texts go together: one with one, as many with as many, or one with each. Fields of /v1/score."""
-        return [pair.score for pair in self.client.score(text_1, text_2, **options).data]
+        return [pair.score for pair in self.client.score(text_1, text_2, **_settings(options, ids=False)).data]
 
     def close(self) -> None:
         """End the engine; what runs fails. Safe to call twice."""
@@ -150,7 +150,7 @@ class LLM:
         if any("stream" in each for each in settings):
             raise ValueError("this gives whole answers: use stream or stream_chat")
         calls = [
-            partial(call, item, **(_with_ids(each) if ids else each))
+            partial(call, item, **_settings(each, ids=ids))
             for item, each in zip(items, settings, strict=True)
         ]
         try:
@@ -180,8 +180,12 @@ async def _gather(calls: Sequence[Callable[[], Awaitable[T]]], *, at_once: int) 
         await asyncio.gather(*tasks, return_exceptions=True)
 
 
-def _with_ids(options: Mapping[str, Any]) -> Any:
-    return {"return_token_ids": True, **options}
+def _settings(options: Mapping[str, Any], *, ids: bool) -> Any:
+    """Fields of the HTTP API as the client spells them. To it `timeout` is a matter of connections, of which there are none."""
+    shown = {"return_token_ids": True, **options} if ids else dict(options)
+    if "timeout" in shown:
+        shown.setdefault("deadline", shown.pop("timeout"))
+    return shown
 
 
 def _prompts(given: Any) -> list[Any]:

@@ -21,7 +21,7 @@ from helpers.real_server import RealServer, serve
 
 import windlass
 from windlass import LLM
-from windlass.clients import APIConnectionError, APIError, BadRequestError, Client
+from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.server import ServerOptions
@@ -126,6 +126,23 @@ def test_errors_are_the_servers(llm: LLM) -> None:
     with pytest.raises(ValueError, match="use stream"):
         llm.generate("a", stream=True)
     assert llm.generate("a", max_tokens=1)[0].choices[0].finish_reason == "length"
+
+
+def test_a_timeout_is_the_field_of_that_name(llm: LLM) -> None:
+    long = {"max_tokens": 400, "ignore_eos": True}
+    with pytest.raises(APIStatusError, match="time") as cut:
+        llm.generate(["In the beginning"], timeout=0.001, **long)
+    assert cut.value.status == 504
+    with pytest.raises(APIStatusError, match="time"), llm.stream("In the beginning", timeout=0.001, **long) as stream:
+        list(stream)
+    for few in (
+        lambda: llm.embed(["a"], timeout=0.0),
+        lambda: llm.score("a", "b", timeout=0.0),
+        lambda: llm.chat(TALK, {"timeout": 0.0}),
+    ):
+        with pytest.raises(BadRequestError, match="timeout"):
+            few()
+    assert llm.generate(["In the beginning"], timeout=60, max_tokens=1)[0].choices[0].token_ids
 
 
 def test_it_works_where_an_event_loop_runs_already(llm: LLM) -> None:
