@@ -87,8 +87,7 @@ def test_every_option_of_the_server_is_handed_through(name):
     passed = SERVICES[name]["environment"]
     assert all("=" not in variable for variable in passed) and len(set(passed)) == len(passed)
     options = {parameter.envvar for parameter in get_command(cli.app).commands["serve"].params}  # type: ignore[attr-defined]
-    settled = {"WINDLASS_HOST", "WINDLASS_PORT", "WINDLASS_DEVICE", "WINDLASS_API_KEY_FILE", "WINDLASS_API_KEYS"}
-    settled |= {f"WINDLASS_{name}" for name in ("CHAT_TEMPLATE", "CONFIG", "UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
+    settled = {f"WINDLASS_{name}" for name in ("HOST", "PORT", "DEVICE", "UDS", "SSL_CERTFILE", "SSL_KEYFILE")}
     settled |= {"WINDLASS_SSL_KEYFILE_PASSWORD", "WINDLASS_SSL_CA_CERTS"}
     assert settled < options
     assert set(passed) == (options - settled - {None}) | {"HF_TOKEN"}

@@ -61,9 +61,9 @@ def recommend(result: ScalingSweep) -> Recommendation:
     )
 
 
-def serve_command(model: str | None, curve: Curve, length: int) -> str:
+def serve_command(model: str, curve: Curve, length: int) -> str:
     """The command line that serves contexts of `length` under this curve's scaling."""
-    words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(length)]
+    words = ["windlass", "serve", model, "--max-model-len", str(length)]
     if curve.scaling is not None and curve.kind != "none":
         words += ["--rope-scaling", json.dumps(curve.scaling)]
     if curve.policy is not None:

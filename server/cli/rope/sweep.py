@@ -39,7 +39,7 @@ from windlass.server.startup.display import LoadingDisplay
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SweepOptions:
-    """What `windlass rope sweep` was asked. model: the directory; model_name: as the user gave it, None for the bundled.
+    """What `windlass rope sweep` was asked. model: the directory; model_name: what `windlass serve` takes for it.
 
     texts: files or directories. windows: per text. scalings, policies: empty for those the sweep chooses itself.
     attention_window, attention_sinks: of a curve under a window, None for no such curve. keep: the file that grows by each pass.
@@ -48,7 +48,7 @@ class SweepOptions:
     model: Path
     texts: tuple[Path, ...]
     html: Path
-    model_name: str | None = None
+    model_name: str
     max_len: int = 4096
     target_len: int | None = None
     windows: int = 8

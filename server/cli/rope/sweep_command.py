@@ -13,7 +13,7 @@ from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.parsing import parse_json
 from windlass.server.options.spelling import ModelArgument, option, read_dtype, read_size
-from windlass.server.startup.hub import resolve_model
+from windlass.server.startup.choice import choose_model
 
 
 def sweep(
@@ -170,7 +170,6 @@ def sweep(
     seen = _given(attention_window=attention_window, attention_sinks=attention_sinks)
     shared: dict[str, Any] = {
         **seen,
-        "model_name": model,
         "texts": tuple(text or ()),
         "trained_len": trained_len,
         "scalings": tuple(_parse_object(one) for one in scaling or ()),
@@ -191,12 +190,14 @@ def sweep(
         names, numbers = parse_tasks(tasks), parse_lengths(lengths) if lengths else ()
         memory = None if kv_cache_memory is None else read_size("--kv-cache-memory", kv_cache_memory)
         given = _given(documents=documents, seed=seed, kv_cache_memory=memory, report_only=report_only)
-        run_tasks(TaskOptions(model=resolve_model(model), tasks=names, lengths=numbers, **given, **shared))
+        name, path = choose_model(model)
+        run_tasks(TaskOptions(model=path, model_name=model or name, tasks=names, lengths=numbers, **given, **shared))
         return
     from windlass.server.cli.rope.sweep import SweepOptions, run_sweep
 
     given = _given(max_len=max_len, target_len=target_len, windows=windows, samples=samples)
-    run_sweep(SweepOptions(model=resolve_model(model), **given, **shared))
+    name, path = choose_model(model)
+    run_sweep(SweepOptions(model=path, model_name=model or name, **given, **shared))
 
 
 def _given(**values: object) -> dict[str, Any]:

@@ -89,12 +89,12 @@ class SweptText:
 
 @dataclass(frozen=True)
 class ScalingSweep:
-    """A whole sweep. model: as the user named it, None for the bundled one. Windows of all texts lie behind each other.
+    """A whole sweep. model: what `windlass serve` takes for it. Windows of all texts lie behind each other.
 
     kv_cache_dtype: what keys and values were cached as, "auto" where that was not chosen.
     """
 
-    model: str | None
+    model: str
     model_name: str
     texts: tuple[SweptText, ...]
     trained_len: int

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -21,6 +22,7 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.api.context import ContextRule
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.server.cli import main as cli
+from windlass.server.cli.rope import sweep_command
 from windlass.server.cli.rope.recommendation import recommend
 from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep, SweptText
 from windlass.server.startup import launch
@@ -333,3 +335,17 @@ def test_a_missing_model_is_one_line(text: Path, tmp_path: Path, capsys: pytest.
     missing = str(tmp_path / "nowhere--here")
     assert cli.run(["rope", "sweep", missing, "--text", str(text), "--out", str(tmp_path / "r.html")]) == 2
     assert capsys.readouterr().err.count("\n") == 1
+
+
+@pytest.mark.parametrize("tasks", [False, True])
+def test_without_a_model_it_is_the_one_that_serve_takes(
+    tasks: bool, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = {False: "windlass.server.cli.rope.sweep.run_sweep", True: "windlass.server.cli.rope.tasks.run.run_tasks"}
+    asked: list[Any] = []
+    monkeypatch.setattr(run[tasks], asked.append)
+    monkeypatch.setattr(sweep_command, "choose_model", lambda given: (given or "first", model))
+    more = ["--tasks", "passkey"] if tasks else ["--text", str(text)]
+    for given in ([], [str(model)]):
+        assert cli.run(["rope", "sweep", *given, "--out", str(tmp_path / "r.html"), *more]) == 0
+    assert [(options.model_name, options.model) for options in asked] == [("first", model), (str(model), model)]

@@ -57,7 +57,7 @@ class TaskSweep:
     refused: names of candidates that this model cannot run, with the reason.
     """
 
-    model: str | None
+    model: str
     model_name: str
     trained_len: int
     lengths: tuple[int, ...]

@@ -54,7 +54,7 @@ class TaskOptions:
     model: Path
     tasks: tuple[str, ...]
     html: Path
-    model_name: str | None = None
+    model_name: str
     lengths: tuple[int, ...] = ()
     documents: int = 4
     seed: int = 1
