@@ -1,14 +1,10 @@
-"""How much memory there is, and what share of it KV pages get. Reads the machine; decides nothing about blocks, and imports
-no torch: what a GPU has left is for the caller to say."""
+"""What share of memory KV pages get. Imports no torch, and asks nobody: what is free is for the caller to say."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 DEVICE_SHARE = 0.9  # of a GPU's memory, where the operator names none
 _CPU_SHARE = 0.5
 _FALLBACK_BYTES = 2 << 30
-_CGROUP = Path("/sys/fs/cgroup")
 
 
 def default_kv_budget(free: int | None, engines: int = 1) -> int:
@@ -30,34 +26,6 @@ def device_kv_budget(total: int, taken: int, free: int, share: float | None, ste
     return min(int(total * (share or DEVICE_SHARE)) - taken, free) - step
 
 
-def available_memory() -> int | None:
-    """Free bytes of main memory, within the container's limit if there is one; None where the system does not tell."""
-    free = _numbers(Path("/proc/meminfo")).get("MemAvailable")
-    limit, used = _number(_CGROUP / "memory.max"), _number(_CGROUP / "memory.current")
-    if limit is None or used is None:
-        return None if free is None else free * 1024
-    # What files have left in memory counts as used there, and goes when memory is asked for: a model read twice, say.
-    files = _numbers(_CGROUP / "memory.stat")
-    inside = limit - used + files.get("active_file", 0) + files.get("inactive_file", 0)
-    return max(0, inside if free is None else min(free * 1024, inside))
-
-
 def gib(num_bytes: float) -> str:
     """A size for people: "7.6 GiB", small ones in MiB."""
     return f"{num_bytes / 2**30:.1f} GiB" if num_bytes >= 2**30 else f"{num_bytes / 2**20:.1f} MiB"
-
-
-def _numbers(path: Path) -> dict[str, int]:
-    """Lines of a name and a number, by name; nothing where there is no such file."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    return {words[0].rstrip(":"): int(words[1]) for words in map(str.split, lines) if len(words) > 1}
-
-
-def _number(path: Path) -> int | None:
-    try:
-        return int(path.read_text())
-    except (OSError, ValueError):  # no cgroup v2, or "max"
-        return None

@@ -84,11 +84,7 @@ class EngineCore:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
         several = config.compute.tensor_parallel > 1
-        threads = config.compute.threads or (len(config.compute.cores) if config.compute.cores else None)
-        if several:
-            threads = rank_threads(config.compute)
-        if threads is not None:
-            torch.set_num_threads(threads)
+        torch.set_num_threads(rank_threads(config, None if several else torch.get_num_threads()))
         check_folder(config)
         if several:
             self._others = OtherRanks(config)

@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from windlass.engine.api.config import ComputeConfig
+from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.machine import processor_quota, processors
 from windlass.engine.errors import LoadError
 
 # Rounds a thread polls at a barrier before it sleeps, a few microseconds.
@@ -70,15 +71,19 @@ def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, .
     return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
 
 
-def rank_threads(compute: ComputeConfig) -> int:
-    """Threads of each rank: as many as the operator says, else an equal part of the cores it may use, at least one."""
+def rank_threads(config: EngineConfig, usual: int | None = None) -> int:
+    """Threads of each rank: as many as the operator says, else an equal part of the processors there are, at least one.
+
+    usual: what one rank without cores of its own takes where it may, which is torch's choice.
+    """
+    compute = config.compute
     if compute.threads is not None:
         return compute.threads
-    if compute.cores is not None:
-        cores = len(compute.cores)
-    else:
-        cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return max(1, cores // compute.tensor_parallel)
+    threads = (usual or processors()) if compute.cores is None else len(compute.cores)
+    quota = processor_quota()
+    if quota is not None:  # of all engines together; cores of their own are parts already
+        threads = min(threads, int(quota) // config.replicas)
+    return max(1, threads // compute.tensor_parallel)
 
 
 def pin(cores: Iterable[int]) -> None:

@@ -6,7 +6,7 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from windlass.engine.cache.memory import available_memory
+from windlass.engine.api.machine import available_memory
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.sizing import Alternative, ModelSize, size_model
 from windlass.server.options.engine import EngineOptions

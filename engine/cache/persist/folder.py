@@ -8,7 +8,8 @@ import tempfile
 from pathlib import Path
 
 from windlass.engine.api.config import PERSIST_SIZE, EngineConfig
-from windlass.engine.cache.memory import available_memory, gib
+from windlass.engine.api.machine import available_memory
+from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 
 _FEWEST_BLOCKS = 64  # of all KV groups, that the cap has to have room for

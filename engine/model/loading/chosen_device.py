@@ -10,7 +10,7 @@ from typing import NamedTuple
 import torch
 
 from windlass import kernels
-from windlass.engine.cache.memory import available_memory
+from windlass.engine.api.machine import available_memory
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.device import check_rank_device
 

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import os
 from math import prod
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.machine import processors
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GgufIndex, units
@@ -74,7 +74,7 @@ def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int 
     """What ranks have in common and may have too little of."""
     ranks, engines, found = part.ranks, config.replicas, list[str]()
     own = config.compute.cores
-    processes, cores = (ranks * engines, _cores()) if own is None else (ranks, len(own))
+    processes, cores = (ranks * engines, processors()) if own is None else (ranks, len(own))
     if processes > cores:
         found.append(f"{processes} ranks share {cores} cores, and wait for each other: use fewer")
     tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "table and head")]
@@ -82,8 +82,3 @@ def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int 
     if free is not None and needed > free:
         found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
     return found
-
-
-def _cores() -> int:
-    """Those that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

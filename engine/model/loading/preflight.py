@@ -12,8 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_dtype
+from windlass.engine.api.machine import available_memory
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
-from windlass.engine.cache.memory import available_memory, default_kv_budget, gib
+from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.persist.folder import check_folder, check_keeping
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors

@@ -22,7 +22,7 @@ from helpers.device import DEVICE, PLACE
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.cache.memory import available_memory
+from windlass.engine.api.machine import available_memory
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.refusals import check_replicas
 from windlass.server.cli import main as cli

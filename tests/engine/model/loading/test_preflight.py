@@ -15,10 +15,8 @@ from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass import kernels
-from windlass.engine.cache import memory
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.memory import available_memory
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
@@ -254,20 +252,6 @@ def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPa
     ) as e:
         EngineCore(config)
     assert "\n" not in str(e.value)
-
-
-def test_memory_of_a_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    outside = available_memory()
-    assert outside is not None and outside > 64 << 20
-    monkeypatch.setattr(memory, "_CGROUP", tmp_path)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "memory.current").write_text(f"{40 << 20}\n")
-    assert available_memory() > 64 << 20
-    (tmp_path / "memory.max").write_text(f"{64 << 20}\n")
-    assert available_memory() == 24 << 20
-    # What files have left in memory is given back on demand.
-    (tmp_path / "memory.stat").write_text(f"anon 1\nactive_file {10 << 20}\ninactive_file {20 << 20}\nshmem 5\n")
-    assert available_memory() == 54 << 20
 
 
 def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:

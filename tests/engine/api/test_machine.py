@@ -1,0 +1,132 @@
+"""Limits of control groups, in both versions, as files of a played system; and the threads of an engine under them."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.configs import engine_config
+
+from windlass.engine.api import machine
+from windlass.engine.api.machine import available_memory, processor_quota, processors
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.threads import rank_threads
+
+DEMO = Path(__file__).parents[3] / "models" / "demo"
+MIB = 1 << 20
+
+
+class System:
+    """What is mounted and which groups are ours; no group at first."""
+
+    def __init__(self, folder: Path) -> None:
+        self.mounted, self.own = folder / "mounted", folder / "own"
+        self.mounted.mkdir()
+
+    def write(self, name: str, text: object) -> None:
+        path = self.mounted / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{text}\n")
+
+
+@pytest.fixture
+def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
+    made = System(tmp_path)
+    monkeypatch.setattr(machine, "_MOUNTED", made.mounted)
+    monkeypatch.setattr(machine, "_OWN", made.own)
+    return made
+
+
+@pytest.fixture
+def eight(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(8)), raising=False)
+
+
+def test_memory_of_a_container(system: System) -> None:
+    outside = available_memory()
+    assert outside is not None and outside > 64 * MIB
+    system.write("memory.max", "max")
+    system.write("memory.current", 40 * MIB)
+    assert available_memory() > 64 * MIB
+    system.write("memory.max", 64 * MIB)
+    assert available_memory() == 24 * MIB
+    # What files have left in memory is given back on demand.
+    system.write("memory.stat", f"anon 1\nactive_file {10 * MIB}\ninactive_file {20 * MIB}\nshmem 5")
+    assert available_memory() == 54 * MIB
+    system.write("memory.current", 80 * MIB)
+    system.write("memory.stat", "odd\nactive_file many")
+    assert available_memory() == 0
+
+
+def test_memory_of_a_group_in_version_1(system: System) -> None:
+    system.write("memory/memory.limit_in_bytes", 9223372036854771712)  # none
+    system.write("memory/memory.usage_in_bytes", 500 * MIB)
+    assert available_memory() > 64 * MIB
+    system.own.write_text("4:memory:/docker/abc\n1:cpu,cpuacct:/docker/abc\n0::/\n")
+    system.write("memory/docker/abc/memory.limit_in_bytes", 64 * MIB)
+    system.write("memory/docker/abc/memory.usage_in_bytes", 40 * MIB)
+    system.write(
+        "memory/docker/abc/memory.stat",
+        f"active_file 0\ninactive_file 0\ntotal_active_file {MIB}\ntotal_inactive_file {2 * MIB}",
+    )
+    assert available_memory() == 27 * MIB
+
+
+def test_a_group_above_ours_limits_too(system: System) -> None:
+    system.own.write_text("0::/system.slice/windlass.service\n")
+    system.write("system.slice/windlass.service/memory.max", 64 * MIB)
+    system.write("system.slice/windlass.service/memory.current", 0)
+    assert available_memory() == 64 * MIB
+    system.write("system.slice/memory.max", 48 * MIB)
+    system.write("system.slice/memory.current", 0)
+    assert available_memory() == 48 * MIB
+    system.write("system.slice/windlass.service/cpu.max", "max 100000")
+    assert processor_quota() is None
+    system.write("system.slice/cpu.max", "150000 100000")
+    assert processor_quota() == 1.5
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(
+    ("files", "quota", "count"),
+    [
+        ({}, None, 8),
+        ({"cpu.max": "max 100000"}, None, 8),
+        ({"cpu.max": "400000 100000"}, 4.0, 4),
+        ({"cpu.max": "250000 100000"}, 2.5, 2),
+        ({"cpu.max": "5000 10000"}, 0.5, 1),
+        ({"cpu.max": "6400000 100000"}, 64.0, 8),
+        ({"cpu/cpu.cfs_quota_us": -1, "cpu/cpu.cfs_period_us": 100000}, None, 8),
+        ({"cpu/cpu.cfs_quota_us": 300000, "cpu/cpu.cfs_period_us": 100000}, 3.0, 3),
+        ({"cpu,cpuacct/pod/cpu.cfs_quota_us": 200000, "cpu,cpuacct/pod/cpu.cfs_period_us": 100000}, 2.0, 2),
+        ({"cpu.max": "nonsense 0"}, None, 8),
+    ],
+)
+def test_a_quota_of_processors(system: System, files: dict[str, object], quota: float | None, count: int) -> None:
+    system.own.write_text("2:cpu,cpuacct:/pod\nnonsense\n")
+    for name, text in files.items():
+        system.write(name, text)
+    assert (processor_quota(), processors()) == (quota, count)
+
+
+@pytest.mark.usefixtures("eight")
+def test_an_engine_has_no_more_threads_than_its_quota_lets_run(system: System) -> None:
+    config = engine_config(DEMO, kv_cache_memory=32 * MIB)
+    several = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2)
+    own_cores = engine_config(DEMO, kv_cache_memory=32 * MIB, cores=tuple(range(4)), replicas=2)
+    named = engine_config(DEMO, kv_cache_memory=32 * MIB, threads=6)
+    assert [rank_threads(each, 5) for each in (config, several, own_cores, named)] == [5, 2, 4, 6]
+    assert rank_threads(several) == 4
+    system.write("cpu.max", "300000 100000")
+    assert [rank_threads(each, 5) for each in (config, own_cores, named)] == [3, 1, 6]
+    assert rank_threads(several) == 1
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(5)
+        core = EngineCore(config)
+        assert torch.get_num_threads() == 3
+        core.close()
+    finally:
+        torch.set_num_threads(before)
