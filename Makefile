@@ -49,20 +49,23 @@ $(BIN)/python:
 SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
-# Where a compiler has come since, the kernels are to be compiled that were not.
+# Where another compiler has come since, the kernels are to be compiled that were not.
 KERNELS := $(wildcard kernels/cpu/_windlass_cpu*.so)
-LATE    := $(if $(KERNELS),,$(if $(shell command -v $(firstword $(CXX)) 2>/dev/null),late-compiler))
+COMPILER := $(if $(KERNELS),,$(shell p=$$(command -v $(firstword $(CXX))) && echo $$p-$$($$p -dumpfullversion 2>/dev/null)))
+LATE    := $(if $(COMPILER),$(if $(filter $(COMPILER),$(shell cat $(VENV)/.compiler 2>/dev/null)),,late-compiler))
 
 .PHONY: late-compiler
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e .
+	@echo '$(COMPILER)' > $(VENV)/.compiler
 	@touch $@
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e '.[$*]'
+	@echo '$(COMPILER)' > $(VENV)/.compiler
 	@touch $@ $(VENV)/.installed
 
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))

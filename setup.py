@@ -16,6 +16,7 @@ from setuptools.modified import newer_group
 
 ROOT = Path(__file__).resolve().parent
 KERNELS = ROOT / "src" / "windlass" / "kernels" / "cpu" / "src"
+SOURCES = runpy.run_path(str(KERNELS.parent / "sources.py"))["fingerprint"](KERNELS)
 
 
 def requirements() -> list[str]:
@@ -56,7 +57,15 @@ class BuildKernels(build_ext):
 kernels = Extension(
     "windlass.kernels.cpu._windlass_cpu",
     sources=sorted(str(path.relative_to(ROOT)) for path in KERNELS.glob("isa_*.cpp")),
-    extra_compile_args=["-O3", "-std=c++17", "-fopenmp", "-fvisibility=hidden", "-Wno-psabi", "-g0"],
+    extra_compile_args=[
+        "-O3",
+        "-std=c++17",
+        "-fopenmp",
+        "-fvisibility=hidden",
+        "-Wno-psabi",
+        "-g0",
+        f'-DWINDLASS_SOURCES="{SOURCES}"',
+    ],
     extra_link_args=["-fopenmp"],
     language="c++",
     optional=True,

@@ -33,9 +33,11 @@ chmod +x "$folder/bin/python"
 cd "$root"
 library=kernels/cpu/_windlass_cpu.cpython-311-aarch64-linux-gnu.so
 if [ ! -e $library ] || [ -n "$(find kernels/cpu/src -name '*.cpp' -newer $library -o -name '*.h' -newer $library)" ]; then
+    sources=$(python3 -c 'import pathlib, runpy
+print(runpy.run_path("kernels/cpu/sources.py")["fingerprint"](pathlib.Path("kernels/cpu/src")))')
     for source in generic neon neon_dot; do
         aarch64-linux-gnu-g++ -O3 -std=c++17 -fopenmp -fPIC -fvisibility=hidden -Wno-psabi \
-            -c kernels/cpu/src/isa_$source.cpp -o "$folder/$source.o"
+            -DWINDLASS_SOURCES="\"$sources\"" -c kernels/cpu/src/isa_$source.cpp -o "$folder/$source.o"
     done
     aarch64-linux-gnu-g++ -shared -fopenmp "$folder/generic.o" "$folder/neon.o" "$folder/neon_dot.o" -o $library
 fi

@@ -59,6 +59,13 @@ def test_kernels_are_compiled_once_a_compiler_has_come(tmp_path: Path) -> None:
     missing, here, gone = "KERNELS=", f"CXX={sys.executable}", "CXX=no-such-compiler"
     assert installs(commands(venv, "serve", missing, here)) == ["-e ."]
     assert installs(commands(venv, "test", missing, here)) == ["-e '.[dev]'"]
+    (venv / ".compiler").write_text("/usr/bin/older-11.3.0\n")
+    assert installs(commands(venv, "serve", missing, here)) == ["-e ."]
+    # One that could not compile them is not asked again at each start.
+    (tried,) = (line for line in commands(venv, "serve", missing, here) if ".compiler" in line)
+    subprocess.run(["sh", "-c", tried], check=True)
+    assert installs(commands(venv, "serve", missing, here)) == []
+    (venv / ".compiler").unlink()
     for words in ((missing, gone), ("KERNELS=a.so", here), ("KERNELS=a.so", gone)):
         assert installs(commands(venv, "serve", *words)) == []
 

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch  # loads libgomp, which the library below then shares
 
+from windlass.kernels.cpu.sources import fingerprint
 from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, declared_fields, differing
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
@@ -296,6 +297,9 @@ def runnable(path: Path) -> tuple[str, ...]:
     Raises OSError for a file that does not load and AttributeError for one that was compiled from other sources.
     """
     handle = ctypes.CDLL(str(path))
+    handle.windlass_sources.restype = ctypes.c_char_p
+    if (sources := fingerprint(Path(__file__).parent / "src")) and handle.windlass_sources().decode() != sources:
+        raise AttributeError("compiled from other sources")
     if others := differing(handle):
         raise AttributeError(f"compiled from other sources: {'; '.join(others)}")
     if compiled_fields(handle) != declared_fields():
@@ -314,7 +318,9 @@ def _attempt() -> tuple[Library | None, str | None]:
         return None, f"{ISA_VARIABLE}=off turns the compiled CPU kernels off"
     path = find()
     if path is None:
-        again = "install a C++ compiler (g++), then run pip install -e . again (in a clone, make serve does)"
+        again = (
+            "install a C++ compiler (g++ 11 or newer), then run pip install -e . again (in a clone, make serve does)"
+        )
         return None, f"the CPU kernels were not compiled: {again}"
     try:
         available = runnable(path)

@@ -27,6 +27,10 @@
 #endif
 #include "kernels.h"
 
+#ifndef WINDLASS_SOURCES
+#error "pass -DWINDLASS_SOURCES with the fingerprint that kernels/cpu/sources.py gives"
+#endif
+
 #if defined(__aarch64__)
 static bool has_dot_products() {
 #if defined(__linux__)
@@ -77,6 +81,9 @@ EXPORT int windlass_can_run(int level) {
 #endif
     return level == 0;
 }
+
+// What all of this was compiled from (kernels/cpu/sources.py).
+EXPORT const char *windlass_sources() { return WINDLASS_SOURCES; }
 
 struct FieldPlace {
     const char *name;

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import ctypes
+from pathlib import Path
 
 import pytest
 from helpers.cpu_kernels import kernels
 
 from windlass.kernels.cpu import library, structs
 from windlass.kernels.cpu.sampling import CompiledDraw
+from windlass.kernels.cpu.sources import fingerprint
 
 
 def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
@@ -38,3 +40,22 @@ def test_a_library_that_tells_no_sizes_is_not_loaded(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(ctypes, "CDLL", lambda path: older)
     monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
     assert "rebuild it: pip install -e ." in str(library.unavailable_reason())
+
+
+def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Structs may be the same where a function has another argument, which nothing but the sources tells."""
+    kernels("generic")
+    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    monkeypatch.setattr(library, "fingerprint", lambda folder: fingerprint(folder)[:-1] + "x")
+    assert "(compiled from other sources); rebuild it: pip install -e ." in str(library.unavailable_reason())
+    monkeypatch.setattr(library, "fingerprint", lambda folder: "")  # a package without them: nothing to compare with
+    assert library.unavailable_reason() is None or "=off" in str(library.unavailable_reason())
+
+
+def test_a_change_of_any_source_is_seen(tmp_path: Path) -> None:
+    assert fingerprint(tmp_path) == ""
+    seen = set()
+    for name, text in (("a.cpp", "1"), ("b.h", "2"), ("b.h", "3"), ("c.h", ""), ("d.txt", "4")):
+        (tmp_path / name).write_text(text)
+        seen.add(fingerprint(tmp_path))
+    assert len(seen) == 4
