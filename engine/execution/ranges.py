@@ -125,7 +125,9 @@ def query_ranges(
             if span.far:
                 turn += turns_to_far_keys(rule, positions)
             rows[b, r] = token
-            if turn.any():
+            # Sinks are a range of their own even where no query of this chunk is turned: neighbours under one turn may be summed
+            # as one, and how a token is summed must not depend on the chunk that it came in.
+            if span.sink or turn.any():
                 rows[b, r] = num_tokens + versions
                 sources.append(np.arange(token, token + count, dtype=np.int64))
                 turns.append(turn)

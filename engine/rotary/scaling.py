@@ -195,8 +195,9 @@ def effective_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exa
         if length <= original:
             return float(original)
         return max(float(base.trained_len), original * cast(float, scaling.get("factor") or 1.0))
-    ratio = length / base.trained_len if exact else frequencies.grid_ratio(base.trained_len, length)
-    return base.trained_len * max(ratio, 1.0)
+    if exact:  # by itself: a ratio and back again may be a token short
+        return float(max(length, base.trained_len))
+    return base.trained_len * frequencies.grid_ratio(base.trained_len, length)
 
 
 def last_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> int | None:

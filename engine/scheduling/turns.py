@@ -2,7 +2,9 @@
 
 Start-time fair queueing (Goyal, Vin and Cheng, 1996), with tokens as the work: a request starts where the caller's last one
 ends, or now if that is over, and ends its tokens later. Whoever sent a hundred requests so stands behind another's first, and
-the requests of one caller keep their order. Knows callers by name and nothing of what they are to whom.
+the requests of one caller keep their order. Time goes on with the work, as in weighted fair queueing (Demers, Keshav and
+Shenker, 1989): by what each caller who is there gets of it. Else callers who come for the first time, all of them now, would go
+before one who comes again for as long as there are any. Knows callers by name and nothing of what they are to whom.
 """
 
 from __future__ import annotations
@@ -16,6 +18,8 @@ class CallerTurns:
     def __init__(self) -> None:
         self._now = 0.0
         self._ends: dict[str, tuple[float, float]] = {}  # where each caller's last request starts and ends
+        self._there: dict[str, tuple[int, float]] = {}  # requests of each caller that have not ended, and the share
+        self._shares = 0.0  # of them together
         self._look_at = _FEW
 
     def __len__(self) -> int:
@@ -27,6 +31,9 @@ class CallerTurns:
         _, end = self._ends.get(caller, (0.0, 0.0))
         start = max(self._now, end)
         self._ends[caller] = start, start + tokens / share
+        count, before = self._there.get(caller, (0, 0.0))
+        self._there[caller] = count + 1, share
+        self._shares += share - before
         if len(self._ends) > self._look_at:
             self._ends = {name: last for name, last in self._ends.items() if last[1] > self._now}
             self._look_at = max(_FEW, 2 * len(self._ends))
@@ -35,6 +42,23 @@ class CallerTurns:
     def begin(self, start: float) -> None:
         """A request that starts there is being served: whoever comes now starts no earlier."""
         self._now = max(self._now, start)
+
+    def serve(self, tokens: int) -> None:
+        """So many tokens were computed, for whomever of those who are there."""
+        if self._shares > 0:
+            self._now += tokens / self._shares
+
+    def leave(self, caller: str) -> None:
+        """A request of this caller has ended. Where it was the last of all, nobody owes anything any more."""
+        count, share = self._there.pop(caller)
+        if count > 1:
+            self._there[caller] = count - 1, share
+            return
+        self._shares -= share
+        if not self._there:
+            self._now = max([self._now, *(end for _, end in self._ends.values())])
+            self._ends.clear()
+            self._shares = 0.0  # without what sums have lost of it
 
     def give_back(self, caller: str, tokens: int, share: float = 1.0) -> None:
         """So many of a request's tokens were not needed after all. The next one still starts no earlier than the last one did:

@@ -239,6 +239,36 @@ def test_windows_and_far_keys_longer_than_what_attention_takes_at_once(tmp_path:
     assert core.scheduler.counters.dropped_tokens >= 2 * 512, "blocks are given up all the same"
 
 
+@pytest.mark.parametrize("model", ["gemma3", "gpt_oss"])
+def test_sinks_before_layers_that_have_a_window_of_their_own(model: str, directory_of: Callable[[str], Path]) -> None:
+    """Such a layer sees sinks and what follows them as neighbours with one reach, whether or not a query is turned for them."""
+    sent = [
+        greedy(
+            f"{window} behind {sinks}",
+            TEXT[:100],
+            2,
+            prompt_logprobs=0,
+            context=ContextRule(attention_window=window, attention_sinks=sinks),
+        )
+        for window, sinks in ((50, 4), (50, 17), (33, 40))
+    ]
+
+    def prompts(tokens: int) -> dict[str, list[float]]:
+        core = core_of(directory_of(model), max_model_len=256, max_num_batched_tokens=tokens)
+        done = run(core, sent)
+        told = {
+            name: [out.prompt_logprobs for out in one.outputs if out.prompt_logprobs] for (name, _), one in done.items()
+        }
+        return {
+            name: [row.logprob for rows in parts for row in rows if row is not None] for name, parts in told.items()
+        }
+
+    want = prompts(1)
+    assert all(len(rows) == 99 for rows in want.values())
+    for tokens in (4, 33, 64, 512):
+        assert prompts(tokens) == want, tokens
+
+
 def test_two_threads_change_nothing_between_ways(directory_of: Callable[[str], Path]) -> None:
     torch.set_num_threads(2)
     sent = requests_for("demo")[1::8]

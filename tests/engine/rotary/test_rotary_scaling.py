@@ -23,6 +23,7 @@ from windlass.engine.rotary.scaling import (
     RotarySpec,
     check,
     effective_length,
+    last_length,
     resolve,
     runnable_kinds,
 )
@@ -545,3 +546,17 @@ def test_check_refuses_what_does_not_fit_the_model(obj: dict[str, Any], param: s
 def test_check_accepts_every_case() -> None:
     for obj, _ in CASES:
         check(RopeScaling.from_dict(obj), BASE)
+
+
+@pytest.mark.parametrize("trained", [71, 4096, 32_000, 128_000, 1_010_000])
+def test_exact_lengths_are_those_of_the_request(trained: int) -> None:
+    """A token less, and a request of that length would be read again for its next token although its window is full."""
+    base = RotaryBase(rope_theta=10_000.0, head_dim=DIM, rotary_dim=DIM, trained_len=trained)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+    for length in (1, trained, trained + 1, *range(trained + 7, 2 * trained, max(1, trained // 501))):
+        reach = max(length, trained)
+        assert (
+            effective_length(dynamic, base, length, exact=True)
+            == last_length(dynamic, base, length, exact=True)
+            == reach
+        )

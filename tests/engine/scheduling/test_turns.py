@@ -94,6 +94,63 @@ def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
     assert len(turns) < 200
 
 
+@pytest.mark.parametrize("always_there", [0, 3])
+def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
+    """Addresses, where there are no keys: as many as whoever asks has. `always_there`: those who never let it fall idle."""
+    turns = CallerTurns()
+    for i in range(always_there):
+        turns.take(f"there {i}", 1 << 30)
+    most = 0
+    for i in range(10_000):
+        turns.begin(turns.take(f"address {i}", 5))
+        turns.serve(5)
+        turns.leave(f"address {i}")
+        most = max(most, len(turns))
+    assert most < 300 and len(turns) <= (always_there and most)
+
+
+@pytest.mark.parametrize("others", [["n0", "n1", "n2"], [f"n{i}" for i in range(3, 1000)]])
+def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: list[str]) -> None:
+    """One caller had 1,000 tokens while others were there; three are there at any time, the same ones or ever new ones."""
+    turns = CallerTurns()
+    turns.take("busy", 1 << 30)
+    turns.begin(turns.take("a", 1000))
+    turns.serve(1000)
+    turns.leave("a")
+    waiting = [(turns.take(name, 10), name) for name in others[:3]]
+    waiting.append((turns.take("a", 10), "a"))
+    served = 0
+    for name in [*others[3:], *others * 1000]:
+        waiting.sort()
+        start, first = waiting.pop(0)
+        if first == "a":
+            break
+        turns.begin(start)
+        turns.serve(10)
+        turns.leave(first)
+        served += 10
+        waiting.append((turns.take(name if len(others) > 3 else first, 10), name if len(others) > 3 else first))
+    # `busy`, the three and `a` are there: 1,000 for `a` are 1,000 for each of four, of whom `busy` was not served.
+    assert 0 < served <= 4000
+
+
+def test_nobody_owes_anything_where_nobody_waited() -> None:
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    add(executor, replace(make_request("before", [1] * 50, max_tokens=100), caller="a"))
+    ends_of(scheduler, executor)  # alone, and idle since
+    for i in range(3):
+        add(executor, replace(make_request(f"new-{i}", [2], max_tokens=3), caller=f"new {i}"))
+    step(scheduler, executor)
+    add(executor, replace(make_request("again", [1], max_tokens=3), caller="a"))
+    ends = []
+    while "again" not in ends:
+        for output in step(scheduler, executor):
+            if output.finish_reason:
+                ends.append(output.request_id)
+                add(executor, replace(make_request(f"more-{len(ends)}", [2], max_tokens=3), caller=f"more {len(ends)}"))
+    assert len(ends) <= 5
+
+
 def test_the_scheduler_serves_callers_in_turn() -> None:
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
     for i in range(6):
@@ -125,6 +182,8 @@ def test_a_priority_counts_for_more_than_a_turn() -> None:
 def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None:
     """A caller whose requests end early is not set back by the lengths it allowed."""
     scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    last = make_request("last", [1], max_tokens=1, priority=1)  # somebody waits all the time
+    add(executor, replace(last, caller="patient"))
     for i in range(3):
         request_id = f"short-{i}"
         add(executor, replace(make_request(request_id, [i], max_tokens=150), caller="short"))
@@ -133,7 +192,7 @@ def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None
     add(executor, replace(make_request("short", [1], max_tokens=1), caller="short"))
     for name in ("other-0", "other-1"):
         add(executor, replace(make_request(name, [2] * 40, max_tokens=1), caller="other"))
-    assert ends_of(scheduler, executor) == ["other-0", "short", "other-1"]
+    assert ends_of(scheduler, executor) == ["other-0", "short", "other-1", "last"]
 
 
 def test_waiting_requests_have_a_bound_on_their_tokens_together() -> None:
