@@ -53,6 +53,11 @@ def require_matplotlib() -> None:
         )
 
 
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: between two $ it would read mathematics."""
+    return text.replace("$", r"\$")
+
+
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG; raises LoadError where the file cannot be written."""
     data = io.BytesIO()
@@ -105,7 +110,7 @@ def draw_inspection(result: Inspection) -> Figure:
             axes.spines[["top", "right"]].set_visible(False)
         left.set_title(f"{group.name}: {group.rope_type} at {result.length:,} tokens", fontsize=10)
         right.set_title(f"attention factor {group.scaled.rotary_scale:.4g}", fontsize=10)
-    figure.suptitle(f"Rotary frequencies of {result.model}", fontsize=11)
+    figure.suptitle(literal(f"Rotary frequencies of {result.model}"), fontsize=11)
     return figure
 
 

@@ -337,7 +337,9 @@ def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
     verdicts = {one["name"]: one["verdict"] for one in json.loads(report.read_text(encoding="utf-8"))["checks"]}
     assert verdicts == {CHECKS[0][0]: "holds", "last": "not askable", "left": "not askable"}
     out, err = capfd.readouterr()
-    assert "holds" in out and err.splitlines()[-1].startswith("error: the server at http://letters/v1 stopped answering")
+    assert "holds" in out and err.splitlines()[-1].startswith(
+        "error: the server at http://letters/v1 stopped answering"
+    )
 
 
 def test_a_report_that_cannot_be_written_is_one_line(
@@ -381,7 +383,7 @@ def test_distance_bounds_what_only_one_list_has() -> None:
 
 @pytest.mark.parametrize("given", ["NaN", "Infinity", "-Infinity"])
 def test_log_probabilities_that_are_no_numbers_are_not_compared(given: str) -> None:
-    part = json.loads('{"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": %s}]}}]}' % given)
+    part = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": json.loads(given)}]}}]}
     with pytest.raises(NotAskableError, match="finite"):
         Reader().part(part, 0.0)
 

@@ -82,7 +82,9 @@ def test_what_is_nested_too_deep_to_be_drawn_is_shown_as_text(browser: Browser, 
         return place.innerText;
     }"""
     seen = Seen(browser, live)
-    mixed = "".join(("*a ", "**b ")[i % 2] for i in range(200)) + "end" + "".join(("** ", "* ")[i % 2] for i in range(200))
+    mixed = (
+        "".join(("*a ", "**b ")[i % 2] for i in range(200)) + "end" + "".join(("** ", "* ")[i % 2] for i in range(200))
+    )
     for text in ("* " * 400 + "end", "1. " * 400 + "end", "> " * 1500 + "end", "> " * 5000 + "end", mixed):
         assert "end" in seen.page.evaluate(draw, text), text[:10]
     seen.page.evaluate(draw, "> " * 20 + "- **end**")
