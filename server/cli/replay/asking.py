@@ -51,7 +51,7 @@ def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
 
 
 def _as_far(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
-    """The limits of one that did not end well: whoever left was not given more, and the rest would be work that nobody asked for."""
+    """The limits of one that did not end well: whoever left was not given more, and nobody asked for the rest."""
     if recorded.ended_well:
         return {}
     most = max(1, recorded.tokens)
