@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -143,4 +144,6 @@ def _steps(given: dict[str, Any]) -> list[Step]:
         ]
     if any(not step.top for step in steps):
         raise NotAskableError("a step of the answer has no top_logprobs")
+    if not all(math.isfinite(value) for step in steps for value in step.top.values()):
+        raise NotAskableError("a log-probability of the answer is no finite number, so nothing can be compared with it")
     return steps

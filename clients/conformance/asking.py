@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from threading import Event
 from typing import Any
 
@@ -53,11 +53,13 @@ class Asker:
         self._http.close()
 
     def _find(self, model: str | None) -> dict[str, Any]:
+        end = min(self._end, time.monotonic() + self._timeout)
         try:
-            reply = self._http.get(self._base + "/models", timeout=self._timeout)
-            cards = reply.json()["data"] if reply.status_code == 200 else []
+            with self._http.stream("GET", self._base + "/models", timeout=self._timeout) as reply:
+                body = b"".join(_until(end, reply, "it did not tell its models in time"))
+            cards = json.loads(body)["data"] if reply.status_code == 200 else []
             cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        except (httpx.HTTPError, httpx.InvalidURL) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, NotAskableError) as error:
             raise CommandError(f"no server answers at {self._base}: {error}; give the address it listens on") from None
         except (ValueError, KeyError, TypeError):
             cards = []
@@ -136,14 +138,14 @@ class Asker:
         wait = end - time.monotonic()
         try:
             with self._http.stream("POST", self._base + "/completions", json=body, timeout=wait) as reply:
+                chunks = _until(end, reply, late)
                 if reply.status_code != 200:
-                    return reader, reply.status_code, reply.read().decode("utf-8", "replace")
-                for part in _parts(reply):
+                    return reader, reply.status_code, b"".join(chunks).decode("utf-8", "replace")
+                streams = "event-stream" in reply.headers.get("content-type", "")
+                for part in _parts(chunks) if streams else [json.loads(b"".join(chunks))]:
                     reader.part(part, time.monotonic())
                     if began is not None and reader.times:
                         began.set()
-                    if time.monotonic() > end:
-                        raise NotAskableError(late)
         except httpx.TimeoutException:
             raise NotAskableError(late) from None
         except httpx.HTTPError as error:
@@ -153,14 +155,18 @@ class Asker:
         return reader, 200, ""
 
 
-def _parts(reply: httpx.Response) -> Iterator[Any]:
-    """The JSON objects of a stream as they arrive; the one object where the server does not stream."""
-    if "event-stream" not in reply.headers.get("content-type", ""):
-        reply.read()
-        yield reply.json()
-        return
-    decoder = SSEDecoder()
+def _until(end: float, reply: httpx.Response, late: str) -> Iterator[bytes]:
+    """The body as it arrives. Raises NotAskableError, saying `late`, once more of it comes after `end`."""
     for chunk in reply.iter_bytes():
+        if time.monotonic() > end:
+            raise NotAskableError(late)
+        yield chunk
+
+
+def _parts(chunks: Iterable[bytes]) -> Iterator[Any]:
+    """The JSON objects of a stream as they arrive."""
+    decoder = SSEDecoder()
+    for chunk in chunks:
         for event in decoder.feed(chunk):
             if event.data != "[DONE]":
                 yield json.loads(event.data)

@@ -64,7 +64,16 @@ def conform(
     for line in to_lines(results):
         typer.echo(line)
     if as_json is not None:
-        as_json.write_text(json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n", encoding="utf-8")
+        _write(as_json, json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n")
     if markdown is not None:
-        markdown.write_text(to_markdown(url, asker.model, results), encoding="utf-8")
+        _write(markdown, to_markdown(url, asker.model, results))
+    if suite.lost is not None:
+        raise CommandError(suite.lost)
     raise typer.Exit(exit_status(results))
+
+
+def _write(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise CommandError(f"cannot write {path}: {error.strerror or error}") from error

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 
 from windlass.clients.conformance.answers import TIES, Agreement, Answer, NotAskableError
 from windlass.clients.conformance.asking import Asker
+from windlass.clients.terminal.errors import CommandError
 
 WORDS = (
     "the river ran past old stone houses and a boat came in from sea with salt bread wool lamp oil letters for every "
@@ -58,7 +59,7 @@ class Suite:
 
     trained: positions the model was trained on, None where unknown. context: the longest the server takes, None where
     it does not say. tolerance: nats below which a difference is rounding. far_len: tokens of the long texts with which
-    the precision of angles is asked.
+    the precision of angles is asked. lost: how a check ended before its time, None where none did.
     """
 
     def __init__(
@@ -72,6 +73,7 @@ class Suite:
     ) -> None:
         self.asker, self.trained, self.context, self.tolerance = asker, trained, context, tolerance
         self.far_len = far_len
+        self.lost: str | None = None
         self._random = random.Random(seed)
         self.noise = Agreement()
         once, twice = len(WORDS), 2 * len(WORDS)
@@ -84,7 +86,10 @@ class Suite:
         checks: Sequence[tuple[str, str, Callable[[Suite], Found]]],
         say: Callable[[str], None] = lambda line: None,
     ) -> list[CheckResult]:
-        """Every check, one after another; `say` is told each check's name before it runs."""
+        """Every check, one after another; `say` is told each check's name before it runs.
+
+        What a server that falls silent leaves is "not askable", so that what was found before is not lost.
+        """
         say("noise")
         self.noise = self._measure_noise()
         results = []
@@ -94,6 +99,9 @@ class Suite:
                 results.append(self._judge(name, question, check(self)))
             except NotAskableError as reason:
                 results.append(CheckResult(name, question, "not askable", str(reason)))
+            except CommandError as error:
+                self.lost = str(error)
+                results.append(CheckResult(name, question, "not askable", self.lost))
         return results
 
     def _judge(self, name: str, question: str, found: Found) -> CheckResult:

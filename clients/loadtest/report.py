@@ -242,7 +242,7 @@ def _tiles(result: RunResult, summary: dict[str, Any]) -> list[dict[str, Any]]:
             "bad" if summary["failed"] else "",
         ),
     ]
-    if summary["cached_tokens"]:
+    if summary["cached_tokens"] and summary["input_tokens"]:  # a server may tell the one and not the other
         share = 100 * summary["cached_tokens"] / summary["input_tokens"]
         reused = summary["reused_tokens"]
         elsewhere = f"{reused:,} tokens from elsewhere" if reused else "equal beginnings"

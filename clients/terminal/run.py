@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import difflib
+import errno
+import os
+import sys
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,6 +16,8 @@ from windlass.clients.terminal.lines import say
 
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
+# What only writing meets.
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def run_app(
@@ -31,6 +36,8 @@ def run_app(
     mendable: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)
+        if sys.stdout is not None:
+            sys.stdout.flush()  # else the interpreter meets what is wrong with it when nobody can tell any more
         return code if isinstance(code, int) else 0
     except _ClickError as error:
         return _usage_error(error)
@@ -38,6 +45,20 @@ def run_app(
         return _fail(words(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         return 130
+    except BrokenPipeError:  # whoever reads has enough
+        _leave_output()
+        return 1  # as click ends where it meets this first
+    except OSError as error:
+        if error.errno not in _NO_ROOM:
+            raise
+        _leave_output()
+        return _fail(f"cannot write: {error.strerror}")
+
+
+def _leave_output() -> None:
+    """Nothing is left to be flushed at the end."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage_error(error: Any) -> int:

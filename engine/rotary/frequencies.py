@@ -25,6 +25,12 @@ def default(theta: float, dim: int, rotating: int | None = None) -> Frequencies:
     return tuple(theta ** (-2 * j / dim) for j in range(rotating)) + (0.0,) * (pairs - rotating)
 
 
+def wavelength(frequency: float) -> float | None:
+    """Tokens per whole turn of a pair; None where it never turns, or where they are more than float64 holds."""
+    tokens = 2 * math.pi / frequency if frequency else math.inf
+    return tokens if math.isfinite(tokens) else None
+
+
 def linear(w: Sequence[float], factor: float) -> Frequencies:
     """w / factor: position interpolation (arXiv 2306.15595)."""
     return tuple(one / factor for one in w)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,15 @@ _Value = str | list[str]
 _EMPTY = ("", "~", "null", "Null", "NULL")
 # Older typers use click's exceptions, newer ones their own copy of them.
 _BadParameter: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "UsageError")
+
+
+class _Loader(yaml.SafeLoader):  # type: ignore[misc]
+    """In objects `1e6` is a number, as in JSON and YAML 1.2: to YAML 1.1 it is a word unless it is spelt `1.0e+6`."""
+
+
+_Loader.add_implicit_resolver(
+    "tag:yaml.org,2002:float", re.compile(r"[-+]?(\.[0-9]+|[0-9]+(\.[0-9]*)?)[eE][-+]?[0-9]+$"), list("-+.0123456789")
+)
 
 
 def use_config_file(context: typer.Context, path: Path | None) -> None:
@@ -60,7 +70,7 @@ def _entries(path: Path) -> Iterator[tuple[int, str, Any]]:
     try:
         if path.stat().st_size > MAX_BYTES:
             raise LoadError(f"--config {path} is larger than {MAX_BYTES} bytes")
-        root = yaml.compose(path.read_text(encoding="utf-8"), yaml.SafeLoader)
+        root = yaml.compose(path.read_text(encoding="utf-8"), _Loader)
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read --config {path}: {error}") from None
     except yaml.YAMLError as error:
@@ -98,7 +108,7 @@ def _text(where: str, node: Any) -> str:
 
 
 def _json(where: str, node: Any) -> str:
-    loader = yaml.SafeLoader("")
+    loader = _Loader("")
     try:
         return json.dumps(loader.construct_document(node))
     except (yaml.YAMLError, TypeError, ValueError, RecursionError) as error:

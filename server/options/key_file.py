@@ -76,7 +76,7 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
     if len(data) > MOST_BYTES:
         raise LoadError(f"{where} is larger than {MOST_BYTES} bytes")
     try:
-        tables = tomllib.loads(data.decode("utf-8"))
+        tables = tomllib.loads(data.decode("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:  # of its message the place alone: the rest may quote a key
         place = _WHERE.search(str(error))
         raise LoadError(f"{where} is no TOML{f' ({place[1]})' if place else ''}: see docs/serving.md") from None

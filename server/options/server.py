@@ -366,7 +366,7 @@ class ServerOptions:
             raise LoadError("--api-key is empty: give a key, or leave the option out to ask for none")
         if self.api_key_file is not None:
             try:
-                lines = self.api_key_file.read_text(encoding="utf-8").splitlines()
+                lines = self.api_key_file.read_text(encoding="utf-8-sig").splitlines()
             except (OSError, UnicodeDecodeError) as error:
                 raise LoadError(f"cannot read --api-key-file {self.api_key_file}: {error}") from error
             found = [line.strip() for line in lines if line.strip() and not line.lstrip().startswith("#")]

@@ -93,7 +93,7 @@ def read_template_file(name: str, path: Path) -> str:
     try:
         if path.stat().st_size > MAX_TEMPLATE_BYTES:
             raise LoadError(f"{name} {path} is larger than {MAX_TEMPLATE_BYTES} bytes")
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise LoadError(f"cannot read {name} {path}: {error}") from None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from typing import Any
 
 from fastapi import APIRouter
@@ -10,6 +9,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
+from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
 from windlass.engine.rotary.scaling import RotarySpec
@@ -143,7 +143,7 @@ def _resolved(group: RotaryGroup, spec: RotarySpec, effective_length: float | No
         "rope_type": group.scaling.rope_type,
         "parameters": group.parameters(),
         "inv_freq": list(spec.inv_freq),
-        "wavelengths": [2 * math.pi / w if w else None for w in spec.inv_freq],  # tokens per turn; null: never turns
+        "wavelengths": [wavelength(w) for w in spec.inv_freq],
         "attention_factor": spec.rotary_scale,
         "softmax_scale": spec.distances.score_factor,
         "distances": spec.distances.described() or None,

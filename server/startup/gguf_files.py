@@ -36,7 +36,12 @@ def choose_file(names: Iterable[str], wanted: str | None, place: str, repo: str 
     models = model_files(names)
     if not models:
         raise LoadError(f"{place} holds no GGUF file of a language model: choose another")
-    found = list(models) if wanted is None else [stem for stem in models if _means(wanted, stem, models[stem])]
+    found = list(models)
+    if wanted is not None:
+        found = [stem for stem in models if _means(wanted, stem, models[stem])]
+        # What is called so is meant before what only ends so: Q8_0 before UD-Q8_0.
+        spoken = _spoken(found)
+        found = [stem for stem, name in zip(found, spoken, strict=True) if name.lower() == wanted.lower()] or found
     if len(found) == 1:
         return models[found[0]]
     stems = found or list(models)
@@ -71,7 +76,7 @@ def _means(wanted: str, stem: str, name: str) -> bool:
     """Whether a person who says `wanted` means this model. Letter case is no matter."""
     wanted, stem, name = wanted.lower(), stem.lower(), name.lower()
     if wanted.endswith(".gguf"):
-        return wanted in (name, PurePosixPath(name).name) or (
+        return wanted in (name, PurePosixPath(name).name, f"{stem}.gguf") or (
             part_number(wanted) is not None and model_stem(PurePosixPath(wanted).name) == PurePosixPath(stem).name
         )
     return stem == wanted or (stem.endswith(wanted) and not stem[: -len(wanted)][-1:].isalnum())

@@ -149,7 +149,7 @@ TOLD: dict[str, str] = {
     "num_heads": "Heads of the layer.",
     "AttentionMap.tokens": "The text as token ids.",
     "inv_freq": "Radians per token of each rotated pair.",
-    "wavelengths": "Tokens per turn; null for a pair that does not turn.",
+    "wavelengths": "Tokens per turn; null for a pair that does not turn, or not within 1.8e308 tokens.",
     "attention_factor": "On cosines and sines.",
     "softmax_scale": "On whole attention scores.",
     "effective_length": "Tokens that the frequencies were formed for last; null where they do not depend on length.",

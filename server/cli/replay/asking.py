@@ -42,16 +42,21 @@ def asked_again(recorded: RecordedLine, ordinary: Sequence[int]) -> AskedAgain:
         wanted = tuple(digest for digest in digests if digest is not None)
     if recorded.body is not None:
         kept = {name: value for name, value in recorded.body.items() if name not in _NOT_AGAIN}
-        body = {**kept, **_common(recorded), "seed": recorded.fields.get("seed")}
+        body = {**kept, **_common(recorded), "seed": recorded.fields.get("seed"), **_as_far(recorded, kept)}
         some = bool(wanted) and (kept.get("best_of") or 1) > (kept.get("n") or 1)
         return AskedAgain(recorded, "/v1/chat/completions" if recorded.chat else path, body, wanted, some)
     ids: Any = recorded.prompt_token_ids
     body = {**recorded.fields, **recorded.texts, **_common(recorded), "prompt": ids[0] if len(ids) == 1 else ids}
-    if not recorded.ended_well:
-        # Whoever left was not given more than this; the rest would be work that nobody asked for.
-        body["max_tokens"] = max(1, recorded.tokens)
-        body["min_tokens"] = min(body.get("min_tokens", 0), body["max_tokens"])
-    return AskedAgain(recorded, path, body, wanted)
+    return AskedAgain(recorded, path, {**body, **_as_far(recorded, body)}, wanted)
+
+
+def _as_far(recorded: RecordedLine, body: dict[str, Any]) -> dict[str, Any]:
+    """The limits of one that did not end well: whoever left was not given more, and nobody asked for the rest."""
+    if recorded.ended_well:
+        return {}
+    most = max(1, recorded.tokens)
+    limits = {"max_tokens": most, "min_tokens": min(body.get("min_tokens") or 0, most)}
+    return limits | ({"max_completion_tokens": most} if "max_completion_tokens" in body else {})
 
 
 def _pooled_again(recorded: RecordedLine, rule: RecordedRows, ordinary: Sequence[int]) -> AskedAgain:

@@ -80,9 +80,9 @@ def static_candidates(
 def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
     """Dynamic NTK frozen for the longest and for the wanted length, at a few factors: one pass each."""
     return [
-        _dynamic(factor, "frozen", longest, several=max_len != target_len)
+        _dynamic(factor, "frozen", longest, suffix)
         for factor in _DYNAMIC_FACTORS
-        for longest in sorted({max_len, target_len}, reverse=True)
+        for longest, suffix in _lengths("frozen", max_len, target_len)
     ]
 
 
@@ -97,8 +97,7 @@ def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Cand
         return []
     found = []
     for policy in POLICIES:
-        for longest in sorted({max_len, target_len}, reverse=True) if policy == "frozen" else [max_len]:
-            suffix = f" for {longest:,}" if policy == "frozen" and max_len != target_len else ""
+        for longest, suffix in _lengths(policy, max_len, target_len):
             name = f"model's own, {policy}{suffix}"
             label = f"model's own ({own.rope_type}), {policy}{suffix}"
             plotted = policy == "recompute"
@@ -107,7 +106,7 @@ def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Cand
 
 
 def chosen_candidates(
-    scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int
+    scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int, target_len: int
 ) -> list[Candidate]:
     """No scaling, and those a person asked for; one that follows the length, under each of the policies."""
     found = [_NO_SCALING]
@@ -119,9 +118,17 @@ def chosen_candidates(
             found.append(Candidate(name, name, kind, scaling, plotted=True))
             continue
         for policy in policies:
-            full = f"{name}, {policy}"
-            found.append(Candidate(full, full, kind, scaling, policy, max_len, plotted=True))
+            for longest, suffix in _lengths(policy, max_len, target_len):
+                full = f"{name}, {policy}{suffix}"
+                found.append(Candidate(full, full, kind, scaling, policy, longest, plotted=True))
     return found
+
+
+def _lengths(policy: RopeUpdate, max_len: int, target_len: int) -> list[tuple[int, str]]:
+    """The lengths to measure a policy for, and what its name ends with: what is frozen for one length is not for another."""
+    if policy != "frozen" or max_len == target_len:
+        return [(max_len, "")]
+    return [(longest, f" for {longest:,}") for longest in sorted((max_len, target_len), reverse=True)]
 
 
 def window_name(window: int, sinks: int) -> str:
@@ -153,8 +160,7 @@ def factor_of(candidate_name: str) -> float:
     return float(candidate_name.split()[1].rstrip(","))
 
 
-def _dynamic(factor: float, policy: RopeUpdate, longest: int, *, several: bool = False) -> Candidate:
-    suffix = f" for {longest:,}" if several else ""
+def _dynamic(factor: float, policy: RopeUpdate, longest: int, suffix: str = "") -> Candidate:
     return Candidate(
         f"dynamic {factor:g}, {policy}{suffix}",
         f"dynamic NTK, factor {factor:g}, {policy}{suffix}",

@@ -14,6 +14,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 from windlass.server.cli.rope.outputs import display_name
@@ -84,11 +85,6 @@ class Inspection:
         return {"length": self.length, **main, **({"groups": groups} if len(groups) > 1 else {})}
 
 
-def wavelength(inv_freq: float) -> float | None:
-    """Tokens per whole turn; None for a pair that never turns."""
-    return 2 * math.pi / inv_freq if inv_freq else None
-
-
 def read_groups(directory: Path) -> tuple[RotaryGroup, ...]:
     """The rotary groups of a model directory; raises LoadError with one line."""
     path = directory / "config.json"
@@ -154,7 +150,7 @@ def print_tables(result: Inspection) -> None:
                 str(j),
                 _number(wavelength(before)),
                 _number(wavelength(after)),
-                f"{before / after:.4g} x" if after else "never turns",
+                "never turns" if wavelength(after) is None else f"{before / after:.4g} x",
                 f"{result.length * after / (2 * math.pi):.4g}",
             )
         console.print(table)

@@ -10,7 +10,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.rope.inspection import Inspection, wavelength
+from windlass.engine.rotary.frequencies import wavelength
+from windlass.server.cli.rope.inspection import Inspection
 from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ COLOURS = {
     "rotate": "#8e6bbf",
     "other": "#6b7fa3",
 }
+_HIGHEST = 1e100
 DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
 
 
@@ -49,6 +51,11 @@ def require_matplotlib() -> None:
         raise LoadError(
             "pictures need matplotlib: run `.venv/bin/pip install -c constraints.txt -e '.[plots]'` in Windlass's folder"
         )
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: between two $ it would read mathematics."""
+    return text.replace("$", r"\$")
 
 
 def save(figure: Figure, path: Path) -> None:
@@ -86,7 +93,7 @@ def draw_inspection(result: Inspection) -> Figure:
     for (left, right), group in zip(rows, result.groups, strict=True):
         pairs = range(len(group.own.inv_freq))
         for label, spec, style in (("model's own", group.own, "o"), (group.rope_type, group.scaled, "s")):
-            heights = [wavelength(w) or math.nan for w in spec.inv_freq]
+            heights = [_drawn(wavelength(w)) for w in spec.inv_freq]
             colour = COLOURS["cut"] if spec is group.own else COLOURS["frozen"]
             left.plot(pairs, heights, style, label=label, color=colour, markersize=4 if style == "o" else 3)
         left.set_yscale("log")
@@ -95,7 +102,7 @@ def draw_inspection(result: Inspection) -> Figure:
             left.axhline(result.length, color=COLOURS["yarn"], linewidth=1, linestyle=":", label="this request")
         left.set_ylabel("tokens per turn")
         left.legend(fontsize=8, frameon=False)
-        ratio = [a / b if b else math.nan for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
+        ratio = [_drawn(a / b if b else None) for a, b in zip(group.own.inv_freq, group.scaled.inv_freq, strict=True)]
         right.plot(pairs, ratio, "s-", color=COLOURS["frozen"], markersize=3, linewidth=1)
         right.set_ylabel("turns slower by this factor")
         for axes in (left, right):
@@ -103,8 +110,13 @@ def draw_inspection(result: Inspection) -> Figure:
             axes.spines[["top", "right"]].set_visible(False)
         left.set_title(f"{group.name}: {group.rope_type} at {result.length:,} tokens", fontsize=10)
         right.set_title(f"attention factor {group.scaled.rotary_scale:.4g}", fontsize=10)
-    figure.suptitle(f"Rotary frequencies of {result.model}", fontsize=11)
+    figure.suptitle(literal(f"Rotary frequencies of {result.model}"), fontsize=11)
     return figure
+
+
+def _drawn(value: float | None) -> float:
+    """Not a number, which leaves a gap, for what matplotlib has no axis for."""
+    return math.nan if value is None or value > _HIGHEST else value
 
 
 def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:

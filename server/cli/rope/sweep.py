@@ -137,7 +137,7 @@ def _measure_all(
     max_len, window = options.max_len, options.attention_window
     windowed = [] if window is None else [window_sweep_candidate(window, options.attention_sinks)]
     if options.scalings:
-        chosen = chosen_candidates(options.scalings, options.policies or POLICIES, max_len) + windowed
+        chosen = chosen_candidates(options.scalings, options.policies or POLICIES, max_len, target) + windowed
         measure.announce(chosen)
         if options.cut:
             measure.announce_cut()

@@ -13,6 +13,7 @@ from rich.live import Live
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy
 from windlass.clients.terminal.errors import CommandError
+from windlass.clients.terminal.lines import say
 from windlass.server.cli.top.figures import QUANTILES, Figures, MetricsLook, figures
 from windlass.server.cli.top.keys import typed_keys
 from windlass.server.cli.top.view import plain, screen
@@ -68,9 +69,20 @@ def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json
 
 
 def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_json: bool) -> None:
+    """A server that falls silent is said once and asked again, unless once is all that is wanted."""
+    silent = False
     while True:
         time.sleep(interval)
-        found = watched.next()
+        try:
+            found = watched.next()
+        except APIError as error:
+            if once:
+                raise
+            if not silent:
+                say(f"{url}: {_words(error)} (it is asked again)")
+            silent = True
+            continue
+        silent = False
         print(json.dumps(_object(found)) if as_json else plain(found, url), flush=True)
         if once:
             return

@@ -40,7 +40,7 @@ def pull(model: KnownModel) -> Path:
         return target
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
-        with _only_one(target.parent / "lock", model.name) as alone, _ends_on_sigterm():
+        with _ends_on_sigterm(), _only_one(target.parent / "lock", model.name) as alone:  # waiting ends on it too
             if not is_here(model):  # another pull may have been at it
                 if alone:
                     _clean(target.parent)

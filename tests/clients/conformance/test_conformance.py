@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import httpx
@@ -16,11 +17,13 @@ import torch
 from helpers.real_server import serve
 from typer.testing import CliRunner
 
-from windlass.clients.conformance.answers import Agreement, Answer, NotAskableError, Step, distance
+from windlass.clients.conformance import asking, checks
+from windlass.clients.conformance.answers import Agreement, Answer, NotAskableError, Reader, Step, distance
 from windlass.clients.conformance.asking import Asker
 from windlass.clients.conformance.checks import CHECKS
 from windlass.clients.conformance.report import exit_status, to_markdown
 from windlass.clients.conformance.suite import CheckResult, Found, Suite
+from windlass.server.cli import main as cli
 from windlass.server.cli.main import rope
 
 TRAINED = 128
@@ -285,6 +288,76 @@ def test_an_answer_without_end_is_left() -> None:
         asker.ask("a", 1)
 
 
+@pytest.mark.parametrize("kind", ["comments", "whole", "error"])
+def test_what_trickles_is_left_when_the_time_is_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
+
+    def trickle() -> Iterator[bytes]:
+        for _ in range(100):  # a second each
+            now[0] += 1.0
+            yield b": still here\n\n" if kind == "comments" else b" "
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if request.url.path.endswith("/models"):
+            return httpx.Response(200, json={"data": [{"id": "m"}]})
+        headers = {"content-type": "text/event-stream"} if kind == "comments" else {}
+        return httpx.Response(500 if kind == "error" else 200, headers=headers, content=trickle())
+
+    asker = Asker("http://m", None, None, 5, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(NotAskableError, match="--timeout"):
+        asker.ask("a", 1)
+    assert now[0] == 6.0
+    asker = Asker("http://m", None, None, 50, asker._http, time_limit=8)
+    with pytest.raises(NotAskableError, match="--time-limit"):
+        asker.ask("a", 1)
+
+
+def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    server = Faulty()
+
+    def answer(request: httpx.Request) -> httpx.Response:
+        if "dead" in server.traits:
+            raise httpx.ConnectError("refused")
+        return server.answer(request)
+
+    def die(suite: Suite) -> Found:
+        server.traits.add("dead")
+        suite.asker.ask("a", 1)
+        raise AssertionError
+
+    client = httpx.Client(transport=httpx.MockTransport(answer))
+    monkeypatch.setattr(httpx, "Client", lambda **options: client)
+    monkeypatch.setattr(checks, "CHECKS", [CHECKS[0], ("last", "?", die), ("left", "?", die)])
+    report = tmp_path / "found.json"
+    arguments = ["rope", "conform", "http://letters", "--trained-len", str(TRAINED), "--json", str(report)]
+    assert cli.run(arguments) == 2
+    verdicts = {one["name"]: one["verdict"] for one in json.loads(report.read_text(encoding="utf-8"))["checks"]}
+    assert verdicts == {CHECKS[0][0]: "holds", "last": "not askable", "left": "not askable"}
+    out, err = capfd.readouterr()
+    assert "holds" in out and err.splitlines()[-1].startswith(
+        "error: the server at http://letters/v1 stopped answering"
+    )
+
+
+def test_a_report_that_cannot_be_written_is_one_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    report, client = tmp_path / "found.md", httpx.Client(transport=httpx.MockTransport(Faulty().answer))
+    monkeypatch.setattr(httpx, "Client", lambda **options: client)
+
+    def remove(suite: Suite) -> Found:
+        report.mkdir()
+        return Found(Agreement(), "")
+
+    monkeypatch.setattr(checks, "CHECKS", [("one", "?", remove)])
+    assert cli.run(["rope", "conform", "http://letters", "--markdown", str(report)]) == 2
+    out, err = capfd.readouterr()
+    assert "holds" in out and err.splitlines()[-1].startswith(f"error: cannot write {report}")
+
+
 @pytest.mark.parametrize(
     ("card", "trained", "context"),
     [
@@ -306,6 +379,13 @@ def test_distance_bounds_what_only_one_list_has() -> None:
     one, other = Step("a", {"a": -0.1, "b": -3.0}), Step("a", {"a": -0.2, "c": -2.5})
     assert distance(one, other) == pytest.approx(0.5)  # c is at most -3.0 in the first list
     assert distance(one, one) == 0
+
+
+@pytest.mark.parametrize("given", ["NaN", "Infinity", "-Infinity"])
+def test_log_probabilities_that_are_no_numbers_are_not_compared(given: str) -> None:
+    part = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": json.loads(given)}]}}]}
+    with pytest.raises(NotAskableError, match="finite"):
+        Reader().part(part, 0.0)
 
 
 def test_a_refused_field_is_left_out_and_without_log_probabilities_texts_are_read() -> None:

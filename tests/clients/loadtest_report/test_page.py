@@ -57,9 +57,9 @@ def kinds(page: Page) -> list[str]:
 
 
 def test_the_headline_tells_what_came_from_the_cache():
-    def text(cached: int | None, reused: int | None) -> str:
+    def text(cached: int | None, reused: int | None, prompt: int = 160) -> str:
         record = RequestRecord(
-            index=0, intended=0, sent=0, chunks=(0.5,), ended=1, input_tokens=160, output_tokens=1,
+            index=0, intended=0, sent=0, chunks=(0.5,), ended=1, input_tokens=prompt, output_tokens=1,
             cached_tokens=cached, reused_tokens=reused,
         )  # fmt: skip
         return to_html(RunResult(records=(record,), duration_s=1.0))
@@ -67,6 +67,7 @@ def test_the_headline_tells_what_came_from_the_cache():
     assert "From the cache" not in text(None, None) and "From the cache" not in text(0, 0)
     assert "equal beginnings" in text(80, 0) and "of prompt tokens" in text(80, 0)
     assert "48 tokens from elsewhere" in text(80, 48)
+    assert "From the cache" not in text(80, 0, prompt=0)
 
 
 def test_one_run_is_drawn_whole_and_asks_for_nothing(browser, tmp_path):

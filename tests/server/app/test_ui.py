@@ -73,6 +73,25 @@ def test_an_answer_streams_and_is_shown_as_markdown_and_never_as_html(browser: B
     seen.done()
 
 
+def test_what_is_nested_too_deep_to_be_drawn_is_shown_as_text(browser: Browser, live: Live) -> None:
+    draw = """async (text) => {
+        const { html, render } = await import("/ui/html.js");
+        const { Markdown } = await import("/ui/markdown.js");
+        const place = document.body.appendChild(document.createElement("div"));
+        render(html`<${Markdown} text=${text} />`, place);
+        return place.innerText;
+    }"""
+    seen = Seen(browser, live)
+    mixed = (
+        "".join(("*a ", "**b ")[i % 2] for i in range(200)) + "end" + "".join(("** ", "* ")[i % 2] for i in range(200))
+    )
+    for text in ("* " * 400 + "end", "1. " * 400 + "end", "> " * 1500 + "end", "> " * 5000 + "end", mixed):
+        assert "end" in seen.page.evaluate(draw, text), text[:10]
+    seen.page.evaluate(draw, "> " * 20 + "- **end**")
+    assert seen.page.locator("blockquote " * 20 + "li strong").last.inner_text() == "end"
+    seen.done()
+
+
 def test_settings_system_prompt_and_scaling_reach_the_engine(browser: Browser, live: Live) -> None:
     say(live, "yes")
     seen = Seen(browser, live)
@@ -161,6 +180,8 @@ def test_a_copied_program_asks_what_the_page_asked(browser: Browser, live: Live)
     page = seen.page
     page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 2}')
     seen.ask('it\'s "quoted" \\ and\u2028more')
+    expect(page.get_by_role("button", name="httpx")).to_be_visible()
+    page.get_by_label("Rotary scaling").fill('{"rope_type": "linear", "factor": 8}')  # of the next question
     for kind in ("httpx", "openai"):
         page.get_by_role("button", name=kind).click()
         expect(page.get_by_role("button", name="Copied")).to_be_visible()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from windlass.engine.errors import RequestError
 from windlass.server.cli import main as cli
 from windlass.server.options import config_file
 from windlass.server.startup import launch
@@ -84,6 +85,32 @@ def test_the_command_line_wins_over_the_environment_and_that_over_the_file(launc
     ((model, engine, server, _, _, _),) = launched
     assert (model, server.port, server.host, engine.block_size) == ("b", 3, "h2", 32)
     assert server.api_key == ["z"] and engine.prefix_caching is True
+
+
+@pytest.mark.parametrize("number", ["1e6", "1E+6", "1.e6", "10.0e5", "1.0e+6", "1_000_000.0", "1000000"])
+def test_a_number_in_an_object_is_one_however_it_is_spelt(number, launched, write):
+    text = f"rope-scaling: {{rope_type: default, rope_theta: {number}}}"
+    assert cli.run(["serve", "--config", write(text)]) == 0
+    assert launched[0][1].to_config(Path("m")).rotary.scaling.to_dict()["rope_theta"] == 1e6
+
+
+@pytest.mark.parametrize("word", ["1e", "e6", "'1e6'", "1e6x"])
+def test_a_word_in_an_object_stays_one(word, launched, write):
+    assert cli.run(["serve", "--config", write(f"rope-scaling: {{rope_type: yarn, factor: {word}}}")]) == 0
+    with pytest.raises(RequestError, match=f"got {word.strip(chr(39))!r}"):
+        launched[0][1].to_config(Path("m"))
+
+
+def test_a_byte_order_mark_is_no_part_of_a_file(launched, write, tmp_path):
+    keys, template = tmp_path / "keys", tmp_path / "template.jinja"
+    keys.write_bytes(b"\xef\xbb\xbfsecret\n")
+    template.write_bytes(b"\xef\xbb\xbf{{ messages }}")
+    path = write(b"\xef\xbb\xbfport: 8123\n")
+    arguments = ["--config", path, "--api-key-file", str(keys), "--chat-template", str(template)]
+    assert cli.run(["serve", *arguments]) == 0
+    (_, engine, server, *_) = launched[0]
+    assert server.port == 8123 and server.to_settings("m", engine).api_keys == ("secret",)
+    assert server.read_chat_template() == "{{ messages }}"
 
 
 def test_an_empty_file_sets_nothing(launched, write):

@@ -21,7 +21,7 @@ from helpers.real_server import RealServer, serve
 from helpers.scripted_http import Script, answer, events, scripted_server
 
 from windlass.server.cli import main as cli
-from windlass.server.cli.replay.asking import AskedAgain
+from windlass.server.cli.replay.asking import AskedAgain, asked_again
 from windlass.server.cli.replay.reading import RecordedLine
 from windlass.server.cli.replay.running import ReplayPace, replay
 
@@ -282,6 +282,22 @@ def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said
         asked = AskedAgain(WELL, "/v1/completions", {"prompt": "a"})
         (found,) = asyncio.run(replay(server.url, None, [asked], ReplayPace())).requests
     assert (found.error, found.failed) == (said, bool(said))
+
+
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize("outcome", ["ok", "client_disconnected"])
+def test_one_that_nobody_waited_for_is_asked_as_far_as_it_came(name: str, outcome: str) -> None:
+    line = {
+        "prompt_token_ids": [[1]],
+        "outcome": outcome,
+        "answers": [{"choice": 0, "tokens": 7}, {"choice": 1, "tokens": 3}],
+        "fields": {"max_tokens": 4000, "min_tokens": 100},
+    }
+    body = {"messages": [], name: 4000, "min_tokens": 100}
+    for more in ({}, {"chat": True, "body": body}):
+        asked = asked_again(RecordedLine.model_validate(WELL.model_dump() | line | more), [1]).body
+        limits = {asked[limit] for limit in ("max_tokens", "max_completion_tokens") if limit in asked}
+        assert (limits, asked["min_tokens"]) == (({4000}, 100) if outcome == "ok" else ({7}, 7))
 
 
 def test_a_server_that_is_not_there_and_options_that_do_not_go(

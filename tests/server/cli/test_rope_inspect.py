@@ -91,6 +91,17 @@ def test_the_table_shows_every_pair_and_the_picture_opens(
     assert picture.shape[0] > 300 and picture.shape[1] > 800 and picture[..., :3].std() > 0.02
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn", "proportional"])
+def test_a_turn_of_more_tokens_than_a_number_holds_is_none(
+    kind: str, model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    scaling = json.dumps({"rope_type": kind, "factor": 1e308})
+    found = inspect_json(capsys, scaling, "--model", str(model))
+    assert found["wavelengths"][-1] is None and found["inv_freq"][-1] > 0
+    assert cli.run(["rope", "inspect", scaling, "--model", str(model), "--png", str(tmp_path / "x.png")]) == 0
+    assert "never turns" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size
+
+
 def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
     assert inspect_json(capsys, YARN)["trained_length"] == 512
 

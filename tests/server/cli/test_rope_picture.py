@@ -18,9 +18,10 @@ from windlass.engine.rotary import curves
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.gallery import command, numbers
-from windlass.server.cli.rope.gallery.attending import choose_heads, read_pattern
+from windlass.server.cli.rope.gallery.attending import choose_heads, draw_attention, read_pattern
 from windlass.server.cli.rope.gallery.encodings import read_learned
 from windlass.server.cli.rope.gallery.kinds import KINDS
+from windlass.server.cli.rope.gallery.style import write
 from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject
 
 ROOT = Path(__file__).parents[3]
@@ -153,6 +154,19 @@ def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert weights.sum(axis=2) == pytest.approx(np.ones(weights.shape[:2]), abs=1e-5)
     near, far = choose_heads(np.stack([np.tril(np.ones((4, 4))), np.eye(4), np.eye(4)]), 2)
     assert (near, far) == (1, 0)
+
+
+def test_dollars_are_no_mathematics(tmp_path: Path) -> None:
+    out = tmp_path / "a.svg"
+    write(draw_attention("a $$b$$", 0, ["$x$", "\\$$y"], np.tril(np.full((1, 2, 2), 0.5)), [0]), out)
+    text = out.read_text(encoding="utf-8")
+    assert ">$x$<" in text and ">\\$$y<" in text and "Layer 0 of a $$b$$" in text
+
+
+def test_the_usual_length_is_one_that_can_be_looked_at() -> None:
+    for trained in (416_667, 20_000_000):
+        base = RotaryBase(rope_theta=1e6, head_dim=8, rotary_dim=8, trained_len=trained)
+        assert make_subject(None, base, [], None, "long").length == 10_000_000
 
 
 def test_a_learned_table_is_read_from_a_checkpoint(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

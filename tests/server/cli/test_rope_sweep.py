@@ -199,6 +199,20 @@ def test_another_target_and_trained_length(model: Path, text: Path, tmp_path: Pa
     assert "--max-model-len 64" in found["recommendation"]["command"]
 
 
+def test_a_chosen_scaling_that_is_frozen_is_measured_for_the_target_too(
+    model: Path, text: Path, tmp_path: Path
+) -> None:
+    scaling = '{"rope_type": "dynamic", "factor": 2}'
+    chosen = ("--scaling", scaling, "--policy", "frozen", "--no-cut", "--target-len", "64")
+    assert run_sweep(model, text, tmp_path, *chosen) == 0
+    found = json.loads((tmp_path / "report.json").read_text())
+    frozen_for = {curve["name"]: curve["frozen_for"] for curve in found["curves"]}
+    assert frozen_for == {"no scaling": None, "dynamic 2, frozen for 128": 128, "dynamic 2, frozen for 64": 64}
+    # The one for the target is among those that the recommendation weighs.
+    reasons = " ".join(found["recommendation"]["reasons"])
+    assert "dynamic 2, frozen for 64" in found["recommendation"]["curve"] + reasons
+
+
 # The rule, on numbers made up for it.
 
 

@@ -17,8 +17,10 @@ import pytest
 from helpers.pseudo_terminal import CTRL_C, PseudoTerminal
 from helpers.real_server import RealServer, serve
 
-from windlass.clients import Client, Metrics
-from windlass.server.cli.top.figures import MetricsLook, figures, quantile
+from windlass.clients import APIConnectionError, Client, Metrics
+from windlass.clients.terminal.errors import CommandError
+from windlass.server.cli.top import watching
+from windlass.server.cli.top.figures import Figures, MetricsLook, figures, quantile
 from windlass.server.cli.top.view import plain, rows
 from windlass.server.cli.top.watching import ServerWatch
 
@@ -186,6 +188,33 @@ def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
 
 
 @pytest.mark.slow
+class Flaky:
+    """A server that answers where the script says so."""
+
+    def __init__(self, script: str) -> None:
+        self.script = list(script)
+
+    def next(self) -> Figures:
+        if not self.script:
+            raise KeyboardInterrupt
+        if self.script.pop(0) == "-":
+            raise APIConnectionError("refused")
+        return figures(look(0, ""), look(1, ""))
+
+
+def test_json_goes_on_where_a_server_falls_silent(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("+--+-+"))
+    assert watching.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True) == 0
+    out, err = capsys.readouterr()
+    assert len([json.loads(line) for line in out.splitlines()]) == 3
+    assert err.count("\n") == err.count("cannot reach it") == 2  # a line for each silence
+    monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("-"))
+    with pytest.raises(CommandError, match="cannot reach it"):
+        watching.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
+
+
 def test_errors_are_one_line_that_says_what_to_do() -> None:
     done = run("http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stdout == ""

@@ -14,6 +14,11 @@ SECRET = "sk-very-secret"
 DIGEST = hashlib.sha256(SECRET.encode()).hexdigest()
 
 
+def test_a_byte_order_mark_is_no_part_of_it(tmp_path: Path) -> None:
+    (found,) = read(tmp_path, f'\ufeff[alice]\nkey = "{SECRET}"\n')
+    assert (found.name, found.digest) == ("alice", DIGEST)
+
+
 def read(tmp_path: Path, text: str) -> tuple[ApiKey, ...]:
     path = tmp_path / "keys.toml"
     path.write_text(text, encoding="utf-8")

@@ -95,6 +95,12 @@ def test_inspection(live: Live) -> None:
     assert live.post(INSPECT, {"rope_scaling": "long"}).json() == yarn
 
 
+def test_a_turn_of_more_tokens_than_a_number_holds_is_null(live: Live) -> None:
+    answer = live.post(INSPECT, {"rope_scaling": {"rope_type": "linear", "factor": 1e308}})
+    assert answer.status_code == 200 and "Infinity" not in answer.text
+    assert answer.json()["wavelengths"][-1] is None and answer.json()["inv_freq"][-1] > 0
+
+
 def test_inspect_tells_what_a_rule_of_distances_comes_to(live: Live) -> None:
     chunks = {"rope_type": "dual_chunk", "length_scores": True, "log_n": True}
     answer = live.post(INSPECT, {"rope_scaling": chunks, "length": 250}).json()

@@ -7,7 +7,7 @@ import { fields, scaling } from "./settings.js";
 import * as snippets from "./snippets.js";
 
 export class Column extends Component {
-  state = { messages: [], scaling: "", rotary: null };
+  state = { messages: [], scaling: "", rotary: null, sent: null }; // sent: the request behind the last answer
   running = null; // the AbortController of the request that is under way
   list = createRef();
   follows = true;
@@ -31,7 +31,7 @@ export class Column extends Component {
     this.follows = list.scrollHeight - list.scrollTop - list.clientHeight < 40;
   };
 
-  // The request as it is sent, but for `stream`.
+  // The request as it is sent, but for `stream` and `stream_options`.
   body(messages) {
     const { settings, model } = this.props;
     const system = settings.system.trim() ? [{ role: "system", content: settings.system }] : [];
@@ -47,7 +47,7 @@ export class Column extends Component {
   };
 
   stop = () => this.running?.abort();
-  clear = () => this.setState({ messages: [], rotary: null });
+  clear = () => this.setState({ messages: [], rotary: null, sent: null });
 
   edit = (index, content) => this.run([...this.state.messages.slice(0, index), { role: "user", content }]);
   retry = () => this.run(this.state.messages.slice(0, -1));
@@ -58,13 +58,15 @@ export class Column extends Component {
     const answer = { role: "assistant", content: "", thinking: "" };
     const show = (more = {}) => this.running === running && this.setState({ messages: [...messages, { ...answer }], ...more });
     this.follows = true;
-    show({ rotary: null });
+    show({ rotary: null, sent: null });
     this.props.onBusy(this, true);
     const asked = performance.now();
     let first, last;
     const facts = {};
     try {
-      const body = { ...this.body(messages), stream_options: { include_usage: true } };
+      const sent = this.body(messages);
+      show({ sent });
+      const body = { ...sent, stream_options: { include_usage: true } };
       for await (const chunk of stream("v1/chat/completions", body, running.signal)) {
         const choice = chunk.choices[0];
         const { content, reasoning_content: thinking } = choice?.delta ?? {};
@@ -96,19 +98,12 @@ export class Column extends Component {
   }
 
   copy = (kind) => (event) => {
-    const { messages } = this.state;
-    const asked = messages.at(-1)?.role === "assistant" ? messages.slice(0, -1) : messages;
     const base = url("v1");
-    const address = `${base}/chat/completions`;
-    try {
-      const body = this.body(asked);
-      copyText(snippets[kind](kind === "openai" ? base : address, body, hasKey()), event.currentTarget);
-    } catch (error) {
-      event.currentTarget.textContent = error.message;
-    }
+    const address = kind === "openai" ? base : `${base}/chat/completions`;
+    copyText(snippets[kind](address, this.state.sent, hasKey()), event.currentTarget);
   };
 
-  render({ name, compared }, { messages, rotary }) {
+  render({ name, compared }, { messages, rotary, sent }) {
     const running = this.running !== null;
     return html`<section class="column" aria-label=${name}>
       <div class="head">
@@ -125,7 +120,7 @@ export class Column extends Component {
             last=${index === messages.length - 1} onEdit=${(text) => this.edit(index, text)} onRetry=${this.retry} />`,
         )}
       </ol>
-      ${messages.length > 0 && !running && html`<div class="tools as-code"><span>Copy as</span>
+      ${sent && !running && html`<div class="tools as-code"><span>Copy as</span>
         ${["curl", "httpx", "openai"].map((kind) => html`<button type="button" class="quiet" onClick=${this.copy(kind)}>${kind}</button>`)}
       </div>`}
     </section>`;

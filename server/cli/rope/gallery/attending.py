@@ -11,6 +11,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, plain
 from windlass.server.cli.rope.gallery.subject import Numbers
+from windlass.server.cli.rope.pictures import literal
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -54,8 +55,9 @@ def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, h
         axes.set_title(f"head {head}", fontsize=10)
         axes.set_xlabel("key")
         if len(tokens) <= _LABELLED:
-            axes.set_xticks(range(len(tokens)), tokens, rotation=90, fontsize=7)
-            axes.set_yticks(range(len(tokens)), tokens if head == heads[0] else [""] * len(tokens), fontsize=7)
+            names = [literal(token) for token in tokens]
+            axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=7)
+            axes.set_yticks(range(len(tokens)), names if head == heads[0] else [""] * len(tokens), fontsize=7)
     panels[0].set_ylabel("query")
     bar = figure.colorbar(image, ax=list(panels[:-1]), orientation="horizontal", fraction=0.04, pad=0.02, aspect=60)
     bar.set_ticks([0, 0.5**0.5, 1], labels=["0", "½", "weight 1"])

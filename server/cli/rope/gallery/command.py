@@ -66,7 +66,9 @@ def picture(
     ] = None,
     length: Annotated[
         int | None,
-        typer.Option("--length", help="How far to look, in tokens. Default: 24 times the trained length."),
+        typer.Option(
+            "--length", help="How far to look, in tokens. Default: 24 times the trained length, at most 10 million."
+        ),
     ] = None,
     learned: Annotated[
         Path | None,

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.engine.errors import LoadError
+from windlass.server.cli.rope.pictures import literal
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -23,7 +24,7 @@ def new_figure(title: str, size: tuple[float, float]) -> Figure:
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=size, layout="constrained")
-    figure.suptitle(title, fontsize=12)
+    figure.suptitle(literal(title), fontsize=12)
     return figure
 
 

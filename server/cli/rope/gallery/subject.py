@@ -21,6 +21,7 @@ from windlass.server.cli.rope.inspection import read_groups
 Numbers = NDArray[np.float64]
 
 _MOST_DIM = 4096  # of a head; pictures of more would take gigabytes
+_LONGEST = 10_000_000  # tokens that are looked at
 LLAMA_2 = RotaryBase(rope_theta=10000.0, head_dim=128, rotary_dim=128, trained_len=4096)
 
 
@@ -65,7 +66,8 @@ def of_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase:
 def make_subject(
     directory: Path | None, base: RotaryBase | None, scalings: Sequence[RopeScaling], length: int | None, name: str
 ) -> Subject:
-    """directory: of a model, None: `base`, or Llama 2's. length None: 24 times the trained one, as 4k to 100k.
+    """directory: of a model, None: `base`, or Llama 2's. length None: 24 times the trained one, as 4k to 100k, or what
+    is looked at at most.
 
     scalings: the first is what single pictures are under; all are compared. Raises LoadError and RequestError, one line.
     """
@@ -75,9 +77,9 @@ def make_subject(
         base, own = group.base, group.scaling
     base = base or LLAMA_2
     if length is None:
-        length = 100_000 if base == LLAMA_2 else 24 * base.trained_len
-    if not 2 <= length <= 10_000_000:
-        raise LoadError(f"--length must lie between 2 and 10,000,000, got {length}")
+        length = 100_000 if base == LLAMA_2 else min(24 * base.trained_len, _LONGEST)
+    elif not 2 <= length <= _LONGEST:
+        raise LoadError(f"--length must lie between 2 and {_LONGEST:,}, got {length}")
     chosen = scalings[0] if scalings else own
     compared = [(_label(scaling), scaling) for scaling in scalings] or usual_scalings(base, length)
     subject = Subject(

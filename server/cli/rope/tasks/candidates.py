@@ -177,7 +177,7 @@ def chosen_task_candidates(
 ) -> list[TaskCandidate]:
     """No scaling, and those a person asked for; `cut` for the text cut to the trained length too."""
     unscaled = _unscaled(group.scaling)
-    _, *asked = chosen_candidates(scalings, policies or POLICIES, longest)
+    _, *asked = chosen_candidates(scalings, policies or POLICIES, longest, longest)
     found = [TaskCandidate("no scaling", "none", unscaled)]
     if cut:
         found.append(_cut(unscaled, trained))

