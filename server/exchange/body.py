@@ -23,6 +23,8 @@ MAX_VALUES = (
     2_200_000  # values in all, such as token ids: more would hold the interpreter lock for too long when parsed
 )
 
+_CHARSETS = frozenset({"", "utf-8", "utf8", "us-ascii"})  # the last is part of the others
+
 # A run outside strings up to what gives JSON its structure or begins a string, and a piece of a string's inside. Both
 # bounded, since a match holds the interpreter lock.
 _OUTSIDE = re.compile(rb'[^"\[{,]{0,65536}+(["\[{,]?)')
@@ -71,16 +73,15 @@ def parse_body(raw: bytes | bytearray, model: type[M]) -> M:
 def _check_headers(request: Request) -> None:
     content_type = request.headers.get("content-type")
     if content_type is not None:
-        media_type, _, parameters = content_type.partition(";")
-        media_type = media_type.strip().lower()
+        media_type, *parameters = (part.strip().lower() for part in content_type.split(";"))
         if media_type != "application/json" and not (
             media_type.startswith("application/") and media_type.endswith("+json")
         ):
             raise bad_request(
                 f"send the body as application/json, not {media_type[:100]!r}", "content-type", "unsupported_media_type"
             )
-        charset = parameters.lower().partition("charset=")[2].strip().strip('"')
-        if charset and charset not in ("utf-8", "utf8"):
+        pairs = (parameter.partition("=") for parameter in parameters)
+        if not _CHARSETS.issuperset(value.strip(' "') for name, _, value in pairs if name.strip() == "charset"):
             raise bad_request("send the body in UTF-8", "content-type", "unsupported_media_type")
     if request.headers.get("content-encoding", "identity").strip().lower() not in ("", "identity"):
         raise bad_request("send the body without content-encoding", "content-encoding", "unsupported_media_type")

@@ -9,8 +9,9 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import ErrorAnswer, PromptLogprobs, Rotary, Usage
 from windlass.server.protocol.base import INT32_MAX, FreeForm, StrictModel
-from windlass.server.protocol.generation_request import GenerationRequest, only_empty
+from windlass.server.protocol.generation_request import GenerationRequest, only_empty, unsupported
 from windlass.server.protocol.tools import (
+    PROVIDER_FIELDS,
     AnsweredCall,
     AnsweredFunction,
     CallDelta,
@@ -26,11 +27,11 @@ from windlass.server.protocol.tools import (
 MAX_MESSAGES = 16384
 MAX_CALLS = 128  # in one message
 
-Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh"]
+Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # What clients keep in histories for themselves, and caches of other servers.
 _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
-_PART_BOOKKEEPING = _BOOKKEEPING | {"name"}
+_PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint"}
 
 
 def _content(value: Any) -> str | None:
@@ -66,10 +67,11 @@ class ChatMessage(StrictModel):
     """One turn. Fields that clients copy from an earlier answer are accepted where they are empty.
 
     `type` may say "text" or "message", as some clients send it; it has no effect. Neither have `cache_control`, `id`,
-    `timestamp` and `weight`, which clients keep in histories, and `parsed`, which the openai package adds.
+    `timestamp` and `weight`, which clients keep in histories, `parsed`, which the openai package adds, and
+    `provider_specific_fields`, which litellm does.
     """
 
-    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed"}
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"parsed", PROVIDER_FIELDS}
 
     role: Annotated[str, Field(min_length=1, max_length=64)]
     content: Annotated[
@@ -94,7 +96,19 @@ class ChatMessage(StrictModel):
     refusal: Annotated[str | None, only_empty("refusal is")] = None
     annotations: Annotated[list[Any] | None, only_empty("annotations are")] = None
     audio: Annotated[Any, only_empty("audio is")] = None
+    images: Annotated[Any, only_empty("images are")] = None
+    thinking_blocks: Annotated[Any, only_empty("thinking_blocks are")] = None
+    reasoning_details: Annotated[Any, only_empty("reasoning_details are")] = None
     function_call: MadeFunctionCall | None = None
+
+
+def _modalities(value: Any) -> Any:
+    if value and value != ["text"]:
+        raise unsupported("any modality but ['text'] is")
+    return value
+
+
+_Modalities = Annotated[Any, AfterValidator(_modalities), Field(json_schema_extra={"enum": [None, [], ["text"]]})]
 
 
 class ChatRequest(GenerationRequest):
@@ -123,6 +137,7 @@ class ChatRequest(GenerationRequest):
     parallel_tool_calls: bool | None = None
     functions: Functions | None = None
     function_call: FunctionChoice = None
+    modalities: _Modalities = None
 
 
 class ChatTopLogprob(StrictModel):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
@@ -21,7 +21,11 @@ from windlass.server.protocol.base import (
     StopStrings,
     StrictModel,
     TokenId,
+    without_nulls,
 )
+
+# OpenAI's settings of its own prompt cache
+PROMPT_CACHE = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
 
 def unsupported(what: str) -> PydanticCustomError:
@@ -35,10 +39,11 @@ class _Empty(AfterValidator):
 
 
 def only_empty(what: str) -> AfterValidator:
-    """A field that is accepted when it asks for nothing (null, false, 0, "", [] or {})."""
+    """A field that is accepted when it asks for nothing (null, false, 0, "", [], {} or an object of nulls)."""
 
     def check(value: Any) -> Any:
-        if value is not None and value not in (False, "", [], {}):
+        given = without_nulls(value) if isinstance(value, dict) else value
+        if given is not None and given not in (False, "", [], {}):
             raise unsupported(what)
         return value
 
@@ -195,6 +200,8 @@ class SharedRequest(StrictModel):
 
 class GenerationRequest(SharedRequest):
     """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
+
+    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None
     max_completion_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None

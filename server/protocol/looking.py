@@ -40,7 +40,7 @@ class CacheSequence(StrictModel):
 
 
 class CachePages(StrictModel):
-    """The cache as it is now. `counters`: those of `/metrics`, by the names they have there without `windlass_`."""
+    """The cache as it is now. `counters`: numbers that `/metrics` has too, by names of their own."""
 
     time: Annotated[float, Field(description="Seconds on a clock that only goes forward, for rates of the counters.")]
     block_size: int

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, ClassVar, Self
 
 from pydantic import ConfigDict, Field, model_validator
 from pydantic_core import PydanticCustomError
@@ -26,6 +26,8 @@ class TokenizeRequest(StrictModel):
             ]
         }
     )
+
+    hints: ClassVar[dict[str, str]] = {"content": "it is called prompt here"}  # llama.cpp's name
 
     model: str | None = None
     prompt: str | None = None

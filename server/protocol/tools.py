@@ -14,6 +14,7 @@ from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
+PROVIDER_FIELDS = "provider_specific_fields"  # what litellm keeps of any answer, in all its parts
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
 # An escape of JSON: a character of two halves, a half by itself, or any other.
@@ -158,10 +159,10 @@ FunctionChoice = Annotated[
 class MadeFunctionCall(StrictModel):
     """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too.
 
-    `parsed_arguments`, which the openai package adds, has no effect.
+    `parsed_arguments`, which the openai package adds, has no effect, nor has litellm's `provider_specific_fields`.
     """
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"parsed_arguments", PROVIDER_FIELDS})
 
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
@@ -174,7 +175,7 @@ class MadeFunctionCall(StrictModel):
 class MadeToolCall(StrictModel):
     """A call that the assistant made. `index` has no effect: those who put streams together leave it there."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "timestamp", "weight", PROVIDER_FIELDS})
 
     id: Annotated[str, Field(min_length=1, max_length=256)]
     type: Literal["function"] = "function"

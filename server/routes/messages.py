@@ -73,7 +73,7 @@ async def create_message(request: Request) -> Response:
 
 
 async def _translated(state: ServerState, body: MessageRequest | CountTokensRequest) -> Translated:
-    made = body, state.thinking.switched_on()
+    made = body, state.thinking
     many = len(body.messages) > MANY_MESSAGES
     return await state.text.on_thread(chat_of_messages, *made) if many else chat_of_messages(*made)
 

@@ -17,7 +17,8 @@ from windlass.server.protocol.chat import ChatMessage
 from windlass.server.protocol.tools import MadeFunctionCall, parse_arguments
 from windlass.server.text.template_facts import TemplateFacts
 
-_NO_EFFECT = {"type", "refusal", "annotations", "audio", "function_call", "tool_calls", "tool_call_id", "content"}
+_EMPTY = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reasoning_details"}
+_NO_EFFECT = {"type", *_EMPTY, "function_call", "tool_calls", "tool_call_id", "content"}
 MAX_CALLED_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
 _SPEAKERS = frozenset({"user", "system", "developer"})
 _ID = re.compile(r"[a-zA-Z0-9]{9}")

@@ -67,8 +67,17 @@ def live() -> Iterator[Live]:
         yield server
 
 
-# Fields that may only ask for nothing.
-REFUSED = ("background", "conversation", "prompt", "context_management", "moderation", "container", "mcp_servers")
+# Fields that may only ask for nothing, or for what there is in any case.
+REFUSED = (
+    "background",
+    "conversation",
+    "prompt",
+    "context_management",
+    "moderation",
+    "container",
+    "mcp_servers",
+    "modalities",
+)
 MESSAGES = [{"role": "user", "content": "hi"}]
 CALLS: list[tuple[str, tuple[Any, ...]]] = [
     ("completions", ("x",)), ("chat", (MESSAGES,)), ("tokenize", ("hello",)), ("detokenize", ([65, 66],)),
@@ -128,10 +137,10 @@ def test_every_endpoint_of_the_server_has_a_method_and_no_other(live: Live) -> N
     [
         (CompletionRequest, CompletionOptions, {"prompt", "model", "stream", "timeout"}),
         (InfillRequest, InfillOptions, {"input_prefix", "input_suffix", "model", "stream", "timeout"}),
-        (ChatRequest, ChatOptions, {"messages", "model", "stream", "timeout"}),
+        (ChatRequest, ChatOptions, {"messages", "model", "stream", "timeout", *REFUSED}),
         (ResponseRequest, ResponseOptions, {"input", "model", "stream", "timeout", *REFUSED}),
         (MessageRequest, MessageOptions, {"messages", "max_tokens", "model", "stream", "timeout", *REFUSED}),
-        (CountTokensRequest, CountOptions, {"messages", "model"}),
+        (CountTokensRequest, CountOptions, {"messages", "model", *REFUSED}),
         (TokenizeRequest, TokenizeOptions, {"prompt", "messages", "model"}),
         (DetokenizeRequest, DetokenizeOptions, {"tokens", "model"}),
         (TemplateRequest, TemplateOptions, {"messages", "model"}),

@@ -202,14 +202,14 @@ def instructor_streamed() -> None:
 # --- litellm --------------------------------------------------------------------------------------------------------
 
 
-def _litellm(**fields: Any) -> Any:
+def _litellm(messages: list[Any] = MESSAGES, **fields: Any) -> Any:
     import litellm
 
     return litellm.completion(
         model=f"openai/{MODEL}",
         api_base=BASE,
         api_key=KEY,
-        messages=MESSAGES,
+        messages=messages,
         max_tokens=LENGTH,
         temperature=0,
         num_retries=0,
@@ -229,8 +229,13 @@ def litellm_structured() -> None:
 def litellm_tools() -> None:
     import litellm
 
-    (call,) = _litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message.tool_calls
+    asking = _litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False).choices[0].message
+    (call,) = asking.tool_calls
+    result = {"role": "tool", "tool_call_id": call.id, "content": "sunny"}
     called(call.function.name, call.function.arguments)
+    for answer in (asking, asking.model_dump()):
+        told = _litellm([*MESSAGES, answer, result], tools=[TOOL], tool_choice="none").choices[0].message
+        assert told.content and not told.tool_calls
     pieces = list(_litellm(tools=[TOOL], tool_choice="required", parallel_tool_calls=False, stream=True))
     built = litellm.stream_chunk_builder(pieces)
     (call,) = built.choices[0].message.tool_calls

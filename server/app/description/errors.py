@@ -31,7 +31,8 @@ _MEANING = {
     "(`not_found`).",
     408: "The body (`body_timeout`) or the headers (`header_timeout`) did not come in time.",
     413: "The body is too large (`request_too_large`).",
-    429: "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections` or `too_much_text`.",
+    429: "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "
+    "`rate_limit_exceeded`.",
     431: "The headers are too large (`request_too_large`).",
     500: "The server failed (`internal`): its log has details under the request's id.",
     503: "The server cannot take the request now: `engine_unavailable`, `draining`, `too_many_connections`, "
@@ -53,7 +54,7 @@ _MESSAGES_TYPES = {
     504: "timeout_error",
 }
 _EXAMPLES = {
-    400: ("temperature: Input should be greater than or equal to 0", "temperature", "invalid_value"),
+    400: ("temperature should be greater than or equal to 0", "temperature", "invalid_value"),
     401: (
         "a valid API key is needed: send the header Authorization: Bearer <key>, or x-api-key: <key>",
         None,

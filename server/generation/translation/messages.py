@@ -25,6 +25,7 @@ from windlass.server.protocol.messages.request import (
     definitions,
 )
 from windlass.server.protocol.tools import MadeFunctionCall, MadeToolCall
+from windlass.server.text.parsing.reasoning.model import ThinkingModel
 
 _NAMES = {
     "max_completion_tokens": "max_tokens",
@@ -36,11 +37,8 @@ _THINKING_NAMES = {"reasoning_effort": "thinking", "thinking_budget": "thinking"
 _PARTS = {"tool_call_id": "content", "tool_calls": "content", "content": "content"}
 
 
-def chat_of_messages(body: MessageRequest | CountTokensRequest, thinks: Mapping[str, Any]) -> Translated:
-    """The chat that a body of messages asks for; raises ApiError naming the field.
-
-    thinks: variables by which the template lets the model think.
-    """
+def chat_of_messages(body: MessageRequest | CountTokensRequest, model: ThinkingModel) -> Translated:
+    """The chat that a body of messages asks for; raises ApiError naming the field. model: how it can be told to think."""
     messages: list[ChatMessage] = []
     places: list[str] = []
     if body.system is not None:
@@ -59,7 +57,8 @@ def chat_of_messages(body: MessageRequest | CountTokensRequest, thinks: Mapping[
     output = body.output_config
     effort, budget = _thinking(body.thinking)
     if output is not None and output.effort is not None:
-        effort = output.effort if effort is None else effort
+        # Anthropic's clients send one with every request, whatever the model, as a hint.
+        effort = model.nearest_effort(output.effort) if effort is None else effort
     choice = body.tool_choice
     goes_on = messages[-1].role == "assistant" and not messages[-1].tool_calls
     chat = ChatRequest.model_construct(
@@ -71,7 +70,7 @@ def chat_of_messages(body: MessageRequest | CountTokensRequest, thinks: Mapping[
         response_format=None if output is None or output.format is None else _form(output.format),
         reasoning_effort=effort,
         thinking_budget=budget,
-        chat_template_kwargs=_variables(body, thinks),
+        chat_template_kwargs=_variables(body, model.switched_on()),
         continue_final_message=True if goes_on else None,
         add_generation_prompt=False if goes_on else None,
     )

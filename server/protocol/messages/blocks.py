@@ -95,9 +95,10 @@ Block = Annotated[
 class InputMessage(StrictModel):
     """One turn. `content`: a string or blocks. An answer may be sent back as it is: what it has besides has no effect."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"id", "type", "model", "stop_reason", "stop_sequence", "stop_details", "usage", "container", "cache_control"}
-    )
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {
+        *("id", "type", "model", "stop_reason", "stop_sequence", "usage", "rotary"),
+        *("container", "context_management", "diagnostics", "input_transformations", "stop_details"),  # of Anthropic's
+    }
 
     role: Literal["user", "assistant", "system"]
     content: Annotated[list[Block], Field(max_length=MAX_BLOCKS, fail_fast=True), texts("text")]

@@ -8,22 +8,22 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError
 
-from windlass.server.protocol.base import INT32_MAX, FreeForm, StopStrings, StrictModel
+from windlass.server.protocol.base import INT32_MAX, FreeForm, StopStrings, StrictModel, without_nulls
 from windlass.server.protocol.chat import MAX_MESSAGES, Effort
-from windlass.server.protocol.generation_request import SharedRequest, only_empty
+from windlass.server.protocol.generation_request import SharedRequest, only_empty, unsupported
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
 from windlass.server.protocol.messages.blocks import InputMessage, Texts
 from windlass.server.protocol.tools import (
     MAX_TOOLS,
     FunctionDefinition,
-    Name,
     ToolDefinition,
     check_functions,
     check_parameters,
 )
 
 # What concerns Anthropic's own caches, machines and accounts.
-_BOOKKEEPING = frozenset({"cache_control", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+_BOOKKEEPING = frozenset({"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+_KEEPS_ALL = ("all", {"type": "all"})
 
 
 class CustomTool(StrictModel):
@@ -39,7 +39,7 @@ class CustomTool(StrictModel):
     }
 
     type: Literal["custom"] | None = None
-    name: Name
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # Anthropic's may be longer than OpenAI's
     description: str | None = None
     input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
@@ -92,9 +92,36 @@ class Thinking(StrictModel):
 
 
 def _format(value: dict[str, Any]) -> dict[str, Any]:
-    if value.get("type") != "json_schema" or not isinstance(value.get("schema"), dict) or len(value) > 2:
+    given = without_nulls(value)
+    if set(given) != {"type", "schema"} or given["type"] != "json_schema" or not isinstance(given["schema"], dict):
         raise PydanticCustomError("type", "should be {'type': 'json_schema', 'schema': {…}}")
+    return given
+
+
+def _keeps_all(edit: Any) -> bool:
+    """Whether an edit leaves the conversation as it is: it clears thinking, and none of it."""
+    given = without_nulls(edit) if isinstance(edit, dict) else {}
+    kind = given.get("type")
+    clears = isinstance(kind, str) and kind.startswith("clear_thinking_")
+    return clears and set(given) == {"type", "keep"} and given["keep"] in _KEEPS_ALL
+
+
+def _context_management(value: Any) -> Any:
+    if value:
+        given = without_nulls(value) if isinstance(value, dict) else {"": value}
+        edits = given.pop("edits", [])
+        if given or not isinstance(edits, list) or not all(map(_keeps_all, edits)):
+            raise unsupported("context_management that changes the conversation is")
     return value
+
+
+# What only Anthropic's own service does
+McpServers = Annotated[Any, only_empty("mcp_servers are")]
+ContextManagement = Annotated[
+    Any,
+    AfterValidator(_context_management),
+    Field(description="Edits that clear no thinking (`keep` is `all`) are accepted, without effect; no others are."),
+]
 
 
 class OutputConfig(StrictModel):
@@ -127,6 +154,8 @@ class CountTokensRequest(StrictModel):
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     chat_template_kwargs: FreeForm | None = None
+    mcp_servers: McpServers = None
+    context_management: ContextManagement = None
 
 
 class MessageRequest(SharedRequest):
@@ -152,7 +181,6 @@ class MessageRequest(SharedRequest):
     metadata: MessageMetadata | None = None
     chat_template_kwargs: FreeForm | None = None
 
-    # What only Anthropic's own service does
     container: Annotated[Any, only_empty("containers are")] = None
-    mcp_servers: Annotated[Any, only_empty("mcp_servers are")] = None
-    context_management: Annotated[Any, only_empty("context_management is")] = None
+    mcp_servers: McpServers = None
+    context_management: ContextManagement = None

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.base import INT32_MAX, FreeForm, OrString, StopStrings, StrictModel, without_nulls
 from windlass.server.protocol.chat import Effort
-from windlass.server.protocol.generation_request import SharedRequest, only_empty
+from windlass.server.protocol.generation_request import PROMPT_CACHE, SharedRequest, only_empty
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
 from windlass.server.protocol.responses.items import MAX_ITEMS, InputItem
 from windlass.server.protocol.tools import MAX_TOOLS, FunctionDefinition, check_functions
@@ -60,7 +60,7 @@ def _items(value: Any) -> Any:
 def _few_entries(value: Any) -> Any:
     if isinstance(value, dict) and len(value) > MAX_METADATA:  # before they are looked at, one by one
         raise PydanticCustomError("too_many", "should have at most {most} entries", {"most": MAX_METADATA})
-    return value
+    return without_nulls(value) if isinstance(value, dict) else value
 
 
 def _metadata(value: dict[str, str]) -> dict[str, str]:
@@ -70,9 +70,9 @@ def _metadata(value: dict[str, str]) -> dict[str, str]:
 
 
 class ReasoningChoice(StrictModel):
-    """`summary` has no effect: answers have the thinking itself, and no summary of it."""
+    """`summary` has no effect: answers have the thinking itself, and no summary of it. Nor have `context` and `mode`."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary"})
+    ignored: ClassVar[frozenset[str]] = frozenset({"summary", "generate_summary", "context", "mode"})
 
     effort: Effort | None = None
 
@@ -107,9 +107,7 @@ class ResponseRequest(SharedRequest):
         "logprobs": f"ask for top_logprobs, or include {LOGPROBS!r}",
         "n": "a response is one answer",
     }
-    ignored: ClassVar[frozenset[str]] = frozenset(
-        {"max_tool_calls", "prompt_cache_retention", "prompt_cache_options", "verbosity"}
-    )
+    ignored: ClassVar[frozenset[str]] = PROMPT_CACHE | {"client_metadata", "max_tool_calls", "verbosity"}
 
     input: Annotated[
         list[InputItem],

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from windlass.server.errors import bad_request
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.scores import check_head, check_texts, score_pairs
+from windlass.server.protocol.base import without_nulls
 from windlass.server.protocol.ranking import Reranking, RerankRequest, ScoreList, ScoreRequest
 from windlass.server.protocol.retrieval import MAX_INPUTS
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
@@ -77,6 +78,7 @@ def _documents(given: list[Any]) -> list[str]:
     for index, document in enumerate(given):
         if isinstance(document, dict):
             where = f"documents[{index}]"
+            document = without_nulls(document)
             if set(document) != {"text"} or not isinstance(document["text"], str):
                 raise bad_request(f"{where} must be a string, or an object with a text and nothing else", where)
             document = document["text"]

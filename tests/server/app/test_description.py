@@ -9,6 +9,7 @@ import json
 import re
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -21,6 +22,7 @@ from jsonschema import Draft202012Validator
 
 from windlass.engine.api.model_heads import ClassifierInfo
 
+DOCS = Path(__file__).parents[3] / "docs"
 OPERATIONS = [(method, path) for method, path, _ in description().operations()]
 EXAMPLES = [
     (path, name)
@@ -156,6 +158,21 @@ def test_every_operation_without_a_body_runs(live: Live, document: dict[str, Any
         Description(document).check(response)
     links = document["paths"]["/v1/responses"]["post"]["responses"]["200"]["links"]
     assert (document["paths"][path][method]["operationId"] in links) is ("{response_id}" in path)
+
+
+def test_the_example_of_an_error_is_one(live: Live, document: dict[str, Any]) -> None:
+    media = document["components"]["responses"]["BadRequest"]["content"]["application/json"]
+    assert live.post("/v1/completions", {"prompt": "a", "temperature": -1}).json() == media["example"]
+
+
+@pytest.mark.parametrize("status", [429, 503])
+def test_every_code_of_the_reference_is_told(document: dict[str, Any], status: int) -> None:
+    row = re.search(rf"^\| {status} \|(.*)", (DOCS / "http.md").read_text(encoding="utf-8"), re.MULTILINE)
+    assert row is not None
+    name = {429: "TooManyRequests", 503: "Unavailable"}[status]
+    told = document["components"]["responses"][name]["description"]
+    codes = set(re.findall(r"`([a-z_]+)`", row[1]))
+    assert len(codes) > 3 and codes == set(re.findall(r"`([a-z_]+)`", told))
 
 
 def test_examples_of_streams_and_errors_are_as_described() -> None:

@@ -322,6 +322,7 @@ def test_tokenize_a_chat(live: Live) -> None:
     assert text == "<|bos|>[user]hi\n[assistant]"
     assert live.refuse("/tokenize", {})["message"] == "give either prompt or messages"
     live.refuse("/tokenize", {**body, "prompt": "a"})
+    assert live.refuse("/tokenize", {"content": "a"})["message"].endswith("it is called prompt here")
 
 
 @pytest.mark.parametrize("tokens", [[-1], [423], [10**30], ["a"], [1.5], 5, None, [True], [[1]]])

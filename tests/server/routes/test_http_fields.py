@@ -197,7 +197,7 @@ def test_the_bodies_hold_every_field_of_the_reference() -> None:
         cache_reuse passages cache_reuse_recompute cache_salt priority timeout request_id
         user metadata store service_tier safety_identifier prompt_cache_key verbosity""".split()
     chat = """messages top_logprobs tools tool_choice parallel_tool_calls chat_template_kwargs add_generation_prompt
-        continue_final_message reasoning_effort thinking_budget functions function_call""".split()
+        continue_final_message reasoning_effort thinking_budget functions function_call modalities""".split()
     assert set(CompletionRequest.model_fields) == {*common, "prompt", "echo", "suffix"}
     assert set(ChatRequest.model_fields) == {*common, *chat}
 

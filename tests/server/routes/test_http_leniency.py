@@ -8,6 +8,13 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server
 
+from windlass.server.protocol import chat, tools
+from windlass.server.protocol.base import StrictModel
+from windlass.server.protocol.messages import answers as message_answers
+from windlass.server.protocol.messages import blocks
+from windlass.server.protocol.responses import answers as response_answers
+from windlass.server.protocol.responses import items
+
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
 TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
@@ -35,6 +42,8 @@ def prompt_of(live: Live, path: str, body: dict[str, Any]) -> Any:
     return request.prompt_token_ids, request.sampling, request.rope_scaling
 
 
+MESSAGE: dict[str, Any] = {"messages": [{"role": "user", "content": "a"}], "max_tokens": 2, "seed": 1}
+FORM = {"type": "json_schema", "schema": {"type": "object"}}
 PLAIN: dict[str, Any] = {
     "messages": [
         {"role": "user", "content": [{"type": "text", "text": "hi"}]},
@@ -80,6 +89,20 @@ def test_null_counts_as_absent_in_every_object(live: Live, place: int) -> None:
     assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "nulls"),
+    [
+        ("/v1/responses", {"input": "a", "metadata": {"b": "c"}}, {"metadata": {"a": None, "b": "c"}}),
+        ("/v1/responses", {"input": "a"}, {"moderation": {"model": None}, "context_management": {"a": None}}),
+        ("/v1/messages", MESSAGE, {"container": {"id": None}, "context_management": {"edits": None}}),
+        ("/v1/messages", {**MESSAGE, "output_config": {"format": FORM}},
+         {"output_config": {"effort": None, "format": {**FORM, "name": None}}}),
+    ],
+)  # fmt: skip
+def test_null_counts_as_absent_in_what_is_checked_by_hand(live: Live, path: str, body: Any, nulls: Any) -> None:
+    assert prompt_of(live, path, {**body, **nulls}) == prompt_of(live, path, body)
+
+
 def test_every_field_of_a_request_may_be_null(live: Live) -> None:
     from windlass.server.protocol.chat import ChatRequest
     from windlass.server.protocol.completions import CompletionRequest
@@ -96,22 +119,69 @@ def test_every_field_of_a_request_may_be_null(live: Live) -> None:
 def test_bookkeeping_in_messages_and_parts_has_no_effect(live: Live) -> None:
     body = copy_of(PLAIN)
     marks = {"cache_control": {"type": "ephemeral"}, "id": "m1", "timestamp": 17.5, "weight": 0}
+    provider = {"provider_specific_fields": {"refusal": None, "reasoning": "so"}}  # by litellm
+    empty: dict[str, Any] = {"audio": {"id": None}, "images": [], "thinking_blocks": [], "reasoning_details": []}
     for message in body["messages"]:
-        message.update(marks)
-    body["messages"][0]["content"][0].update(marks, name="n")
+        message.update(marks | provider | empty)
+    body["messages"][0]["content"][0].update(marks, name="n", prompt_cache_breakpoint={"mode": "explicit"})
+    call = body["messages"][1]["tool_calls"][0]
+    call.update(provider, index=0)
+    call["function"].update(provider, parsed_arguments={})
     body["tools"][0]["cache_control"] = {"type": "ephemeral"}
     assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
+
+
+def test_settings_of_other_services_have_no_effect(live: Live) -> None:
+    cache = {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}}
+    body = {**PLAIN, **cache, "modalities": ["text"]}
+    assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
+    for path, plain in ((COMPLETIONS, {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
+        assert prompt_of(live, path, {**plain, **cache})[0] == prompt_of(live, path, plain)[0]
+    plain = {"input": "a"}
+    body = {**plain, "client_metadata": {"a": "b"}, "reasoning": {"context": "all_turns", "mode": "standard"}}
+    assert prompt_of(live, "/v1/responses", body)[0] == prompt_of(live, "/v1/responses", plain)[0]
+
+
+@pytest.mark.parametrize(
+    ("answered", "taken"),
+    [
+        (chat.ChatAnswer, chat.ChatMessage),
+        (tools.AnsweredCall, tools.MadeToolCall),
+        (tools.AnsweredFunction, tools.MadeFunctionCall),
+        (message_answers.MessageAnswer, blocks.InputMessage),
+        (message_answers.AnsweredText, blocks.TextBlock),
+        (message_answers.AnsweredThinking, blocks.ThinkingBlock),
+        (message_answers.AnsweredToolUse, blocks.ToolUseBlock),
+        (response_answers.OutputMessage, items.MessageItem),
+        (response_answers.OutputText, items.TextPart),
+        (response_answers.OutputReasoning, items.ReasoningItem),
+        (response_answers.ReasoningText, items.TextPart),
+        (response_answers.OutputCall, items.CallItem),
+        (response_answers.ListedMessage, items.MessageItem),
+        (response_answers.ListedCall, items.CallItem),
+        (response_answers.ListedCallOutput, items.CallOutputItem),
+        (response_answers.ListedReasoning, items.ReasoningItem),
+    ],
+)
+def test_every_field_of_an_answer_may_come_back(answered: type[StrictModel], taken: type[StrictModel]) -> None:
+    assert set(answered.model_fields) <= set(taken.model_fields) | taken.ignored
 
 
 def test_what_would_change_the_answer_is_still_refused(live: Live) -> None:
     for message, param in (
         ({"role": "user", "content": "a", "prefix": True}, "messages[0].prefix"),
+        ({"role": "assistant", "content": "a", "images": [{}]}, "messages[0].images"),
+        ({"role": "assistant", "content": "a", "thinking_blocks": [{}]}, "messages[0].thinking_blocks"),
+        ({"role": "assistant", "content": "a", "audio": {"id": "b"}}, "messages[0].audio"),
         ({"role": "user", "content": [{"type": "text", "text": "a", "detail": "high"}]}, "messages[0].content"),
         ({"role": "user", "content": [{"type": "image_url", "image_url": {"url": "x"}}]}, "messages[0].content"),
         ({"role": None, "content": "a"}, "messages[0].role"),
     ):
         error = live.refuse(CHAT, {"messages": [message]})
         assert error["param"] == param and error["code"]
+    for modalities in (["audio"], ["text", "audio"], "text"):
+        error = live.refuse(CHAT, {"messages": PLAIN["messages"], "modalities": modalities})
+        assert (error["param"], error["code"]) == ("modalities", "unsupported_field")
 
 
 def test_running_usage_comes_only_with_usage(live: Live) -> None:

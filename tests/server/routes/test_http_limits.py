@@ -236,6 +236,7 @@ def test_messages_by_the_ten_thousand(live: Live) -> None:
         ({"content-type": "application/x-www-form-urlencoded"}, "content-type"),
         ({"content-type": "multipart/form-data; boundary=x"}, "content-type"),
         ({"content-type": "application/json; charset=utf-16"}, "content-type"),
+        ({"content-type": "application/json; x=y; charset=latin-1"}, "content-type"),
         ({"content-type": "application/json", "content-encoding": "gzip"}, "content-encoding"),
     ],
 )
@@ -244,7 +245,14 @@ def test_other_content_types(live: Live, headers: dict[str, str], param: str) ->
     assert response.status_code == 400 and response.json()["error"]["param"] == param
 
 
-@pytest.mark.parametrize("value", ["application/json; charset=UTF-8", "Application/JSON", "application/problem+json"])
+@pytest.mark.parametrize(
+    "value",
+    [
+        *("Application/JSON", "application/problem+json", "application/json;", "application/json; x-charset=latin-1"),
+        *(f"application/json; {rest}" for rest in ("charset=UTF-8", "charset=utf-8;", 'charset="utf-8" ; x=y')),
+        "application/json; x=y; Charset=US-ASCII",
+    ],
+)
 def test_json_by_other_names(live: Live, value: str) -> None:
     assert live.http.post(PATH, content=padded(100), headers={"content-type": value}).status_code == 200
 

@@ -14,6 +14,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError, QueueFullError
+from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.errors import ApiError, error_body
 
 PATH = "/v1/messages"
@@ -260,7 +261,10 @@ def test_blocks_become_turns(live: Live) -> None:
 
 def test_an_answer_goes_in_again(live: Live) -> None:
     say(live, f"<think>so</think>Wait. {CALL}")
+    live.engine.report = lambda request: RotaryReport("default", {}, "frozen", None, "f", 0)
     answer = ask(live, tools=[LOOK])
+    assert answer["rotary"]["rope_type"] == "default"
+    answer |= {"diagnostics": None, "context_management": {"applied_edits": []}}  # which Anthropic's have
     result = {"type": "tool_result", "tool_use_id": answer["content"][-1]["id"]}
     say(live, "Sunny.")
     ask(live, [*USER, answer, {"role": "user", "content": [result]}], tools=[LOOK])
@@ -315,6 +319,60 @@ def test_thinking(live: Live) -> None:
     assert prompt_of(live).startswith("False[user]")
     ask(live, thinking={"type": "adaptive"})
     assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
+
+
+def test_an_effort_is_a_hint(live: Live) -> None:
+    """Anthropic's clients send one to every model."""
+    for effort in ("low", "max"):
+        ask(live, output_config={"effort": effort})
+        assert prompt_of(live).startswith("True[user]")
+    ask(live, output_config={"effort": "high"}, thinking={"type": "disabled"})
+    assert prompt_of(live).startswith("False[user]")
+    with live_server() as plain:
+        body = {"messages": USER, "max_tokens": 2, "output_config": {"effort": "high"}}
+        assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
+        assert refuse(plain, PATH, {**body, "output_config": {"effort": "extreme"}})["param"] == "output_config.effort"
+    harmony = (
+        "{% for message in messages %}{{ message.content }}{% endfor %}{{ reasoning_effort }}<|channel|><|message|>"
+    )
+    with live_server(template=harmony) as gpt:
+        for effort, told in (("low", "low"), ("high", "high"), ("xhigh", "high"), ("max", "high")):
+            assert gpt.post(PATH, {**body, "output_config": {"effort": effort}}).status_code == 200
+            assert told in prompt_of(gpt)
+
+
+CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
+
+
+@pytest.mark.parametrize(
+    ("given", "accepted"),
+    [
+        *((given, True) for given in (None, {}, {"edits": None}, {"edits": []}, {"edits": [CLEAR]})),
+        ({"edits": [{**CLEAR, "keep": {"type": "all"}}, {**CLEAR, "more": None}]}, True),
+        ({"edits": [{"type": "clear_thinking_20251015"}]}, False),  # which keeps those of the last turn
+        ({"edits": [{**CLEAR, "keep": {"type": "thinking_turns", "value": 2}}]}, False),
+        ({"edits": [CLEAR, {"type": "clear_tool_uses_20250919"}]}, False),
+        ({"edits": [{**CLEAR, "type": "clear_tool_uses_20250919"}]}, False),
+        *((given, False) for given in ({"edits": "all"}, {"edit": []}, {"edits": [5]}, [CLEAR], "all")),
+    ],
+)
+def test_an_edit_that_clears_nothing_asks_for_nothing(live: Live, given: Any, accepted: bool) -> None:
+    body = {"messages": USER, "context_management": given, "mcp_servers": []}
+    for path, fields in ((PATH, {"max_tokens": 2}), (COUNT, {})):
+        if accepted:
+            assert live.post(path, {**body, **fields}).status_code == 200
+        else:
+            error = refuse(live, path, {**body, **fields})
+            assert (error["param"], error["code"]) == ("context_management", "unsupported_field")
+
+
+def test_names_of_tools_are_as_long_as_those_of_anthropic(live: Live) -> None:
+    name = f"mcp__server__{'x' * 115}"
+    say(live, CALL.replace("look", name))
+    answer = ask(live, tools=[{**LOOK, "name": name}], tool_choice={"type": "tool", "name": name})
+    assert answer["content"][0]["name"] == name
+    error = refuse(live, PATH, {"messages": USER, "max_tokens": 2, "tools": [{**LOOK, "name": name + "x"}]})
+    assert error["param"] == "tools[0].name"
 
 
 def test_a_form(live: Live) -> None:

@@ -216,7 +216,7 @@ def test_a_chat_template_that_takes_no_pair_leaves_a_head_to_join_them() -> None
 
 @pytest.mark.parametrize("path", ["/v1/rerank", "/v2/rerank", "/rerank"])
 def test_documents_come_best_first(live: Live, path: str) -> None:
-    documents = ["a", {"text": "z"}, "m", "z"]
+    documents = ["a", {"text": "z", "id": None}, "m", "z"]
     answer = ask(live, path, query="q", documents=documents)
     scores = [cosine(vector("q", live), vector(text, live)) for text in "azmz"]
     assert [(r["index"], r["relevance_score"]) for r in answer["results"]] == [

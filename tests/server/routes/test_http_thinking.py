@@ -125,6 +125,7 @@ def test_a_message_continued_inside_its_thinking(live: Live) -> None:
     [
         ({"reasoning_effort": "low"}, "Truelow<"),
         ({"reasoning_effort": "none"}, "Falsenone<"),
+        ({"reasoning_effort": "max"}, "Truemax<"),
         ({"reasoning_effort": "high", "chat_template_kwargs": {"enable_thinking": False}}, "Falsehigh<"),
         ({"chat_template_kwargs": {"reasoning_effort": "odd"}}, "odd<"),
         ({"reasoning_effort": None}, "<"),

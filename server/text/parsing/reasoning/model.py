@@ -29,6 +29,7 @@ _EFFORT = "reasoning_effort"
 _BUDGET = "thinking_budget"
 _BESIDE = ("", " ", "\n", "\n\n")  # what may share a token with a marker
 _HARMONY_EFFORTS = ("low", "medium", "high")
+_ABOVE_HIGH = ("xhigh", "max")
 
 
 class ThinkingModel:
@@ -115,6 +116,12 @@ class ThinkingModel:
     def switched_on(self) -> dict[str, Any]:
         """The template's variables that let the model think; empty where it has no such choice."""
         return {name: True for name in _SWITCHES if name in self._read}
+
+    def nearest_effort(self, effort: str) -> str | None:
+        """The effort nearest to this one that the model can be told; None where its template has no such choice."""
+        if self.name == HARMONY and effort in _ABOVE_HIGH:
+            return "high"
+        return effort if self._read or effort == "none" else None
 
     def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:
         """The template's variables for a request: `chat_template_kwargs`, which win, and what `effort` comes to.

@@ -10,15 +10,19 @@ from windlass.server.text.parsing.stream import CallOptions, Reading, StreamPars
 
 START, CHANNEL, MESSAGE = "<|start|>", "<|channel|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>")
-MARKERS = frozenset({START, CHANNEL, MESSAGE, "<|constrain|>", *ENDS})
+CONSTRAIN = "<|constrain|>"
+MARKERS = frozenset({START, CHANNEL, MESSAGE, CONSTRAIN, *ENDS})
 MAX_HEADER = 512
 
 _CALLED = re.compile(r"\bto=functions\.([^\s<]{1,256})")
+_RECIPIENT = re.compile(r"[^\s<]")
 _CHANNEL = re.compile(r"<\|channel\|>\s*(\w+)")
 
 
 class HarmonyParser(StreamParser):
     """Text outside of messages, and a header that none follows, is content; so are calls where there is nothing to call.
+
+    The prompt has begun the first header, so that a text may begin with the rest of one: ` to=functions.look<|channel|>…`.
 
     thinking, thought: see `TellsThinking`.
     """
@@ -27,26 +31,43 @@ class HarmonyParser(StreamParser):
     thought = False
 
     def run(self) -> Reading:
-        while marker := (yield from self.until((START, CHANNEL), self.say)):
-            header = yield from self._header(marker)
-            if header is None:
-                self.give_back()
-                continue
-            self.forget()
-            called, channel = _CALLED.search(header), _CHANNEL.search(header)
-            self.thinking = called is None and channel is not None and channel[1] == "analysis"
-            self.thought = self.thought or self.thinking
-            if called is not None and self.options.schemas:
-                self.begin_call(called[1])
-                out = self.argue
-            else:
-                out = self.think if self.thinking else self.say
-            end = yield from self.until((*ENDS, START), out)
-            if end:
-                self.end_call()
-            if end == START:  # the message before it was not ended
-                self.put_back(len(START))
-            self.forget()
+        begin = yield from self._recipient()
+        while begin or (begin := (yield from self.until((START, CHANNEL), self.say))):
+            yield from self._message(begin)
+            begin = ""
+
+    def _message(self, begin: str) -> Reading:
+        """Read a message of whose header `begin` was taken."""
+        header = yield from self._header(begin)
+        if header is None:
+            self.give_back()
+            return
+        self.forget()
+        called, channel = _CALLED.search(header), _CHANNEL.search(header)
+        self.thinking = called is None and channel is not None and channel[1] == "analysis"
+        self.thought = self.thought or self.thinking
+        if called is not None and self.options.schemas:
+            self.begin_call(called[1])
+            out = self.argue
+        else:
+            out = self.think if self.thinking else self.say
+        end = yield from self.until((*ENDS, START), out)
+        if end:
+            self.end_call()
+        if end == START:  # the message before it was not ended
+            self.put_back(len(START))
+        self.forget()
+
+    def _recipient(self) -> Generator[None, None, str]:
+        """Take the recipient that the text begins with; empty where there is none, or no special token shows that it is one."""
+        yield from self.space()
+        name = (yield from self.run_of(_RECIPIENT)) if (yield from self.literal("to=")) else ""
+        yield from self.space()
+        if name and (marker := (yield from self.literal(CHANNEL, CONSTRAIN, MESSAGE))):
+            self.put_back(len(marker))
+            return f"to={name} "
+        self.give_back()
+        return ""
 
     def _header(self, begin: str) -> Generator[None, None, str | None]:
         """The header's text, `<|message|>` included; None where it is none."""

@@ -16,6 +16,9 @@ MAX_PYTHON = 16384  # characters of a value that is Python and no JSON: reading 
 _NAME = re.compile(r"[\w.\-]")
 _CLOSING = {"(": ")", "[": "]", "{": "}"}
 _OUTSIDE = re.compile(r"[^'\"()\[\]{},=]*")
+_STRING = re.compile(r"""'(?:[^'\\]++|\\.)*+'|"(?:[^"\\]++|\\.)*+\"""", re.DOTALL)
+_BREAK = re.compile(r"\\.|[\n\r]", re.DOTALL)
+_ESCAPES = {"\n": "\\n", "\r": "\\r"}
 _CONSTANTS = {"true": True, "false": False, "null": None}
 
 
@@ -139,15 +142,20 @@ def _properties(schema: Any) -> list[str]:
 def _as_json(text: str) -> str:
     """A Python value as JSON; what is none as a JSON string, so that nothing is lost."""
     try:
-        return as_json(json.loads(text))
+        return as_json(json.loads(text, strict=False))
     except (ValueError, RecursionError):
         pass
     if len(text) > MAX_PYTHON and text[:1] not in ("'", '"'):
         return json.dumps(text)
     try:
-        return as_json(_plain(ast.parse(text, mode="eval").body))
+        return as_json(_plain(ast.parse(_one_line(text), mode="eval").body))
     except (ValueError, SyntaxError, TypeError, RecursionError, MemoryError):
         return json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """The text with the line breaks within its strings escaped, as Python wants them."""
+    return _STRING.sub(lambda found: _BREAK.sub(lambda each: _ESCAPES.get(each[0], each[0]), found[0]), text)
 
 
 def _plain(node: ast.expr) -> Any:

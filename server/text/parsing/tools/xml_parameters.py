@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Mapping
+from collections.abc import Generator, Iterator, Mapping
 from typing import Any
 
 from windlass.server.text.parsing.stream import MAX_NAME, Reading, StreamParser, as_json
 
 _NAME = re.compile(r"[^<>\s=]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
+MAX_SCHEMAS = 100  # that are looked at for the types of one parameter: references may lead in circles
+_ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
+_TEXT = frozenset({"string", "null"})
+_KINDS = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
 
 
 class XmlParametersParser(StreamParser):
-    """A value is text where the schema says so, else the JSON it is, and text where it is none."""
+    """A value is text where the schema permits nothing else (or only null, which is `null`), else the JSON it is, and text
+    where it is none."""
 
     def run(self) -> Reading:
         while marker := (yield from self.until(("<tool_call>", "<function="), self.say)):
@@ -57,7 +62,7 @@ class XmlParametersParser(StreamParser):
                 before = ", " if written else ""
                 written.add(name)
                 value = "".join(parts).removeprefix("\n").removesuffix("\n")
-                self.argue(f"{before}{json.dumps(name)}: {_as_json(value, _type(schema, name))}")
+                self.argue(f"{before}{json.dumps(name)}: {_as_json(value, _kinds_of(schema, name))}")
             self.forget()
         closed = yield from self.literal("</function>")
         if not closed and self.take_cut_tag(("<parameter=", "</function>")):
@@ -70,19 +75,58 @@ class XmlParametersParser(StreamParser):
             self.forget()
 
 
-def _type(schema: Mapping[str, Any], name: str) -> Any:
+def _kinds_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+    """The JSON types that a parameter may have."""
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
-    return found.get("type") if isinstance(found, Mapping) else None
+    return _kinds(found, schema, iter(range(MAX_SCHEMAS)))
 
 
-def _as_json(text: str, kind: Any) -> str:
-    if kind != "string":
+def _kinds(schema: Any, root: Mapping[str, Any], budget: Iterator[int]) -> frozenset[str]:
+    """The JSON types that a schema permits, as far as it says; all of them once the budget of schemas is spent.
+
+    Integers are numbers here: neither is text.
+    """
+    if not isinstance(schema, Mapping) or next(budget, None) is None:
+        return _ANY
+    kinds = _ANY
+    if isinstance(reference := schema.get("$ref"), str):
+        kinds &= _kinds(_place(root, reference), root, budget)
+    if isinstance(named := schema.get("type"), str | list):
+        names = [named] if isinstance(named, str) else named
+        kinds &= {"number" if each == "integer" else each for each in names if isinstance(each, str)}
+    if "const" in schema:
+        kinds &= {_kind(schema["const"])}
+    if isinstance(values := schema.get("enum"), list):
+        kinds &= {_kind(value) for value in values}
+    for key in ("anyOf", "oneOf"):
+        if isinstance(branches := schema.get(key), list):
+            kinds &= frozenset[str]().union(*(_kinds(branch, root, budget) for branch in branches))
+    if isinstance(parts := schema.get("allOf"), list):
+        kinds = kinds.intersection(*(_kinds(part, root, budget) for part in parts))
+    return kinds
+
+
+def _place(root: Mapping[str, Any], reference: str) -> Any:
+    """What a reference within the schema leads to, None for any other."""
+    start, *path = reference.split("/")
+    found: Any = root if start == "#" else None
+    for part in path:
+        found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
+    return found
+
+
+def _kind(value: Any) -> str:
+    return _KINDS.get(type(value), "array")
+
+
+def _as_json(text: str, kinds: frozenset[str]) -> str:
+    if not kinds or not kinds <= _TEXT:
         try:
-            return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text))
+            return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text, strict=False))
         except (ValueError, RecursionError):
             pass
-    return json.dumps(text)
+    return text if text == "null" and "null" in kinds else json.dumps(text)
 
 
 def no_grammar(forced: object) -> None:

@@ -132,6 +132,13 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (G, f"<|start|>assistant to=functions.look<|channel|>commentary json<|message|>{ROME}<|start|>assistant"
      "<|channel|>final<|message|>ok<|return|>", ("ok", "", [LOOK])),
     (G, "no channel <|channel|> at all", ("no channel <|channel|> at all", "", [])),
+    (G, f" to=functions.look<|channel|>commentary json<|message|>{ROME}<|call|>", only(LOOK)),
+    (G, f"to=functions.look <|constrain|>json<|message|>{ROME}<|call|>", only(LOOK)),
+    (G, f" to=functions.look<|message|>{ROME}<|end|><|start|>assistant<|channel|>final<|message|>ok", ("ok", "", [LOOK])),
+    (G, " to=functions.look, they say", (" to=functions.look, they say", "", [])),
+    (G, " to=functions.look<|channel|>commentary", (" to=functions.look<|channel|>commentary", "", [])),
+    (G, " to=", (" to=", "", [])),
+    (G, f" so to=functions.look<|channel|>final<|message|>{ROME}", (f" so to=functions.look{ROME}", "", [])),
     # Qwen3-Coder
     (X, "Ok.\n<tool_call>\n<function=look>\n<parameter=city>\nRome\n</parameter>\n<parameter=days>\n3\n</parameter>\n"
      "</function>\n</tool_call>\n<tool_call><function=find></function></tool_call>",
@@ -146,7 +153,11 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (X, "<function=look><parameter=ci", only(("look", "{"))),
     (X, '<function=look><parameter=days>"\\ud83d \\ud83d\\ude00"</parameter></function>',
      only(("look", r'{"days": "\ufffd \ud83d\ude00"}'))),
+    (X, '<function=find><parameter=a>{"b": "c\nd"}</parameter></function>', only(("find", '{"a": {"b": "c\\nd"}}'))),
     # Python
+    (Y, '[look(city="a\n\tb", days="")]', only(("look", '{"city": "a\\n\\tb", "days": ""}'))),
+    (Y, "[look(city='it\\'s\r\n\"a\"', days=[1,\n 'b\nc',\n \"\\x41\n\"])]",
+     only(("look", '{"city": "it\'s\\r\\n\\"a\\"", "days": [1, "b\\nc", "A\\n"]}'))),
     (Y, "[look(city='Rome', days=3), find()]", only(("look", '{"city": "Rome", "days": 3}'), FIND)),
     (Y, '<|python_start|>[look(city="a\\"),]=", days=[1, (2, None), {"k": True}])]<|python_end|>',
      only(("look", '{"city": "a\\"),]=", "days": [1, [2, null], {"k": true}]}'))),
@@ -258,6 +269,47 @@ def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str)
         parser = make(kind)
         for event in parser.feed(text) + parser.finish():
             to_json(event)  # raises where it cannot be written
+
+
+OPTIONAL = {"anyOf": [{"type": "string"}, {"type": "null"}]}
+DEFINED = {
+    "$defs": {"s": {"type": "string"}, "a/b": {"$ref": "#/$defs/s"}, "loop": {"anyOf": [{"$ref": "#/$defs/loop"}] * 9}}
+}
+
+
+@pytest.mark.parametrize(
+    ("schema", "written"),
+    [
+        ({"type": "string"}, {"02134": '"02134"', "null": '"null"', "True": '"True"'}),
+        (
+            OPTIONAL,
+            {"02134": '"02134"', '{"a": 1}': r'"{\"a\": 1}"', "null": "null", "None": '"None"', '"a"': r'"\"a\""'},
+        ),
+        ({"oneOf": OPTIONAL["anyOf"]}, {"1.0": '"1.0"', "null": "null"}),
+        ({"type": ["string", "null"]}, {"12": '"12"', "null": "null", "[]": '"[]"'}),
+        ({"$ref": "#/$defs/s"}, {"12": '"12"', "null": '"null"'}),
+        ({"anyOf": [{"$ref": "#/$defs/a~1b"}, {"type": "null"}]}, {"12": '"12"', "null": "null"}),
+        ({"allOf": [{"$ref": "#/$defs/s"}, {"description": "a"}]}, {"12": '"12"'}),
+        ({"enum": ["1", "2"]}, {"1": '"1"'}),
+        ({"enum": ["1", None]}, {"1": '"1"', "null": "null"}),
+        ({"const": "true"}, {"true": '"true"'}),
+        # what may be anything else is what it says
+        ({}, {"1": "1", "a": '"a"', "null": "null", "True": "true"}),
+        ({"type": ["string", "integer"]}, {"1": "1", "a": '"a"'}),
+        ({"anyOf": [OPTIONAL, {"type": "object"}]}, {'{"a": 1}': '{"a": 1}', "a": '"a"'}),
+        ({"enum": ["1", 1]}, {"1": "1"}),
+        ({"$ref": "#/$defs/none"}, {"1": "1"}),
+        ({"$ref": "other.json"}, {"1": "1"}),
+        ({"$ref": "#/$defs/loop"}, {"1": "1", "a": '"a"'}),
+        ({"anyOf": [{"const": str(number)} for number in range(5000)]}, {"1": "1"}),
+    ],
+)
+def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str, Any], written: dict[str, str]) -> None:
+    parameters = {"properties": {"a": schema}, **DEFINED}
+    for text, value in written.items():
+        parser = XmlParametersParser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
+        found = read(parser, f"<function=look><parameter=a>\n{text}\n</parameter></function>")
+        assert found == only(("look", f'{{"a": {value}}}'))
 
 
 def test_further_calls_than_asked_for_are_left_out() -> None:
