@@ -70,6 +70,12 @@ def words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
     return [int(word) for word in np.frombuffer(stream.to_bytes(4 * count, "little"), "<i4")]
 
 
+def padded_words(values: Sequence[int] | np.ndarray, bits: int) -> list[int]:
+    """Numbers as many in each word of 32 bits as it holds whole, from the lowest bit on."""
+    each = 32 // bits
+    return [word for first in range(0, len(values), each) for word in words(values[first : first + each], bits)]
+
+
 def as_gptq(module: str, w: IntegerWeight, *, less_one: bool = True) -> dict[str, Tensor]:
     qzeros = np.array([words(w.zeros[:, g], w.bits) for g in range(w.zeros.shape[1])], dtype=np.int64)
     if less_one and w.bits != 3:
@@ -98,14 +104,17 @@ def as_awq(module: str, w: IntegerWeight) -> dict[str, Tensor]:
     }
 
 
-def as_packed(module: str, w: IntegerWeight, *, symmetric: bool = True, ordered: bool = True) -> dict[str, Tensor]:
+def as_packed(
+    module: str, w: IntegerWeight, *, symmetric: bool = True, ordered: bool = True, padded: bool = False
+) -> dict[str, Tensor]:
+    pack = padded_words if padded else words
     made = {
-        f"{module}.weight_packed": torch.tensor([words(row, w.bits) for row in w.codes], dtype=torch.int32),
+        f"{module}.weight_packed": torch.tensor([pack(row, w.bits) for row in w.codes], dtype=torch.int32),
         f"{module}.weight_scale": w.scales.contiguous(),
         f"{module}.weight_shape": torch.tensor(w.codes.shape),
     }
     if not symmetric:
-        zeros = torch.tensor([words(w.zeros[:, g], w.bits) for g in range(w.zeros.shape[1])], dtype=torch.int32)
+        zeros = torch.tensor([pack(w.zeros[:, g], w.bits) for g in range(w.zeros.shape[1])], dtype=torch.int32)
         made[f"{module}.weight_zero_point"] = zeros.t().contiguous()
     if not ordered:
         made[f"{module}.weight_g_idx"] = torch.from_numpy(w.groups).int()

@@ -40,7 +40,7 @@ class StoredQuantization:
 
     group_size: of GPTQ and AWQ, None: one group a row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
     block: rows and columns that share a scale, where weights of 8-bit floating point have blocks. divided: ternary weights are
-    divided by their scale.
+    divided by their scale. bits: of codes of compressed-tensors, empty where it is not said.
     unread: what keeps it from being read, in a few words; None where nothing does.
     """
 
@@ -49,6 +49,7 @@ class StoredQuantization:
     zeros_less_one: bool = False
     block: tuple[int, int] | None = None
     divided: bool = False
+    bits: tuple[int, ...] = ()
     unread: str | None = None
 
 
@@ -100,7 +101,10 @@ def _compressed(found: Config) -> StoredQuantization:
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
         unread = f"floating point of {float4[0].get('num_bits')} bits"
     block = next((block for w in weights if (block := _block(w.get("block_structure"))) is not None), None)
-    return StoredQuantization("compressed-tensors", block=block, unread=unread)
+    bits = tuple(
+        sorted({w["num_bits"] for w in weights if isinstance(w.get("num_bits"), int) and 1 <= w["num_bits"] <= 8})
+    )
+    return StoredQuantization("compressed-tensors", block=block, bits=bits, unread=unread)
 
 
 def _fp8(found: Config) -> StoredQuantization:

@@ -52,7 +52,6 @@ INLINE narrow_bytes low_bytes(vi x) {
 #endif
 }
 
-INLINE bool quads_fit(const Attention &p) { return p.value_dim % W == 0 && p.dim <= MOST_DIM; }
 
 INLINE float inverse(float most, float steps) { return most > 0x1p-100f && most < __builtin_inff() ? steps / most : 0.0f; }
 
@@ -61,6 +60,12 @@ struct QueryEnd {
     float factor;      // of the integers
     int32_t start[2];  // of the planes' sums
 };
+
+// Where a rounded query and its end have room in a row of the query.
+INLINE bool quads_fit(const Attention &p) {
+    const long needed = 2 * ceil_div(p.dim, QUAD) * (long)sizeof(int32_t) + (long)sizeof(QueryEnd);
+    return p.value_dim % W == 0 && p.dim <= MOST_DIM && needed <= round_up(p.dim, W) * (long)sizeof(float);
+}
 INLINE QueryEnd *end_of(float *query, long quads) { return (QueryEnd *)(query + 2 * quads); }
 
 static NOINLINE void round_query(const Attention &p, float *query) {

@@ -1,8 +1,9 @@
 """Where compressed-tensors keeps a weight of integers.
 
-Packed: `weight_packed` int32 [rows, columns * bits / 32], codes plus half the range, packed along a row from the lowest bit on;
-`weight_shape`, two integers; `weight_scale` [rows, groups]; perhaps `weight_zero_point` int32 [rows * bits / 32, groups], packed
-down the rows like the codes; and perhaps `weight_g_idx` int32 [columns], the group of every column, or -1: nothing is said.
+Packed: `weight_packed` int32 [rows, columns * bits / 32], codes plus half the range, packed along a row from the lowest bit on,
+one behind the other or, as releases up to 0.13 have it, 32 // bits in each word; `weight_shape`, two integers; `weight_scale`
+[rows, groups]; perhaps `weight_zero_point` int32, packed down the rows like the codes; and perhaps `weight_g_idx` int32
+[columns], the group of every column, or -1: nothing is said.
 Plain: `weight` int8 [rows, columns], `weight_scale` with a number for the tensor, for each row or for each group of one, and
 perhaps `weight_zero_point` int8 of the same shape. Imports no torch.
 """
@@ -20,6 +21,7 @@ from windlass.engine.model.loading.quantized.shapes import (
     check_shape,
     code_bits,
     find,
+    num_words,
     size_of_groups,
 )
 
@@ -27,14 +29,14 @@ from windlass.engine.model.loading.quantized.shapes import (
 def describe_compressed(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
     """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.weight_packed" in located:
-        return _packed(located, wanted)
+        return _packed(located, wanted, told.bits)
     stored = located.get(wanted.name)
     if stored is not None and stored.dtype == "I8":
         return _plain(located, wanted)
     return describe_floats(located, wanted, told)
 
 
-def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
+def _packed(located: Located, wanted: WantedTensor, told: tuple[int, ...]) -> QuantizedTensor:
     rows, columns = wanted.rows, wanted.columns
     codes = find(located, wanted, "weight_packed", ("I32",))
     scales = find(located, wanted, "weight_scale", SCALE_TYPES)
@@ -44,8 +46,9 @@ def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
             f"tensor {shape.name!r} says {list(read_integers(shape))} where config.json asks for {[rows, columns]}: take the "
             "config.json that belongs to the checkpoint"
         )
-    bits = code_bits(codes, codes.shape[1] if len(codes.shape) == 2 else 0, columns, range(1, 9))
-    check_shape(codes, (rows, -(-columns * bits // 32)))
+    words = codes.shape[1] if len(codes.shape) == 2 else 0
+    bits, padded = code_bits(codes, words, columns, told or range(1, 9), padded=True)
+    check_shape(codes, (rows, words))
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     group_size = size_of_groups(scales, groups, columns, None)
     check_shape(scales, (rows, groups), *([(rows,), (1,), ()] if groups == 1 else []))
@@ -53,7 +56,7 @@ def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
     symmetric = f"{wanted.module}.weight_zero_point" not in located
     if not symmetric:
         zeros = find(located, wanted, "weight_zero_point", ("I32",))
-        check_shape(zeros, (-(-rows * bits // 32), groups))
+        check_shape(zeros, (num_words(rows, bits, padded=padded), groups))
         sources["zeros"] = zeros.name
     ordered = True
     if f"{wanted.module}.weight_g_idx" in located:
@@ -70,7 +73,7 @@ def _packed(located: Located, wanted: WantedTensor) -> QuantizedTensor:
         wanted.name,
         rows,
         columns,
-        "packed",
+        "padded" if padded else "packed",
         sources,
         bits,
         group_size,

@@ -156,6 +156,23 @@ def _packed(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, 
     return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
 
 
+def _padded(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    """As many codes in each word as it holds whole."""
+    bits, each = tensor.bits, 32 // tensor.bits
+    shifts = torch.arange(each) * bits
+
+    def unpack(words: Tensor) -> Tensor:
+        return ((words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+    codes = unpack(sources["codes"][first : first + count])[:, : tensor.columns].to(torch.uint8)
+    zeros = None
+    if not tensor.symmetric:
+        word = first // each
+        down = unpack(sources["zeros"][word : -(-(first + count) // each)].t())  # from the word that has the first row
+        zeros = down[:, first - word * each :][:, :count].t().int()
+    return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
+
+
 def _bytes(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
     zeros = None if tensor.symmetric else _row_scales(tensor, sources["zeros"], first, count).int()
     scales = _row_scales(tensor, sources["scales"], first, count)
@@ -194,6 +211,7 @@ _DECODE = {
     "gptq": _gptq,
     "awq": _awq,
     "packed": _packed,
+    "padded": _padded,
     "bytes": _bytes,
     "mxfp4": _mxfp4,
     "ternary": _ternary,

@@ -29,7 +29,7 @@ def describe_gptq(located: Located, wanted: WantedTensor, told: StoredQuantizati
     rows, columns = wanted.rows, wanted.columns
     codes, zeros = (find(located, wanted, end, ("I32",)) for end in ("qweight", "qzeros"))
     scales = find(located, wanted, "scales", SCALE_TYPES)
-    bits = code_bits(codes, codes.shape[0] if codes.shape else 0, columns, _BITS)
+    bits, _ = code_bits(codes, codes.shape[0] if codes.shape else 0, columns, _BITS)
     check_shape(codes, (columns * bits // 32, rows))
     groups = scales.shape[0] if scales.shape else 0
     group_size = size_of_groups(scales, groups, columns, told.group_size)

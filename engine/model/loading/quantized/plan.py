@@ -24,7 +24,7 @@ from typing import Literal
 
 from windlass.engine.model.loading.quantized.files import Located
 
-Packing = Literal["gptq", "awq", "packed", "bytes", "floats", "mxfp4", "ternary", "divided ternary"]
+Packing = Literal["gptq", "awq", "packed", "padded", "bytes", "floats", "mxfp4", "ternary", "divided ternary"]
 
 BLOCK = 32  # elements that share a scale, in the forms that are used here except q6_k
 _HALF_BLOCK = 16

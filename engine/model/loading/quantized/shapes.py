@@ -50,15 +50,27 @@ def check_shape(tensor: LocatedTensor, *shapes: tuple[int, ...]) -> None:
         )
 
 
-def code_bits(tensor: LocatedTensor, words: int, count: int, choices: Sequence[int]) -> int:
-    """Bits of a code where `count` of them fill `words` words of 32 bits. Raises LoadError where no width does."""
-    bits = next((bits for bits in choices if -(-count * bits // 32) == words), None)
-    if bits is None:
-        raise LoadError(
-            f"tensor {tensor.name!r} has shape {list(tensor.shape)}, into which {count} numbers of {choices[0]} to "
-            f"{choices[-1]} bits do not fit: take the config.json that belongs to the checkpoint"
-        )
-    return bits
+def num_words(count: int, bits: int, *, padded: bool = False) -> int:
+    """Words of 32 bits for so many codes. padded: as many in each as it holds whole, else one behind the other."""
+    return -(-count // (32 // bits)) if padded else -(-count * bits // 32)
+
+
+def code_bits(
+    tensor: LocatedTensor, words: int, count: int, choices: Sequence[int], *, padded: bool = False
+) -> tuple[int, bool]:
+    """Bits of a code where `count` of them fill `words` words of 32 bits, and whether words are padded. padded: they may be.
+
+    Raises LoadError where no width does.
+    """
+    for layout in (False, True) if padded else (False,):
+        for bits in choices:
+            if num_words(count, bits, padded=layout) == words:
+                return bits, layout
+    widths = f"{choices[0]} to {choices[-1]}" if len(choices) > 1 else choices[0]
+    raise LoadError(
+        f"tensor {tensor.name!r} has shape {list(tensor.shape)}, into which {count} numbers of {widths} bits do not fit: take "
+        "the config.json that belongs to the checkpoint"
+    )
 
 
 def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, told: int | None) -> int:

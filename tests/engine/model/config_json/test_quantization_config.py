@@ -19,14 +19,14 @@ READ: list[tuple[dict[str, Any], StoredQuantization]] = [
     (FP8, StoredQuantization("FP8")),
     ({**FP8, "weight_block_size": [128, 64]}, StoredQuantization("FP8", block=(128, 64))),
     ({"quant_method": "fbgemm_fp8"}, StoredQuantization("FP8")),
-    (compressed("pack-quantized"), StoredQuantization("compressed-tensors")),
+    (compressed("pack-quantized"), StoredQuantization("compressed-tensors", bits=(4,))),
     (
         compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
-        StoredQuantization("compressed-tensors", block=(128, 64)),
+        StoredQuantization("compressed-tensors", block=(128, 64), bits=(8,)),
     ),
     (
         {**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}},
-        StoredQuantization("compressed-tensors"),
+        StoredQuantization("compressed-tensors", bits=(4,)),
     ),
 ]  # fmt: skip
 

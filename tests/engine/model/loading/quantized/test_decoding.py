@@ -50,9 +50,11 @@ def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(decoding, "_ELEMENTS", 32 * COLUMNS)
 
 
-def described(layout: str, tensors: dict[str, Tensor], folder: Path, group_size: int | None = None) -> QuantizedTensor:
+def described(
+    layout: str, tensors: dict[str, Tensor], folder: Path, group_size: int | None = None, bits: tuple[int, ...] = ()
+) -> QuantizedTensor:
     save_file(tensors, folder / "model.safetensors")
-    told = StoredQuantization("GPTQ", group_size, zeros_less_one=layout == "gptq")
+    told = StoredQuantization("GPTQ", group_size, zeros_less_one=layout == "gptq", bits=bits)
     found = DESCRIBE.get(layout, describe_compressed)(locate(folder), WANTED, told)
     assert found is not None and (found.rows, found.columns) == (ROWS, COLUMNS)
     return found
@@ -80,8 +82,8 @@ def numbers(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor:
 def stored(layout: str, w: IntegerWeight, *, symmetric: bool = True) -> dict[str, Tensor]:
     if layout == "awq":
         return as_awq("m", w)
-    if layout == "packed":
-        return as_packed("m", w, symmetric=symmetric)
+    if layout in ("packed", "padded"):
+        return as_packed("m", w, symmetric=symmetric, padded=layout == "padded")
     if layout == "bytes":
         return as_bytes("m", w, symmetric=symmetric)
     return as_gptq("m", w, less_one=layout == "gptq")
@@ -95,6 +97,7 @@ EXACT = [
     *(("awq", 4, size, sym) for size in (32, 64, 128) for sym in (True, False)),
     *(("packed", bits, size, True) for bits in range(1, 9) for size in (32, 96, COLUMNS)),
     *(("packed", bits, size, False) for bits in range(1, 8) for size in (64, COLUMNS)),
+    *(("padded", bits, size, sym) for bits in (2, 3, 5, 6, 7) for size in (64, COLUMNS) for sym in (True, False)),
     ("bytes", 8, 32, True),
     ("bytes", 8, COLUMNS, True),
 ]
@@ -110,7 +113,8 @@ def test_what_fits_is_exact(
         weight = -weight.abs()
     w = quantize(weight, bits, group_size, symmetric=symmetric, dtype=dtype)
     tensors = stored(layout, w, symmetric=symmetric)
-    found = described(layout, tensors, tmp_path, group_size)
+    found = described(layout, tensors, tmp_path, group_size, (bits,) if layout == "padded" else ())
+    assert found.bits == bits
     by_zeros = not (symmetric and (layout, bits) != ("gptq", 3))  # a stream of 3 bits is not looked at
     assert found.storage is not None and found.storage.partition(":")[0] == FORM[max(bits, 4)][by_zeros]
     assert torch.equal(through_blocks(found, tensors), w.numbers())
@@ -285,3 +289,19 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     located.file.write_bytes(located.file.read_bytes()[:-8])
     with pytest.raises(LoadError, match="ends inside tensor 'scales'"):
         are_halves(located)
+
+
+@pytest.mark.parametrize("bits", [3, 5, 6])
+def test_padded_words_are_told_by_their_number(bits: int, weight: Tensor, tmp_path: Path) -> None:
+    w = quantize(weight, bits, 64)
+    tensors = as_packed("m", w, padded=True)
+    found = described("padded", tensors, tmp_path)
+    assert (found.bits, found.packing) == (bits, "padded")
+    assert torch.equal(numbers(found, tensors), w.numbers())
+
+
+def test_codes_of_another_width_than_config_json_says_are_refused(weight: Tensor, tmp_path: Path) -> None:
+    tensors = as_packed("m", quantize(weight, 8, 64))
+    assert described("packed", tensors, tmp_path, bits=(4, 8)).bits == 8
+    with pytest.raises(LoadError, match=r"192 numbers of 4 bits do not fit"):
+        described("packed", tensors, tmp_path, bits=(4,))

@@ -64,10 +64,10 @@ def awq(size: int = 32, *, symmetric: bool = False, dtype: torch.dtype = HALF) -
     return layout
 
 
-def packed(bits: int, size: int, *, symmetric: bool = True, dtype: torch.dtype = BRAIN) -> Layout:
+def packed(bits: int, size: int, *, symmetric: bool = True, dtype: torch.dtype = BRAIN, padded: bool = False) -> Layout:
     def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         w = quantize(weight, bits, size, symmetric=symmetric, dtype=dtype)
-        return as_packed(module, w, symmetric=symmetric), w.numbers()
+        return as_packed(module, w, symmetric=symmetric, padded=padded), w.numbers()
 
     return layout
 
@@ -99,6 +99,7 @@ KEPT: dict[str, tuple[dict[str, Any], Layout, list[str]]] = {
         packed(4, 32, symmetric=False),
         ["q4_k"],
     ),
+    "padded 7 bits": (compressed("pack-quantized", num_bits=7), packed(7, 32, padded=True), ["q8_0"]),
     "packed 6 bits": (compressed("pack-quantized", num_bits=6), packed(6, 32), ["q6_k"]),
     "int8": (compressed("int-quantized", num_bits=8), eight_bits(), ["q8_0"]),
 }
