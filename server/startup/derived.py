@@ -1,15 +1,17 @@
 """Directories made from a model's files once and used again by later starts, in the cache.
 
-Responsible for where they lie, for making them whole or not at all, and for telling whether they are current. What is in them is
-their makers' business.
+Responsible for where they lie, for making them whole or not at all, and for telling whether they are current and in use. What is
+in them is their makers' business.
 """
 
 from __future__ import annotations
 
 import atexit
 import contextlib
+import fcntl
 import hashlib
 import json
+import os
 import shutil
 import tempfile
 from collections.abc import Callable, Sequence
@@ -40,13 +42,14 @@ class Derivation:
         """The directory made from these files as they are now; made where it is not there yet.
 
         stem: how its name begins. source: what to call the files. fill: writes into an empty directory all files, the index among
-        them (see `described`). The directory of what the first file was before it changed goes. Raises LoadError, one line.
+        them (see `described`). It is in use for as long as this process lives. The directory of what the first file was before it
+        changed goes, unless it is in use. Raises LoadError, one line.
         """
         files = self.described(sources, source)
         digest = hashlib.sha256(json.dumps([self.made_by, files]).encode()).hexdigest()[:16]
         try:
             target = cache_folder() / self.folder / f"{stem[:_LONGEST_STEM]}-{digest}"
-            if self._is_current(target, files):
+            if self._use(target, files):
                 return target
             target.parent.mkdir(parents=True, exist_ok=True)
             made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
@@ -62,6 +65,7 @@ class Derivation:
             self._put_in_place(made, target, files)
         finally:
             shutil.rmtree(made, ignore_errors=True)
+        self._use(target, files)
         self._remove_older(target, files)
         return target
 
@@ -105,7 +109,27 @@ class Derivation:
             if other != target and not other.name.startswith("."):
                 theirs = (self.read_index(other) or {}).get("files")
                 if theirs and theirs[0]["path"] == files[0]["path"]:
-                    shutil.rmtree(other, ignore_errors=True)
+                    self._remove_unused(other)
+
+    def _use(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
+        """Whether it is current, and then nobody removes it any more: a server may start its engine again from there."""
+        with contextlib.suppress(OSError):
+            held = os.open(directory / self.index, os.O_RDONLY)
+            with contextlib.suppress(OSError):  # a file system without locks
+                fcntl.flock(held, fcntl.LOCK_SH)  # never let go: the end of the process does
+            if self._is_current(directory, files):
+                return True
+            os.close(held)
+        return False
+
+    def _remove_unused(self, directory: Path) -> None:
+        with contextlib.suppress(OSError):  # another process uses it, or has removed it
+            held = os.open(directory / self.index, os.O_RDONLY)
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                shutil.rmtree(directory, ignore_errors=True)
+            finally:
+                os.close(held)
 
     def _is_current(self, directory: Path, files: Sequence[dict[str, Any]]) -> bool:
         return (self.read_index(directory) or {}).get("files") == list(files) and all(
@@ -117,6 +141,7 @@ def write_files(directory: Path, texts: dict[str, str]) -> None:
     """Write every file. A disk that is full is the person's to know of."""
     try:
         for name, text in texts.items():
+            (directory / name).parent.mkdir(exist_ok=True)
             (directory / name).write_text(text, encoding="utf-8")
     except OSError as error:
         raise LoadError(f"cannot write to {directory} ({error.strerror or error}): free some space there") from None

@@ -14,6 +14,7 @@ from windlass.clients.terminal.lines import say
 from windlass.engine.model.gguf.split_files import find_parts, model_stem
 from windlass.server.startup.derived import Derivation, write_files
 
+_POOLING = "1_Pooling"
 _DERIVATION = Derivation(
     folder="gguf",
     index="gguf.json",
@@ -64,4 +65,9 @@ def _fill(directory: Path, parts: Sequence[Path]) -> None:
         "tokenizer_config.json": tokenizer.config,
         _DERIVATION.index: json.dumps(found.index),
     }
+    if found.pooling is not None:  # as sentence-transformers says it; embeddings are normalized, as llama.cpp has them
+        modules = [("Transformer", ""), ("Pooling", _POOLING), ("Normalize", "2_Normalize")]
+        listed = [{"type": f"sentence_transformers.models.{kind}", "path": path} for kind, path in modules]
+        texts["modules.json"] = json.dumps(listed)
+        texts[f"{_POOLING}/config.json"] = json.dumps({"pooling_mode": found.pooling})
     write_files(directory, texts)

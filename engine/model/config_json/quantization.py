@@ -96,7 +96,8 @@ def _compressed(found: Config) -> StoredQuantization:
         unread = "with transforms"
     elif _is_object(found.get("sparsity_config")) and found["sparsity_config"].get("format", "dense") != "dense":
         unread = f"sparse, {found['sparsity_config']['format']}"
-    elif found.get("quantization_status", "compressed") != "compressed":
+    elif found.get("quantization_status", "compressed") != "compressed" and not any(_is_stored(form) for form in forms):
+        # With a form that stores codes, "frozen" is what older releases left there after they had stored them.
         unread = f"status {found['quantization_status']}"
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
         unread = f"floating point of {float4[0].get('num_bits')} bits"
@@ -105,6 +106,10 @@ def _compressed(found: Config) -> StoredQuantization:
         sorted({w["num_bits"] for w in weights if isinstance(w.get("num_bits"), int) and 1 <= w["num_bits"] <= 8})
     )
     return StoredQuantization("compressed-tensors", block=block, bits=bits, unread=unread)
+
+
+def _is_stored(form: Any) -> bool:
+    return form is not None and form != "dense"
 
 
 def _fp8(found: Config) -> StoredQuantization:

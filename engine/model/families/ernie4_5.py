@@ -9,6 +9,7 @@ _BIAS = Flag("use_bias")
 
 ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",
+    other_names=("Ernie4_5_ForCausalLM",),
     title="ERNIE 4.5 (dense)",
     model_type="ernie4_5",
     rules=ConfigRules(

@@ -20,6 +20,8 @@ from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
+_NORMS_HEADS = frozenset({"use_qk_norm", "qk_layernorm"})  # keys that say that queries and keys are normed
+
 
 @dataclass(frozen=True, slots=True)
 class Flag:
@@ -185,9 +187,10 @@ class Family:
 
     @property
     def own_keys(self) -> frozenset[str]:
-        """Keys of config.json that it reads and other families do not."""
+        """Keys of config.json that it reads and other families do not, or that say of it what always holds."""
         multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
-        return self.reads | multipliers | (frozenset() if self.experts is None else self.experts.keys)
+        always = frozenset[str]() if self.qk_norm is None else _NORMS_HEADS
+        return self.reads | multipliers | always | (frozenset() if self.experts is None else self.experts.keys)
 
     @property
     def models(self) -> str:

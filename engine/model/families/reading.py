@@ -81,11 +81,13 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     # Parts that add r times what they make: the same as a stream that is 1 / r as large, of which norms take the scale out.
     residual = _residual(config, multipliers, len(layers))
     caps, head = family.soft_caps, _head(config, family, architecture)
+    vocab_size = read_size(config, "vocab_size")
+    ends, unknown_ends = _eos(config, generation_config or {}, family, vocab_size)
     generates = family.causal and architecture in family.names
     without_head = (_WITHOUT_HEAD,) if family.causal and head is None and not generates else ()
     return ModelSpec(
         architecture=architecture,
-        vocab_size=read_size(config, "vocab_size"),
+        vocab_size=vocab_size,
         hidden_size=hidden,
         layers=layers,
         rotary_groups=layout.groups,
@@ -114,13 +116,13 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         token_types=read_size(config, "type_vocab_size", 2) if family.token_types else 0,
         unit_head=family.unit_head,
         names=family.outer_names,
-        eos_token_ids=_eos(config, generation_config or {}, family),
+        eos_token_ids=ends,
         temperature=layout.temperature,
         unrotated_temperature=None if family.unrotated_temperature is None else family.unrotated_temperature(config),
         head=head,
         generates=generates,
         unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
-        notices=without_head + unread_keys(config, family.own_keys),
+        notices=without_head + unknown_ends + unread_keys(config, family.own_keys),
     )
 
 
@@ -343,9 +345,15 @@ def _activation(config: Config, family: Family) -> Activation:
     return activation
 
 
-def _eos(config: Config, generation_config: Config, family: Family) -> tuple[int, ...]:
+def _eos(
+    config: Config, generation_config: Config, family: Family, vocab_size: int
+) -> tuple[tuple[int, ...], tuple[str, ...]]:
+    """Ids that end an answer, and what to say of those that no answer can have."""
     value = generation_config.get("eos_token_id", config.get("eos_token_id"))
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
         raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {value!r}")
-    return tuple(ids) or family.rules.eos_token_id
+    known = tuple(i for i in ids if 0 <= i < vocab_size)
+    notices = (f"eos_token_id {value!r} is not all in the vocabulary of {vocab_size}: the rest is left out",)
+    usual = tuple(i for i in family.rules.eos_token_id if i < vocab_size)
+    return known or usual, notices if len(known) < len(ids) else ()

@@ -178,6 +178,7 @@ GRANITE_MOE_SHARED = replace(
 
 PHI_MOE = Family(
     architecture="PhimoeForCausalLM",
+    other_names=("PhiMoEForCausalLM",),
     title="Phi 3.5 MoE",
     model_type="phimoe",
     rules=ConfigRules(

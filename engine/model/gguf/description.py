@@ -20,18 +20,23 @@ from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
 from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
 VERSION = 1  # of gguf.json: whoever reads it checks it
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's numbers, in the words of sentence-transformers
 
 _T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
 class GGUFDescription:
-    """metadata: of the first file. config, generation, index: the contents of the three files; generation may be empty."""
+    """metadata: of the first file. config, generation, index: the contents of the three files; generation may be empty.
+
+    pooling: how embeddings are pooled where the file says so, as sentence-transformers calls it.
+    """
 
     metadata: dict[str, Any] = field(repr=False)
     config: dict[str, Any]
     generation: dict[str, Any]
     index: dict[str, Any] = field(repr=False)
+    pooling: str | None = None
 
 
 def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
@@ -78,7 +83,9 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "fused_in_parts": facts.architecture.fused_in_parts,
         "latent_in_parts": in_parts,
     }
-    return GGUFDescription(headers[0].metadata, facts.config, facts.generation, index)
+    metadata = headers[0].metadata
+    pooling = _POOLING.get(metadata.get(f"{metadata['general.architecture']}.pooling_type", 0))
+    return GGUFDescription(metadata, facts.config, facts.generation, index, pooling)
 
 
 def _told(path: Path, read: Callable[[], _T]) -> _T:

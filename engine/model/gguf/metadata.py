@@ -36,7 +36,7 @@ _UNDERSTOOD = frozenset(
 _NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
     "expert_count": ((1,), "a mixture of experts"),
     "expert_used_count": ((1,), "a mixture of experts"),
-    "pooling_type": ((), "an embedding model, which writes no text"),
+    "pooling_type": ((1, 2, 3), "a reranker with a head of its own"),
     "attention.causal": ((True,), "an encoder, which writes no text"),
     "rope.dimension_sections": ((), "a multimodal model"),
     "rope.scaling.yarn_ext_factor": ((1.0, -1.0), "another model"),

@@ -36,7 +36,13 @@ _REFUSED = {
     "alora_invocation_tokens": "adapters that begin in the middle of a prompt",
     "use_qalora": "QALoRA",
 }
-_CHANGES_BASE = ("pissa", "olora", "corda", "loftq")  # ways of initialising that take from the model's own weights
+_CHANGES_BASE = (
+    "pissa",
+    "olora",
+    "corda",
+    "loftq",
+    "lora_ga",
+)  # ways of initialising that take from the model's own weights
 _HEADS = ("lm_head", "embed_tokens", "wte", "embeddings")
 _PLAIN_PATTERN = re.compile(r"[\w.]+")
 _PATTERN = re.compile(r"[\w.\\^$|()\[\]*+?-]{1,256}")

@@ -15,6 +15,7 @@ from helpers.gguf_conversion import byte_vocabulary, convert, metadata_of, tenso
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.pooling_files import read_pooling
 from windlass.server.startup import derived
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.gguf_directory import derive_directory, source_stem
@@ -64,6 +65,19 @@ def test_made_once(file: Path, tmp_path: Path) -> None:
     assert choose_model(str(file.parent)) == ("tiny-Q8_0", made)
 
 
+@pytest.mark.parametrize(("number", "kind"), [(None, None), (0, None), (1, "mean"), (2, "first"), (3, "last")], ids=str)
+def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | None, kind: str | None) -> None:
+    extra = {} if number is None else {"llama.pooling_type": number}
+    convert(source, file, kind="Q8_0", tokenizer={**byte_vocabulary(), **extra})
+    found = read_pooling(derive_directory(file))
+    assert (found.kind, found.normalize, found.declared, found.refusal) == (
+        kind or "last",
+        True,
+        kind is not None,
+        None,
+    )
+
+
 def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
     code = (
         "import sys\nfrom windlass.server.startup.hub import resolve_model\nresolve_model(sys.argv[1])\n"
@@ -76,11 +90,22 @@ def test_a_later_start_imports_neither_numpy_nor_gguf(file: Path) -> None:
     assert result.stdout.strip() == "[]"
 
 
-def test_a_changed_file_has_a_new_one(file: Path) -> None:
-    old = derive_directory(file)
-    os.utime(file, ns=(0, 0))
-    new = derive_directory(file)
-    assert new != old and list(new.parent.iterdir()) == [new]
+def test_a_changed_file_has_a_new_one_and_the_old_one_goes_once_nobody_uses_it(file: Path) -> None:
+    code = (
+        "import sys\nfrom windlass.server.startup.hub import resolve_model\n"
+        "print(resolve_model(sys.argv[1]), flush=True)\nsys.stdin.read()"
+    )
+    command = [sys.executable, "-c", code, str(file)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as server:
+        assert server.stdout is not None
+        old = Path(server.stdout.readline().strip())
+        os.utime(file, ns=(0, 0))
+        new = derive_directory(file)
+        assert new != old and set(new.parent.iterdir()) == {old, new}
+        server.communicate("")
+    os.utime(file, ns=(1, 1))
+    newer = derive_directory(file)
+    assert set(newer.parent.iterdir()) == {new, newer}  # this process has used both
 
 
 def test_another_files_stays(file: Path) -> None:

@@ -38,7 +38,9 @@ def test_made_once_and_anew_with_any_file(model: Path, tmp_path: Path) -> None:
     assert whole.chat_template == "{{ messages }}"
     os.utime(model / "model.safetensors", ns=(1, 1))
     anew = with_tokenizer(model)
-    assert anew != made and not made.exists() and (anew / "model.safetensors").exists()
+    assert (
+        anew != made and made.exists() and (anew / "model.safetensors").exists()
+    )  # this process may still load from the first
 
 
 def test_a_directory_with_tokenizer_json_is_used_as_it_is(model: Path) -> None:

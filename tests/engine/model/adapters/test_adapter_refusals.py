@@ -71,6 +71,7 @@ CASES: list[tuple[Callable[[Path], None], str]] = [
     (config(modules_to_save=["lm_head"]), "modules_to_save"),
     (config(target_modules=["lm_head"]), "lm_head"),
     (config(init_lora_weights="pissa_niter_4"), "pissa"),
+    (config(init_lora_weights="lora_ga", lora_ga_config={"direction": "ArB2r"}), "lora_ga"),
     (config(use_something_new=True), "use_something_new"),
     (config(r=0), "r must be"),
     (config(r="4"), "r must be"),

@@ -24,6 +24,10 @@ READ: list[tuple[dict[str, Any], StoredQuantization]] = [
         compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
         StoredQuantization("compressed-tensors", block=(128, 64), bits=(8,)),
     ),
+    (  # as releases left it that had stored the codes
+        {**compressed("naive-quantized", num_bits=8, type="float"), "quantization_status": "frozen"},
+        StoredQuantization("compressed-tensors", bits=(8,)),
+    ),
     (
         {**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}},
         StoredQuantization("compressed-tensors", bits=(4,)),
@@ -42,6 +46,7 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
     ({**compressed("dense"), "sparsity_config": {"format": "sparse-24"}}, "compressed-tensors, sparse, sparse-24"),
     ({**compressed("dense"), "transform_config": {"config_groups": {"a": {}}}}, "compressed-tensors, with transforms"),
     ({**compressed("dense"), "quantization_status": "frozen"}, "compressed-tensors, status frozen"),
+    ({**compressed("dense"), "format": None, "quantization_status": "frozen"}, "compressed-tensors, status frozen"),
     ({"quant_method": "bitsandbytes", "load_in_4bit": True}, "bitsandbytes, 4 bits"),
     ({"quant_method": "hqq"}, "HQQ"),
     ({"quant_method": "aqlm"}, "AQLM"),

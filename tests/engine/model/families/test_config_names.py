@@ -25,7 +25,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_layout, read_rotary_groups
+from windlass.engine.model.families.reading import read_layout, read_rotary_groups, read_spec
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 
@@ -42,6 +42,15 @@ MODULES = {
     "hunyuan_v1_dense": HunYuanDenseV1RotaryEmbedding,
     "ministral3": Ministral3RotaryEmbedding,
     "phi3": Phi3RotaryEmbedding,
+}
+PLAIN = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
 }
 SMALL = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 12, "max_position_embeddings": 256}
 YARN = {"factor": 4.0, "original_max_position_embeddings": 64}
@@ -497,3 +506,39 @@ def test_lists_are_measured_against_the_model() -> None:
         with pytest.raises(RequestError, match="must hold 8 numbers") as caught:
             apply_scaling(groups, RopeScaling.from_dict(obj), param="x")
         assert caught.value.param == param
+
+
+@pytest.mark.parametrize(
+    "named",
+    [
+        {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "use_qk_norm": True, "num_experts": 16},
+        {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3", "use_qk_norm": True},
+        {"architectures": ["HunYuanDenseV1ForCausalLM"], "model_type": "hunyuan_v1_dense", "use_qk_norm": True},
+        {"architectures": ["HunYuanMoEV1ForCausalLM"], "model_type": "hunyuan_v1_moe", "use_qk_norm": True},
+        {"architectures": ["PhiMoEForCausalLM"], "model_type": "phimoe", "num_local_experts": 4},
+        {"architectures": ["Ernie4_5_ForCausalLM"], "model_type": "ernie4_5"},
+    ],
+    ids=lambda named: named["architectures"][0],
+)
+def test_names_and_switches_of_published_files(named: dict[str, Any]) -> None:
+    """A family that norms queries and keys anyway may say so, and an architecture has the names that its files have."""
+    spec = read_spec({**PLAIN, **named})
+    assert spec.generates
+    if "use_qk_norm" in named:
+        assert all(layer.mixer.qk_norm is not None for layer in spec.layers)
+
+
+def test_another_family_does_not_norm_queries_and_keys_by_a_switch() -> None:
+    with pytest.raises(LoadError, match="use_qk_norm=True"):
+        read_spec({**PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "use_qk_norm": True})
+
+
+@pytest.mark.parametrize(
+    ("given", "ends", "said"),
+    [(5, (5,), 0), ([5, 7], (5, 7), 0), (-1, (), 1), ([5, 128, 5000], (5,), 1), (None, (), 0)],
+)
+def test_ends_that_no_answer_can_have_are_left_out(given: Any, ends: tuple[int, ...], said: int) -> None:
+    llama = {**PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama"}
+    spec = read_spec(llama, {"eos_token_id": given})
+    assert spec.eos_token_ids == ends
+    assert sum("eos_token_id" in notice for notice in spec.notices) == said

@@ -269,7 +269,7 @@ def test_keys_that_nobody_knows_are_told(llama: Parts) -> None:
 _OTHER_MODELS: dict[str, tuple[dict[str, Any], str]] = {
     "experts": ({"llama.expert_count": 8}, "tensor model.layers.0.mlp.gate_proj|tensor 'blk.0.ffn_gate.weight'|block_sparse_moe"),
     "encoder": ({"llama.attention.causal": False}, "llama.attention.causal=false.*an encoder"),
-    "embeddings": ({"llama.pooling_type": 3}, "an embedding model"),
+    "a head of its own": ({"llama.pooling_type": 4}, "a reranker with a head of its own"),
     "granite": ({"llama.logit_scale": 8.0}, "llama.logit_scale=8.0"),
     "unknown": ({"llama.attention.sink": 1}, "llama.attention.sink=1.*not supported"),
     "adapter": ({"general.type": "adapter"}, "an adapter .LoRA."),
