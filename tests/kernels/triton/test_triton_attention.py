@@ -128,7 +128,7 @@ def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> Non
 
 @pytest.mark.parametrize("ranged", [False, True])
 def test_tokens_by_themselves_take_little_memory_at_once(ranged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some after the others, with the bits of all at once: also where a sequence brings none, and where keys are met in ranges."""
+    """Some after the others, with the bits of all at once: also where a sequence brings none, and where keys come in ranges."""
     monkeypatch.setattr(attention, "KEY_CUT", 64)
     if ranged:
         shapes = [(50, 1), (20, 7), (0, 3)]
