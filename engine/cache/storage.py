@@ -10,7 +10,8 @@ from windlass.engine.cache.changes import BlockCopy, ParkedPages
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.kernels import Backend, KVPages, plane_shapes
 
-_PARKED_AT_ONCE = 8 << 20  # bytes that are on their way to or from main memory: on a GPU the pages leave little beside them
+# Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
+_PARKED_AT_ONCE = 8 << 20
 
 
 class KVStorage:

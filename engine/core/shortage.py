@@ -2,7 +2,8 @@
 
 What a plan changes once has been done by then, in books, blocks and sequences, so the plan stays as it was but for the sequences
 of that request. A step planned ahead cannot be computed again, as nobody knows yet what it goes on from: it is given up, nobody
-fails, and the same tokens are planned once more behind the step that it was to follow. Any other error of a step is a defect or a lost device, and nobody's to catch.
+fails, and the same tokens are planned once more behind the step that it was to follow. Any other error of a step is a defect or
+a lost device, and nobody's to catch.
 """
 
 from __future__ import annotations

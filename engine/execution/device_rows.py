@@ -223,7 +223,7 @@ class DeviceRows:
         self._graphs.ask(lambda: self._take_numbers(staging))
         known = self._known_ranges
         if ranges is not None and (known is None or not np.array_equal(ranges, known)):
-            self._known_ranges, count = None, ranges.size  # none, should the device have no memory for what it is asked for
+            self._known_ranges, count = None, ranges.size  # should the device have no memory for what it is asked
             staging.ranges.numpy()[:count] = ranges.ravel()
             self._graphs.ask(lambda: self._ranges.take(staging.ranges[:count]))
             self._known_ranges = ranges

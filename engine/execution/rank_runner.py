@@ -111,8 +111,8 @@ class RankRunner:
         self.sequences.apply(plan)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
-        # Blocks that are saved or parked may be taken for what is loaded, and what is loaded may be evicted again by the same plan,
-        # for a sequence that comes back, or be what is copied.
+        # Blocks that are saved or parked may be taken for what is loaded. That may be evicted again by the same plan, for a
+        # sequence that comes back, or be what is copied.
         if self._persisted is not None and plan.saved:
             self._persisted.save(plan.saved)
         for parked in plan.parked:

@@ -215,7 +215,7 @@ def test_streams_that_gave_up_their_places_come_back_by_copies(
 def test_what_comes_back_evicts_nothing_that_came_with_it(
     at_once: bool, models: dict[str, Path], ended: list[EngineCore]
 ) -> None:
-    """More is wanted than a running stream leaves room for: what fits is the beginning, and each block lies where the books say."""
+    """More is wanted than a running stream leaves room for: what fits is the beginning, and blocks lie where the books say."""
     core = make_core(models["llama"], **small(models["llama"], 24, max_model_len=320, max_num_seqs=3))
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     ended += [plenty, core]

@@ -206,7 +206,7 @@ def shifting() -> list[EngineRequest]:
 
 
 def fail_ahead(core: EngineCore, device: Any, monkeypatch: pytest.MonkeyPatch, *, every: int) -> list[int]:
-    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many it was."""
+    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many."""
     assert core.runner.graphs is not None
     begin, ask = core.runner.graphs.begin_ahead, device.ask
     begun, failed = list[int](), list[int]()
