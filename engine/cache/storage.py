@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import torch
 
 from windlass.engine.cache.changes import BlockCopy, ParkedPages
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.kernels import Backend, KVPages, plane_shapes
+
+# Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
+_PARKED_AT_ONCE = 8 << 20
 
 
 class KVStorage:
@@ -29,9 +32,8 @@ class KVStorage:
         self.dtype = dtype
         self._pages: dict[int, KVPages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
-        self._parked: dict[
-            int, list[tuple[torch.Tensor, ...]]
-        ] = {}  # by sequence, per group copies of its blocks' planes
+        # By sequence, per group and plane copies of its blocks, some in each.
+        self._parked: dict[int, list[list[list[torch.Tensor]]]] = {}
         for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
@@ -58,9 +60,9 @@ class KVStorage:
                 plane[:, copy.target] = plane[:, copy.source]
 
     def park(self, parked: ParkedPages) -> None:
-        """Copy what these blocks hold into main memory: on a GPU the pages leave little beside them."""
+        """Copy what these blocks hold into main memory."""
         self._parked[parked.seq_id] = [
-            tuple(plane[:, list(blocks)].cpu() for plane in planes)
+            [[plane[:, some].cpu() for some in _few(plane, blocks)] for plane in planes]
             for planes, blocks in zip(self._groups, parked.blocks, strict=True)
         ]
 
@@ -68,9 +70,17 @@ class KVStorage:
         """Put what was parked of the sequence into these blocks, and forget the copies. KeyError if nothing was."""
         copies = self._parked.pop(parked.seq_id)
         for planes, blocks, copied in zip(self._groups, parked.blocks, copies, strict=True):
-            for plane, copy in zip(planes, copied, strict=True):
-                plane[:, list(blocks)] = copy.to(plane.device)
+            for plane, pieces in zip(planes, copied, strict=True):
+                for some, piece in zip(_few(plane, blocks), pieces, strict=True):
+                    plane[:, some] = piece.to(plane.device)
 
     def forget_parked(self, seq_id: int) -> None:
         """Give up what was parked of a sequence, if anything was."""
         self._parked.pop(seq_id, None)
+
+
+def _few(plane: torch.Tensor, blocks: Sequence[int]) -> Iterator[list[int]]:
+    """The blocks of a plane [layers, blocks, …] in order, as many at a time as may be on their way."""
+    count = max(1, _PARKED_AT_ONCE // max(1, plane[:, :1].nbytes))
+    for first in range(0, len(blocks), count):
+        yield list(blocks[first : first + count])

@@ -17,6 +17,7 @@ from windlass.engine.cache.memory import gib
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.device_pages import DevicePages
 from windlass.engine.cache.persist.folder import check_keeping
+from windlass.engine.cache.persist.host_rows import rows_within
 from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.pages import PersistedPages, bytes_of_blocks, planes_of
 from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
@@ -64,7 +65,7 @@ def open_store(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockStore 
         return BlockStore(folder, PersistedPages(planes), cache.block_size, counts)
     tier = None
     if cache.host_memory is not None:
-        tier = HostTier(cache.host_memory // sum(sizes), sizes, cache.block_size, counts)
+        tier = HostTier(rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
     try:
         pages = DevicePages(planes, copies, tier)
     except (MemoryError, RuntimeError) as error:

@@ -1,7 +1,9 @@
 """Steps for which the device has no memory: the newest request of such a step fails, and the rest of it is computed again.
 
 What a plan changes once has been done by then, in books, blocks and sequences, so the plan stays as it was but for the sequences
-of that request. Any other error of a step is a defect or a lost device, and nobody's to catch.
+of that request. A step planned ahead cannot be computed again, as nobody knows yet what it goes on from: it is given up, nobody
+fails, and the same tokens are planned once more behind the step that it was to follow. Any other error of a step is a defect or
+a lost device, and nobody's to catch.
 """
 
 from __future__ import annotations
@@ -40,10 +42,26 @@ def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
         live = {seq.seq_id for seq in scheduler.live_sequences()}
         left = tuple(item for item in plan.sequences if item.seq_id in live)
         plan = replace(plan, sequences=left)
-        if (memory := runner.decoder.backend.device_memory) is not None:
-            memory.give_back()
+        _give_back(runner)
         step = _attempt(runner, plan, first=False) if left else StartedStep([])
     return Begun(plan, step, failed)
+
+
+def begin_ahead(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun | None:
+    """Begin to execute a plan that is ahead; None where the device has no memory for it, and it is given up."""
+    step = _attempt(runner, plan, first=True)
+    if step is not None:
+        return Begun(plan, step, [])
+    if runner.graphs is not None:
+        runner.graphs.rows.end()  # what was asked for by then is still to be done
+    _give_back(runner)
+    scheduler.ahead.give_up(plan)
+    return None
+
+
+def _give_back(runner: Runner) -> None:
+    if (memory := runner.decoder.backend.device_memory) is not None:
+        memory.give_back()
 
 
 def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> StartedStep | None:

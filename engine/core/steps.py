@@ -11,7 +11,7 @@ import time
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce, StepForecast
-from windlass.engine.core.shortage import Begun, begin
+from windlass.engine.core.shortage import Begun, begin, begin_ahead
 from windlass.engine.execution.runner import Runner
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
@@ -37,9 +37,11 @@ class EngineSteps:
         self._forecast.announce(plan.num_tokens, announce)
         if begun is None:
             self._began = time.perf_counter()
-            begun = self._begin(plan, watcher)
+            self._tell(plan, watcher)
+            begun = begin(plan, self._runner, scheduler)
         if begun.step.under_way and (following := scheduler.ahead.plan(begun.plan)) is not None:
-            self._under_way = self._begin(following, watcher)
+            self._tell(following, watcher)
+            self._under_way = begin_ahead(following, self._runner, scheduler)
         results = begun.step.results()
         now = time.perf_counter()
         seconds, self._began = now - self._began, now
@@ -52,7 +54,6 @@ class EngineSteps:
                 outputs += scheduler.fail_sequence(result.seq_id, result.error)
         return outputs + begun.failed + scheduler.update(plan, results)
 
-    def _begin(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> Begun:
+    def _tell(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
         if watcher is not None:
             watcher(plan, self._scheduler.live_sequences)
-        return begin(plan, self._runner, self._scheduler)

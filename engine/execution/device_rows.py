@@ -223,15 +223,16 @@ class DeviceRows:
         self._graphs.ask(lambda: self._take_numbers(staging))
         known = self._known_ranges
         if ranges is not None and (known is None or not np.array_equal(ranges, known)):
-            self._known_ranges, count = ranges, ranges.size
+            self._known_ranges, count = None, ranges.size  # should the device have no memory for what it is asked
             staging.ranges.numpy()[:count] = ranges.ravel()
             self._graphs.ask(lambda: self._ranges.take(staging.ranges[:count]))
+            self._known_ranges = ranges
         if self._known is not None and np.array_equal(self._known, tables):
             return
-        self._known = tables.copy()
-        shape = tables.shape
+        self._known, shape = None, tables.shape
         staging.tables.numpy()[: tables.size].reshape(shape)[...] = tables
         self._graphs.ask(lambda: self._take_tables(staging, shape))
+        self._known = tables.copy()
 
     def _forget(self) -> None:
         self._said[_INDEX].fill_(_NO_ROW)

@@ -111,16 +111,18 @@ class RankRunner:
         self.sequences.apply(plan)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
+        # Blocks that are saved or parked may be taken for what is loaded. That may be evicted again by the same plan, for a
+        # sequence that comes back, or be what is copied.
         if self._persisted is not None and plan.saved:
             self._persisted.save(plan.saved)
         for parked in plan.parked:
             self.cache.park(parked)
+        if self._persisted is not None and plan.loaded:
+            self._persisted.put(plan.loaded)
         for parked in plan.unparked:
             self.cache.unpark(parked)
         for seq_id in plan.forgotten:
             self.cache.forget_parked(seq_id)
-        if self._persisted is not None and plan.loaded:
-            self._persisted.put(plan.loaded)
         self.cache.copy_blocks(plan.copies)
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:

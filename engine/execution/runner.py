@@ -108,12 +108,12 @@ class Runner(RankRunner):
             raise RankEndedError(ranks.fault)
 
     def can_repeat(self, plan: SchedulerOutput) -> bool:
-        """Whether a failed `execute` of this plan had done all that is done once, and other ranks are not in the middle of it."""
+        """Whether a failed `start` of this plan had done all that is done once, and other ranks are not in the middle of it."""
         return self._followed == plan.step and self._tell is None
 
     @torch.inference_mode()
     def repeat(self, plan: SchedulerOutput) -> list[StepResult]:
-        """`execute` what is left of a plan that `can_repeat`: some of its sequences, all as they were planned.
+        """`execute` what is left of a plan that `can_repeat` and is not `ahead`: some of its sequences, all as they were planned.
 
         The keys and values that were written before it failed are written again, to the same slots.
         """

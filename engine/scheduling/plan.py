@@ -114,7 +114,7 @@ class SchedulerOutput:
     parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
     back, and sequences whose parked pages nobody needs any more.
     loaded: blocks that were read from files or the host's memory; nobody may have been told of them before.
-    The rest in order: what is saved, what is parked, what is unparked, what is loaded, the copies, then `set_aside` (copies of
+    The rest in order: what is saved, what is parked, what is loaded, what is unparked, the copies, then `set_aside` (copies of
     originals), then `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
     before it drew. `sequences` describes the first; the tables have room for all.

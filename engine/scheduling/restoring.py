@@ -100,14 +100,21 @@ class Restoring:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
         loaded: list[LoadedBlock] = []
         room = self._store.pages.beside_streams if streams else self._store.pages.alone
-        for waiting in list(self._waiting):
+        before = [
+            sum(fetch.num_brought[group] for fetch in set(self.fetches)) for group in range(len(self._blocks.pools))
+        ]
+        for waiting in self._waiting:
             fetch = waiting.fetch
             while fetch.arrived and room > 0:
                 block = fetch.take()
                 room -= block.num_bytes
-                loaded += self._take_in(fetch, block)
-            self._give_up_if_slow(fetch)
-            if fetch.is_over:
+                loaded += self._take_in(fetch, block, before[block.key.group])
+        # Held until here, as none may be evicted for another of this plan: their rows would be put into one block.
+        for one in reversed(loaded):
+            self._blocks.pools[one.group].release(one.block)
+        for waiting in list(self._waiting):
+            self._give_up_if_slow(waiting.fetch)
+            if waiting.fetch.is_over:
                 self._let_go(waiting)
         return loaded
 
@@ -173,17 +180,20 @@ class Restoring:
         keys = [BlockKey(group, digest) for group, pool in groups for digest in found if digest not in pool.cached]
         return [WantedBlock(key, None) for key in keys]
 
-    def _take_in(self, fetch: Fetch, block: ArrivedBlock) -> list[LoadedBlock]:
-        """Let it be a cached block that nobody holds, unless it has become one meanwhile or there is no room."""
+    def _take_in(self, fetch: Fetch, block: ArrivedBlock, before: int) -> list[LoadedBlock]:
+        """Let it be a cached block, unless it has become one meanwhile or there is no room. It is held for now.
+
+        before: blocks of its group that earlier plans have brought those that wait. None shall evict what it follows.
+        """
         (group, digest), pool = block.key, self._blocks.pools[block.key.group]
-        if digest in pool.cached or pool.num_available <= pool.num_blocks // 16:
+        if digest in pool.cached or pool.num_available - before <= pool.num_blocks // 16:
             self._store.drop([block.ticket])
             if digest not in pool.cached:
                 fetch.cancel()
             return []
         taken = pool.take()
         pool.register(taken, digest)
-        pool.release(taken)
+        fetch.num_brought[group] += 1
         self._store.note_loaded(group, taken)
         passage = block.passage
         if passage is not None and all(digest in other.cached for other in self._blocks.pools):

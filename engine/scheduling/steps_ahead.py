@@ -73,6 +73,13 @@ class StepsAhead:
         self._counters.count_step(step.passes * len(step.chunks))
         return self._writer.write(step)
 
+    def give_up(self, output: SchedulerOutput) -> None:
+        """A step that was planned so will not be computed. What it took goes back once the step before it is taken in."""
+        for item in output.sequences:
+            seq = self._requests.by_id.get(item.seq_id)
+            if seq is not None:
+                seq.num_planned_ahead -= output.passes
+
     def concerns_nobody(self, output: SchedulerOutput) -> bool:
         """Whether all of a step that was planned so is surplus, all steps before it being taken in."""
         return not any(item.seq_id in self._requests.by_id for item in output.sequences)

@@ -9,4 +9,7 @@ from torch import Tensor
 def sent(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host's memory on a device, in the order of what that is asked for. Nobody waits: torch keeps the pinned copy
     until it was read."""
-    return numbers if device.type == "cpu" else numbers.pin_memory().to(device, non_blocking=True)
+    if device.type == "cpu":
+        return numbers
+    # A part of larger numbers would be pinned with gaps, and torch would wait to copy it through other memory.
+    return numbers.contiguous().pin_memory().to(device, non_blocking=True)

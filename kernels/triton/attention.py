@@ -8,6 +8,7 @@ every token is a single one and splits have one size, so its bits follow from it
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from windlass.kernels.triton.programs.merge import merge_splits
 
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
 _MERGED = 32  # splits at a time; under `deterministic` one, as those between that hold nothing shall not count
+_MOST_SUMS = 256 << 20  # bytes of what is to be merged, where a token by itself does not take more
 _WAVES = 8  # of programs for each processor that splits are to make
 
 
@@ -93,28 +95,47 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
     if not by_token:
         programs = places * pages.num_kv_heads * -(-group // rows)
         splits = min(splits, max(1, -(-_WAVES * device.processors // max(programs, 1))), _MOST_SPLITS)
-    shape = (places, heads, splits)
+    at_once = places
+    if by_token:  # each for itself, so those of a long prompt over a long context need not be there all at once
+        at_once = max(1, min(places, _MOST_SUMS // (heads * splits * (width + 2) * 4)))
+        if 16 < at_once < places:
+            at_once -= at_once % 16  # so that addresses are as aligned as the first
+    shape = (at_once, heads, splits)
     sums = torch.empty((*shape, width), dtype=torch.float32, device=q.device)
     maxima, weights = torch.empty((2, *shape), dtype=torch.float32, device=q.device)
     parts = sums, maxima, weights
-    _launch(q, pages, call, out, parts, (places, splits), split, sizes, 1, singles=not by_token, by_token=by_token)
-    launch(
-        merge_splits,
-        (places, heads),
-        q,
-        out,
-        *parts,
-        call.query_start,
-        call.sink_logits,
-        splits,
-        HEADS=heads,
-        VALUE_DIM=width,
-        SINKS=call.sink_logits is not None,
-        SINGLES=not by_token,
-        MANY=_MERGED,
-        FEW=1 if by_token else _MERGED,
-        BLOCK_V=power_of_two(width, 16),
-    )
+    for first in range(0, places, max(1, at_once)):
+        count = min(at_once, places - first)
+        some_q, some, own = (q, call, out) if count == places else _some_tokens(q, call, out, first, count)
+        _launch(
+            some_q, pages, some, own, parts, (count, splits), split, sizes, 1, singles=not by_token, by_token=by_token
+        )
+        launch(
+            merge_splits,
+            (count, heads),
+            q,
+            own,
+            *parts,
+            some.query_start,
+            call.sink_logits,
+            splits,
+            HEADS=heads,
+            VALUE_DIM=width,
+            SINKS=call.sink_logits is not None,
+            SINGLES=not by_token,
+            MANY=_MERGED,
+            FEW=1 if by_token else _MERGED,
+            BLOCK_V=power_of_two(width, 16),
+        )
+
+
+def _some_tokens(
+    q: Tensor, call: AttentionCall, out: Tensor, first: int, count: int
+) -> tuple[Tensor, AttentionCall, Tensor]:
+    """q, call and out as programs for so many tokens by themselves take them, which count from the first of them on."""
+    tokens = slice(first, first + count)
+    some = replace(call, query_start=call.query_start - first, score_scale=call.score_scale[tokens])
+    return call.queries(q, tokens), some, out[tokens]
 
 
 def _tiles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, device: Device) -> None:

@@ -28,6 +28,7 @@ _TYPES = {
     torch.uint8: tl.uint8,
     torch.int8: tl.int8,
 }
+_MOST_BEHIND = 65535  # programs that a device counts in any but the first direction
 _MANY_ROWS = 256  # from which on numbers made of blocks are for twice as many of them
 
 
@@ -226,9 +227,11 @@ def _launch(
     tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks, experts=experts > 0)
     tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
     by_place = experts > 0 and rows < tiles
+    row_tiles, column_tiles = rows if by_place else tiles, -(-columns // tile.columns)
+    rows_first = row_tiles > _MOST_BEHIND  # else programs side by side read the same rows
     launch(
         product,
-        (-(-columns // tile.columns), rows if by_place else tiles, batches),
+        (row_tiles, column_tiles, batches) if rows_first else (column_tiles, row_tiles, batches),
         x,
         x,
         *x_strides,
@@ -263,6 +266,7 @@ def _launch(
         BLOCK_M=tile.rows,
         BLOCK_N=tile.columns,
         BLOCK_K=tile.inner,
+        ROWS_FIRST=rows_first,
         num_warps=tile.warps,
         num_stages=tile.stages,
     )

@@ -112,14 +112,14 @@ class DevicePages(BlockPages):
         return mark
 
     def put(self, loaded: Sequence[LoadedBlock]) -> None:
-        by_group: dict[int, list[tuple[int, int]]] = defaultdict(list)
+        by_group: dict[int, dict[int, int]] = defaultdict(dict)  # rows by block: the last that is put into one counts
         taken = []
         for one in loaded:
             row = self._staged.pop(one.ticket)
             taken.append(row)
-            by_group[one.group].append((row, one.block))
-        for group, pairs in by_group.items():
-            pairs.sort()
+            by_group[one.group][one.block] = row
+        for group, row_of in by_group.items():
+            pairs = sorted((row, block) for block, row in row_of.items())
             rows, blocks = [row for row, _ in pairs], self._numbers([block for _, block in pairs])
             arrived = self._of(group, self._arriving)
             for first, end in runs(rows):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
@@ -42,7 +42,8 @@ class FetchReader(Protocol):
 class Fetch:
     """Blocks that somebody waits for. The engine's thread takes what has arrived, and may cancel the rest at any time.
 
-    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it.
+    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it. num_brought: by
+    KV group, blocks that have come into the cache.
     """
 
     def __init__(self, wanted: Sequence[WantedBlock], reader: FetchReader) -> None:
@@ -51,6 +52,7 @@ class Fetch:
         self.num_waiting = 1
         self.arrived: deque[ArrivedBlock] = deque()
         self.num_read = 0
+        self.num_brought: Counter[int] = Counter()
         self.is_done = self.is_cancelled = False
         self.queued_at = time.monotonic()
         self.begun_at: float | None = None

@@ -1,8 +1,14 @@
-"""Rows of blocks in memory that a device copies to and from by itself, in pieces: one of many gigabytes nobody gives at once."""
+"""Rows of blocks in memory that a device copies to and from by itself, in pieces: one of many gigabytes nobody gives at once.
+
+What is pinned is rounded up to a power of two. So a piece has the rows that one of these has room for, and smaller ones have the
+rest.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Iterator, Sequence
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -10,20 +16,45 @@ from torch import Tensor
 from windlass.engine.cache.persist.rows import runs
 from windlass.kernels import Copies
 
-_PIECE = 1 << 30  # bytes: what is pinned is rounded up to a power of two
+_PIECE = 1 << 30  # bytes
+
+
+def rows_within(num_bytes: int, row_bytes: Sequence[int]) -> int:
+    """As many rows of each of these sizes as can be pinned without more bytes than these."""
+    count = num_bytes // sum(row_bytes)
+    while count and sum(pieces * size for each in row_bytes for pieces, _, size in _cut(count, each)) > num_bytes:
+        count -= 1
+    return count
+
+
+def _cut(num_rows: int, row_bytes: int) -> Iterator[tuple[int, int, int]]:
+    """(pieces, rows in each, bytes that each takes), the largest first."""
+    size = max(_PIECE, 1 << (row_bytes - 1).bit_length())
+    while num_rows:
+        each = size // row_bytes
+        count, num_rows = divmod(num_rows, each)
+        if count:
+            yield count, each, size
+        size //= 2
 
 
 class HostRows:
     """num_rows of num_words each. Raises what torch raises where there is no memory."""
 
     def __init__(self, copies: Copies, num_rows: int, num_words: int, dtype: torch.dtype) -> None:
-        self._each = max(1, min(num_rows, _PIECE // (num_words * dtype.itemsize)))
-        counts = [min(self._each, num_rows - first) for first in range(0, num_rows, self._each)]
+        counts = [each for pieces, each, _ in _cut(num_rows, num_words * dtype.itemsize) for _ in range(pieces)]
         self._pieces = [copies.host_memory((count, num_words), dtype) for count in counts]
+        self._firsts = [0, *accumulate(counts)]  # of each piece its first row
 
     def row(self, number: int) -> Tensor:
         """[words]."""
-        return self._pieces[number // self._each][number % self._each]
+        piece, first = self._place_of(number)
+        return piece[first]
+
+    def _place_of(self, number: int) -> tuple[Tensor, int]:
+        """A piece, and the row in it."""
+        piece = bisect_right(self._firsts, number) - 1
+        return self._pieces[piece], number - self._firsts[piece]
 
     def receive(self, numbers: Sequence[int], rows: Tensor) -> None:
         """Copy rows [N, words] of a device here. Nobody waits."""
@@ -44,8 +75,8 @@ class HostRows:
         found = []
         for index, end in runs(numbers):
             while index < end:
-                piece, first = divmod(numbers[index], self._each)
-                count = min(end - index, self._each - first)
-                found.append((self._pieces[piece], first, index, index + count))
+                piece, first = self._place_of(numbers[index])
+                count = min(end - index, len(piece) - first)
+                found.append((piece, first, index, index + count))
                 index += count
         return found

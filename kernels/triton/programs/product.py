@@ -129,14 +129,16 @@ def product(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
 ):
     """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
 
     GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
     of experts, PER_ROW how many places a row of x has. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
+    ROWS_FIRST: program (tile of rows, tile of columns, batch).
     """
     follow()
-    tile = tl.program_id(1)
+    tile = tl.program_id(0 if ROWS_FIRST else 1)
     batch = tl.program_id(2).to(tl.int64)
     if GROUPED:
         expert, first, end = part_of_expert(tile, row_ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE)
@@ -168,7 +170,7 @@ def product(
         at_bias = bias
         if BATCHED:
             at_weight = weight + batch * weight_batch_stride
-    column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column = tl.program_id(1 if ROWS_FIRST else 0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns
     at_x = x + batch * x_batch_stride + x_row[:, None] * x_stride
     total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)

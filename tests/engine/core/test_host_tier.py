@@ -211,6 +211,46 @@ def test_streams_that_gave_up_their_places_come_back_by_copies(
     assert said.recomputed_tokens["preemption"] <= 16 * said.num_preemptions
 
 
+@pytest.mark.parametrize("at_once", [False, True], ids=["a block a plan", "one plan"])
+def test_what_comes_back_evicts_nothing_that_came_with_it(
+    at_once: bool, models: dict[str, Path], ended: list[EngineCore]
+) -> None:
+    """More is wanted than a running stream leaves room for: what fits is the beginning, and blocks lie where the books say."""
+    core = make_core(models["llama"], **small(models["llama"], 24, max_model_len=320, max_num_seqs=3))
+    plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
+    ended += [plenty, core]
+    ask(core, PROMPT, 1)
+    push_out(core, 6)
+    start, loaded = core.runner.start, list[list[tuple[int, int]]]()
+
+    def watched(plan: Any) -> Any:
+        if plan.loaded:
+            loaded.append([(one.group, one.block) for one in plan.loaded])
+        return start(plan)
+
+    core.runner.start = watched  # type: ignore[method-assign]
+    core.add(greedy("running", tokens(19 * 16 - 9), 20))
+    core.step()
+    core.step()
+    assert core.blocks.available() < [FULL // 16]
+    core.add(greedy("waiting", PROMPT, 4))
+    core.step()
+    restoring: Any = core.scheduler._restoring
+    (fetch,) = restoring.fetches
+    eventually(lambda: fetch.is_done, 30)
+    if not at_once:
+        core._store.pages.beside_streams = 1  # type: ignore[union-attr]
+    while restoring.fetches:
+        core.step()
+    assert len(loaded) == 1 if at_once else len(loaded) > 1
+    assert all(len(set(blocks)) == len(blocks) for blocks in loaded)
+    assert stats(core).restored_tokens == 16 * sum(map(len, loaded)) > 16
+    core.abort("waiting")
+    for last in (5, 6):
+        got, right = (ask(one, [*PROMPT, last], 8) for one in (core, plenty))
+        assert got.token_ids == right.token_ids
+
+
 def test_the_longest_unused_goes_first(models: dict[str, Path], ended: list[EngineCore]) -> None:
     core = make_core(models["llama"], **small(models["llama"], host=64))
     ended.append(core)

@@ -10,10 +10,13 @@ import pytest
 import torch
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, small_models, traffic
+from helpers.little_memory import NO_ROOM
 from helpers.played_engines import graphed, played_device, texts
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import DeviceMemoryError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput
 
@@ -193,4 +196,82 @@ def test_bad_logits_end_their_own_request_alone(burst_seconds: float, directory_
             weight[a[new[0]]] = float("nan")  # its row is met when it is the last token
     assert got["a"] == a[: new[0] + 1] and got["b"] == b
     assert list(errors) == ["a"] and "NaN" in errors["a"]
+    core.blocks.assert_balanced()
+
+
+def shifting() -> list[EngineRequest]:
+    """Among them contexts that give up a block before the step that is planned ahead."""
+    rules = (ContextRule("shift", keep_tokens=16), ContextRule("shift", 0, 20), ContextRule())
+    return [greedy(f"{i}", prompt(i, 20 + i), 50, context=rule) for i, rule in enumerate(rules)]
+
+
+def fail_ahead(core: EngineCore, device: Any, monkeypatch: pytest.MonkeyPatch, *, every: int) -> list[int]:
+    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many."""
+    assert core.runner.graphs is not None
+    begin, ask = core.runner.graphs.begin_ahead, device.ask
+    begun, failed = list[int](), list[int]()
+
+    def fails(*given: Any) -> Any:
+        begun.append(1)
+        turn, rest = divmod(len(begun), every)
+        asked: list[int] = []
+
+        def counted(work: Callable[[], None]) -> None:
+            if len(asked) == turn % 5:
+                failed.append(len(asked))
+                raise torch.OutOfMemoryError(NO_ROOM)
+            asked.append(1)
+            ask(work)
+
+        with monkeypatch.context() as patched:
+            if rest == 0:
+                patched.setattr(device, "ask", counted)
+            return begin(*given)
+
+    monkeypatch.setattr(core.runner.graphs, "begin_ahead", fails)
+    return failed
+
+
+@BURSTS
+@pytest.mark.parametrize(
+    ("sent", "every"),
+    [pytest.param(alone, 2, marks=pytest.mark.slow), (shifting, 2), (alone, 1)],
+    ids=["alone", "shifting", "always"],
+)
+def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
+    sent: Callable[[], list[EngineRequest]],
+    every: int,
+    burst_seconds: float,
+    directory_of: Callable[[str], Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody fails, wherever in it the memory ends."""
+    options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
+    core, device = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
+    failed = fail_ahead(core, device, monkeypatch, every=every)
+    assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
+    assert len(set(failed)) > 1
+
+
+@BURSTS
+def test_memory_that_is_gone_for_good_ends_the_newest_and_says_so(
+    burst_seconds: float, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where nobody else is left, once the step behind which nothing could be begun has been taken in."""
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), [greedy("a", prompt(1, 9), 30)])
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **OPTIONS)
+    core.add(greedy("a", prompt(1, 9), 30))
+    got = [output for _ in range(3) for output in core.step()]
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(NO_ROOM)
+
+    for name in ("begin", "begin_ahead", "run"):
+        monkeypatch.setattr(core.runner.graphs, name, fails)
+    while core.has_work():
+        got += core.step()
+    tokens = [token for output in got for token in output.token_ids]
+    assert 0 < len(tokens) < 30 and tokens == want["a", 0].token_ids[: len(tokens)]
+    assert [type(output.error) for output in got if output.error] == [DeviceMemoryError]
     core.blocks.assert_balanced()

@@ -126,6 +126,35 @@ def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> Non
     assert torch.equal(paged_attention(case.q[2:3], case.all_pages, last, deterministic=True)[0], whole[2])
 
 
+@pytest.mark.parametrize("ranged", [False, True])
+def test_tokens_by_themselves_take_little_memory_at_once(ranged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some after the others, with the bits of all at once: also where a sequence brings none, and where keys come in ranges."""
+    monkeypatch.setattr(attention, "KEY_CUT", 64)
+    if ranged:
+        shapes = [(50, 1), (20, 7), (0, 3)]
+        parts = [random_parts(old, new, 3, random.Random(1)) for old, new in shapes]
+        q, pages, call = RangeCase(shapes, parts).operands()
+    else:
+        case = PrefillCase([(15, 3), (70, 0), (9, 15), (9, 1)], heads=2, kv_heads=1, dim=16)
+        q, pages, call = case.q, case.all_pages, call_of(case, sink_logits=torch.randn(2))
+    whole = paged_attention(q, pages, call, deterministic=True)
+    splits = -(-call.block_tables.shape[1] * pages.block_size // 64)
+    each = whole.shape[1] * splits * (pages.value_dim + 2) * 4
+    empty, sizes = torch.empty, list[int]()
+
+    def watched(*given: Any, **named: Any) -> torch.Tensor:
+        made: torch.Tensor = empty(*given, **named)
+        sizes.append(made.nbytes)
+        return made
+
+    monkeypatch.setattr(torch, "empty", watched)
+    for at_once in (4,) if ranged else (17, 4):
+        monkeypatch.setattr(attention, "_MOST_SUMS", at_once * each)
+        assert torch.equal(paged_attention(q, pages, call, deterministic=True), whole)
+        assert sum(sizes) <= at_once * each < len(whole) * each
+        sizes.clear()
+
+
 def test_a_row_keeps_its_bits_where_keys_move_by_whole_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind kept ones, as where a window lets go of those between."""
     monkeypatch.setattr(attention, "KEY_CUT", 64)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from helpers.block_weights import random_blocks
@@ -91,6 +93,35 @@ def test_few_rows_meet_many_experts() -> None:
         assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
         one = products.linear_of_experts(x[3:4], experts, chosen[3:4], fixed=fixed)
         assert_near(one, expected[6:8])
+
+
+def test_more_tiles_of_rows_than_a_device_counts_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They become the first, and the numbers stay; fewer are left where they are."""
+    launch, grids = products.launch, list[tuple[int, ...]]()
+
+    def watched(kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
+        assert sizes["ROWS_FIRST"] == (grid[1] < grid[0])
+        grids.append(grid)
+        launch(kernel, grid, *given, **sizes)
+
+    monkeypatch.setattr(products, "launch", watched)
+    x, weight, bias, up = torch.randn(90, 48), torch.randn(70, 48), torch.randn(70), torch.randn(2, 24, 20)
+    experts = AddressedExperts([torch.randn(70, 48) for _ in range(3)])
+    chosen = torch.stack([torch.randperm(3)[:2] for _ in range(90)])
+
+    def found() -> list[Tensor]:
+        return [
+            products.linear(x, weight, bias, fixed=True),
+            products.by_head(x.view(90, 2, 24), up, fixed=True),
+            products.linear_of_experts(x, experts, chosen, fixed=True),
+        ]
+
+    few = found()
+    assert grids == [(2, 6, 1), (1, 6, 2), (2, 14, 1)]
+    grids.clear()
+    monkeypatch.setattr(products, "_MOST_BEHIND", 5)
+    assert all(torch.equal(one, other) for one, other in zip(found(), few, strict=True))
+    assert grids == [(6, 2, 1), (6, 1, 2), (14, 2, 1)]
 
 
 def test_experts_whose_rows_are_stored_in_two_ways() -> None:

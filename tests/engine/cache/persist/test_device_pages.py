@@ -115,6 +115,20 @@ def test_files_are_those_of_main_memory(kind: str) -> None:
         assert made.same(group, range(7, 8), range(20, 21))
 
 
+def test_of_two_that_are_put_into_one_block_the_last_counts() -> None:
+    """Whichever row it lies in, and the rows of both are free again."""
+    made = Pages("bfloat16")
+    keys = made.evict(0, range(4))
+    held = [made.tier.acquire(key) for key in keys]
+    tickets = made.pages.bring([one for one in held if one is not None], lambda: False)
+    assert tickets is not None
+    first, second, third, fourth = tickets
+    blocks = ((second, 20), (first, 20), (third, 21), (fourth, 21))
+    made.pages.put([LoadedBlock(0, block, ticket) for ticket, block in blocks])
+    assert made.same(0, range(1), range(20, 21)) and made.same(0, range(3, 4), range(21, 22))
+    assert len(made.pages._free) == len(made.pages._arriving)
+
+
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are filled again once what was in them has been copied, and not before; copies are made as late as can be here."""
     monkeypatch.setattr(device_pages, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))

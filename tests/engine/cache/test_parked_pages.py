@@ -1,0 +1,60 @@
+"""Pages that are parked in main memory and come back, through little memory of the device."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_flatten
+
+from windlass.engine.cache import storage
+from windlass.engine.cache.changes import ParkedPages
+from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.cache.storage import KVStorage
+from windlass.kernels import bind
+
+_BLOCKS = 24
+
+
+class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """The bytes of the largest tensor that blocks are gathered into or put from."""
+
+    most = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if "index" in func.name():
+            moved = args[2] if "put" in func.name() else result
+            self.most = max([self.most, *(x.nbytes for x in tree_flatten(moved)[0] if isinstance(x, torch.Tensor))])
+        return result
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
+def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", at_once)
+    groups = [KVGroupSpec((0, 2, 3), 2, 8, None, 4), KVGroupSpec((1,), 1, 8, 40)]
+    pages = KVStorage(groups, [_BLOCKS, _BLOCKS], 16, dtype, bind("cpu"))
+    before = []
+    for planes in pages.planes:
+        for plane in planes:
+            plane.view(torch.uint8).random_(0, 255)
+        before.append([plane.clone() for plane in planes])
+    blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
+    with _Largest() as moved:
+        pages.park(ParkedPages(4, blocks))
+        for planes in pages.planes:
+            for plane in planes:
+                plane.view(torch.uint8).zero_()
+        pages.unpark(ParkedPages(4, others))
+    largest = max(plane[:, :1].nbytes for planes in pages.planes for plane in planes)
+    assert 0 < moved.most <= max(at_once, largest)
+    for planes, held, sources, targets in zip(pages.planes, before, blocks, others, strict=True):
+        for plane, kept in zip(planes, held, strict=True):
+            assert torch.equal(plane[:, list(targets)].view(torch.uint8), kept[:, list(sources)].view(torch.uint8))
+            untouched = [block for block in range(_BLOCKS) if block not in targets]
+            assert not plane[:, untouched].view(torch.uint8).any()
+    with pytest.raises(KeyError):
+        pages.unpark(ParkedPages(4, others))

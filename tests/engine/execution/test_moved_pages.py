@@ -1,0 +1,81 @@
+"""Pages that a plan moves before it computes: in the order in which their blocks may have been taken from each other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from helpers.engines import make_core
+from helpers.tiny_models import make_model
+
+from windlass.engine.cache.changes import BlockCopy, LoadedBlock, ParkedPages, SavedBlock
+from windlass.engine.cache.persist.pages import PersistedPages, planes_of
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.scheduling.plan import SchedulerOutput
+
+
+class _Pages(PersistedPages):
+    """It remembers what was in blocks that were saved."""
+
+    def __init__(self, core: EngineCore) -> None:
+        super().__init__(planes_of([core.runner.cache]))
+        self.saved: list[int] = []
+
+    def save(self, saved: Sequence[SavedBlock]) -> None:
+        self.saved += [self.content(one.block) for one in saved]
+
+    def fill(self, block: int, number: int) -> None:
+        for view in self._views[0]:
+            view[:, block] = number
+
+    def content(self, block: int) -> int:
+        """The number in all of its bytes."""
+        (number,) = {int(byte) for plane in self.copy_of(0, block, 0.0) for byte in plane.flat}
+        return number
+
+    def read(self, number: int) -> int:
+        """The ticket of a block from a file."""
+        planes = tuple(np.full((form.shape[0], form.num_bytes // form.shape[0]), number) for form in self.forms[0])
+        ticket = self.stage(0, tuple(plane.astype(np.uint8) for plane in planes), lambda: False)
+        assert ticket is not None
+        return ticket
+
+
+@pytest.fixture
+def core(tmp_path: Path) -> EngineCore:
+    made = make_core(make_model("llama", tmp_path), device="cpu", dtype="float32")
+    made.runner._persisted = _Pages(made)
+    return made
+
+
+@torch.inference_mode()
+def test_blocks_that_are_taken_from_each_other_within_a_plan(core: EngineCore) -> None:
+    runner, pages = core.runner, core.runner._persisted
+    assert isinstance(pages, _Pages)
+    for block in range(9):
+        pages.fill(block, 100 + block)
+    step = core.scheduler.schedule().step
+    runner.follow(
+        SchedulerOutput(
+            step,
+            saved=(SavedBlock(0, b"", 2, 0), SavedBlock(0, b"", 3, 1)),
+            parked=(ParkedPages(7, ((3, 4),)), ParkedPages(8, ((1,),))),
+            loaded=tuple(LoadedBlock(0, block, pages.read(block)) for block in (2, 3, 5)),
+            unparked=(ParkedPages(8, ((4,),)),),  # where another was parked
+            copies=(BlockCopy(0, 3, 6),),
+        )
+    )
+    assert pages.saved == [102, 103]
+    assert [pages.content(block) for block in range(7)] == [100, 101, 2, 3, 101, 5, 3]
+    runner.follow(
+        SchedulerOutput(
+            step + 1,
+            loaded=(LoadedBlock(0, 5, pages.read(50)),),
+            unparked=(ParkedPages(7, ((5, 8),)),),  # the one that is loaded was evicted again
+            copies=(BlockCopy(0, 5, 0),),
+        )
+    )
+    assert [pages.content(block) for block in range(9)] == [103, 101, 2, 3, 101, 103, 3, 107, 104]
