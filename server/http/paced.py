@@ -10,11 +10,11 @@ from typing import Any
 
 import h11
 
-PIECES_PER_TURN = 128  # of bodies: some milliseconds
+PIECES_PER_TURN = 32  # of bodies: a millisecond, as much as a request takes anyway
 # A body of more chunks than these is refused where they have fewer bytes on average. Who writes JSON as it is made sends pieces
 # of a few bytes, but not thousands of them without a text between.
 MANY_CHUNKS, TINY_CHUNK = 4096, 64
-UNWANTED_CHUNKS = 256  # of a body whose request is answered: a client may see its answer only once it has sent the rest
+UNWANTED_CHUNKS = 64  # of a body whose request is answered: a client may see its answer only once it has sent the rest
 
 
 class PacedConnection(h11.Connection):

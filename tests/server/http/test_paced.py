@@ -89,7 +89,7 @@ def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
         connection = connect(live.url)
         connection.sendall(chunked("/v1/completions", ()))
         assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
-        connection.sendall(TINY * 200 + b"0\r\n\r\n" + request("/health"))
+        connection.sendall(TINY * UNWANTED_CHUNKS + b"0\r\n\r\n" + request("/health"))
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
