@@ -13,6 +13,7 @@ import typer
 
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.streams import open_standard_streams
 
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -33,6 +34,7 @@ def run_app(
     messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
     words: puts such a message into the program's own words.
     """
+    open_standard_streams()
     mendable: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)

@@ -6,6 +6,7 @@ Knows the child by what it left and nothing of how it is started again.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import os
@@ -27,6 +28,7 @@ _logger = logging.getLogger("windlass.engine.client")
 
 MOST_REPORTS = 20  # files that are kept; the oldest go
 WRITE_SECONDS = 2.0  # a disk that takes longer does not hold up the next engine
+PARTIAL_SECONDS = 600.0  # after which nobody writes to an unfinished report any more
 STACK_SECONDS = 0.2  # for a child to write its stacks before it is killed
 _PREFIX, _SUFFIX = "crash-", ".json"
 _LIBRARIES = ("torch", "numpy", "safetensors", "tokenizers", "llguidance")
@@ -151,10 +153,25 @@ def _write(folder: Path, report: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = f"{_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{report['pid']}{_SUFFIX}"
     path, partial = folder / name, folder / f".{name}.partial"
-    partial.write_text(json.dumps(report, indent=1, default=str) + "\n", encoding="utf-8")
-    partial.chmod(0o600)
-    partial.replace(path)
-    reports = sorted(folder.glob(f"{_PREFIX}*{_SUFFIX}"))
-    for old in reports[: max(0, len(reports) - MOST_REPORTS)]:
+    _forget_partials(folder)
+    # Not to be read by others at any time, and no half of it stays where the disk is full.
+    file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
+    try:
+        with os.fdopen(file, "w", encoding="utf-8") as text:
+            text.write(json.dumps(report, indent=1, default=str) + "\n")
+        partial.replace(path)
+    except BaseException:
+        partial.unlink(missing_ok=True)
+        raise
+    others = sorted(other for other in folder.glob(f"{_PREFIX}*{_SUFFIX}") if other != path)  # a clock may be set back
+    for old in others[: max(0, len(others) + 1 - MOST_REPORTS)]:
         old.unlink(missing_ok=True)
     return path
+
+
+def _forget_partials(folder: Path) -> None:
+    """Remove what writers that were killed have left; of others that still write there is none so old."""
+    for left in folder.glob(f".{_PREFIX}*.partial"):
+        with contextlib.suppress(FileNotFoundError):
+            if time.time() - left.stat().st_mtime > PARTIAL_SECONDS:
+                left.unlink()

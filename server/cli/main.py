@@ -63,9 +63,12 @@ def serve(
     help_all: HelpAll = False,
 ) -> int:
     """Serve a model over an OpenAI-compatible HTTP API."""
-    from windlass.server.startup.launch import serve as launch
+    from windlass.server.startup.early_signals import ended_by_sigterm
 
-    return launch(model, engine, server, connections, log_level, replicas.checked())
+    with ended_by_sigterm():
+        from windlass.server.startup.launch import serve as launch
+
+        return launch(model, engine, server, connections, log_level, replicas.checked())
 
 
 @app.command(cls=BriefHelp)

@@ -7,7 +7,7 @@ what its turns cost, and not their square. Knows sizes and owners; what items ar
 from __future__ import annotations
 
 import threading
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -22,6 +22,13 @@ class _Link:
     before: _Link | None
     holders: int = 0
 
+    def whole_size(self) -> int:
+        """With all that stands before it."""
+        size, link = self.size, self.before
+        while link is not None:
+            size, link = size + link.size, link.before
+        return size
+
 
 @dataclass(frozen=True, slots=True)
 class Kept:
@@ -34,7 +41,8 @@ class Kept:
 
 
 class ResponseStore:
-    """At most `most` responses of `max_bytes` in all; the oldest are forgotten. An owner sees none of another's.
+    """At most `most` responses of `max_bytes` in all; beyond that the oldest of whoever has most in it are forgotten, so that one
+    owner displaces itself. An owner sees none of another's.
 
     Safe to use from several threads.
     """
@@ -43,8 +51,13 @@ class ResponseStore:
         self._most = most
         self._max_bytes = max_bytes
         self._kept: OrderedDict[str, Kept] = OrderedDict()
+        self._sizes: Counter[str] = Counter()  # bytes of each owner
         self._lock = threading.Lock()
-        self.size = 0  # bytes of all that is kept
+
+    @property
+    def size(self) -> int:
+        """Bytes of all that is kept."""
+        return self._sizes.total()
 
     def __len__(self) -> int:
         return len(self._kept)
@@ -67,17 +80,21 @@ class ResponseStore:
     ) -> None:
         """Keep a response. previous: the one it goes on from. sizes: bytes of the items asked and answered.
 
-        One that is larger than all that may be kept is not kept.
+        One whose conversation is larger than all that may be kept, or than half of it where others have the rest, is not kept:
+        what was kept before stays.
         """
         input_link = _Link(asked, sizes[0], None if previous is None else previous.answered)
         output_link = _Link(answered, sizes[1], input_link)
         kept = Kept(owner, body, input_link, output_link)
         with self._lock:
+            of_others = self.size - self._sizes[owner]
+            if len(body) + output_link.whole_size() > max(self._max_bytes // 2, self._max_bytes - of_others):
+                return
             self._kept[response_id] = kept
-            self.size += len(body)
-            self._hold(output_link)
-            while len(self._kept) > self._most or (self.size > self._max_bytes and self._kept):
-                self._forget(next(iter(self._kept)))
+            self._sizes[owner] += len(body)
+            self._hold(output_link, owner)
+            while len(self._kept) > self._most or self.size > self._max_bytes:
+                self._forget(self._next_to_go(response_id))
 
     def delete(self, response_id: str, owner: str) -> bool:
         """Forget the owner's response of this id; whether there was one."""
@@ -87,23 +104,30 @@ class ResponseStore:
             self._forget(response_id)
             return True
 
-    def _hold(self, link: _Link | None) -> None:
+    def _next_to_go(self, new: str) -> str:
+        for owner in sorted(self._sizes, key=self._sizes.__getitem__, reverse=True):
+            its = (each for each, kept in self._kept.items() if kept.owner == owner and each != new)
+            if oldest := next(its, None):
+                return oldest
+        return new
+
+    def _hold(self, link: _Link | None, owner: str) -> None:
         while link is not None:
             link.holders += 1
             if link.holders > 1:
                 return
-            self.size += link.size
+            self._sizes[owner] += link.size
             link = link.before
 
     def _forget(self, response_id: str) -> None:
         kept = self._kept.pop(response_id)
-        self.size -= len(kept.body)
+        self._sizes[kept.owner] -= len(kept.body)
         link: _Link | None = kept.answered
         while link is not None:
             link.holders -= 1
             if link.holders:
                 return
-            self.size -= link.size
+            self._sizes[kept.owner] -= link.size
             link = link.before
 
 

@@ -125,6 +125,7 @@ class Generation:
     plan: GenerationPlan
     arrival: float  # time.monotonic() seconds
     tally: Tally = field(default_factory=Tally)
+    _detokenizers: dict[int, Detokenizer] = field(default_factory=dict, init=False)  # the first one of each prompt
 
     def __post_init__(self) -> None:
         self.tally.prompt_tokens = sum(len(prompt.token_ids) for prompt in self.plan.prompts)
@@ -190,17 +191,20 @@ class Generation:
 
     def _new_sample(self, prompt_index: int) -> _Sample:
         options = self.plan.text
+        detokenizer = Detokenizer(
+            self.tokenizer,
+            self.plan.prompts[prompt_index].token_ids,
+            skip_special_tokens=options.skip_special_tokens,
+            stop=options.stop,
+            include_stop=options.include_stop,
+            min_tokens=options.min_tokens,
+            shown=options.shown,
+            like=self._detokenizers.get(prompt_index),
+        )
+        self._detokenizers.setdefault(prompt_index, detokenizer)
         return _Sample(
             prompt_index,
-            Detokenizer(
-                self.tokenizer,
-                self.plan.prompts[prompt_index].token_ids,
-                skip_special_tokens=options.skip_special_tokens,
-                stop=options.stop,
-                include_stop=options.include_stop,
-                min_tokens=options.min_tokens,
-                shown=options.shown,
-            ),
+            detokenizer,
             None if options.lines is None else LineWatch(options.lines),
         )
 

@@ -13,6 +13,8 @@ import time
 import traceback
 from collections.abc import Callable
 
+from windlass.server.http.occasional import Occasional
+
 _logger = logging.getLogger("windlass.server")
 
 BEAT = 0.1  # seconds between two signs of life
@@ -33,6 +35,7 @@ class LoopWatch:
         self._ended = threading.Event()
         self._loop_thread = threading.get_ident()
         self._task: asyncio.Task[None] | None = None
+        self._said = Occasional(_logger, logging.WARNING)
 
     def start(self) -> LoopWatch:
         self._loop_thread = threading.get_ident()
@@ -57,12 +60,16 @@ class LoopWatch:
 
     def _watch(self) -> None:
         stalled_since: float | None = None
+        told = False
         while not self._ended.wait(self._stall / 4):
             if stalled_since is None and self._late() >= self._stall:
                 stalled_since = self._beat_at
-                _logger.warning("the event loop has stood still for %.1f s; it runs:\n%s", self._late(), self._stack())
+                told = self._said.say(
+                    f"the event loop has stood still for {self._late():.1f} s; it runs:\n{self._stack()}"
+                )
             elif stalled_since is not None and stalled_since != self._beat_at:
-                _logger.warning("the event loop runs again after %.1f s", self._beat_at - stalled_since)
+                if told:
+                    _logger.warning("the event loop runs again after %.1f s", self._beat_at - stalled_since)
                 stalled_since = None
 
     def _stack(self) -> str:

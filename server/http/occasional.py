@@ -19,13 +19,14 @@ class Occasional:
         self._next = -float("inf")
         self._count = 0
 
-    def say(self, message: str) -> None:
-        """Count the event, and log it if it is time."""
+    def say(self, message: str) -> bool:
+        """Count the event, and log it if it is time; returns whether it was."""
         self._count += 1
         now = self._clock()
         if now < self._next:
-            return
+            return False
         times = f" ({self._count} times since this was said last)" if self._count > 1 else ""
         self._logger.log(self._level, "%s%s", message, times)
         self._next = now + PAUSE_SECONDS
         self._count = 0
+        return True

@@ -9,6 +9,7 @@ from pydantic_core import to_json
 
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.http.connections import Refusal
+from windlass.server.http.paced import MANY_CHUNKS, TINY_CHUNK
 
 RETRY_AFTER_SECONDS = 1
 
@@ -24,6 +25,13 @@ def _prepared(error: ApiError) -> tuple[bytes, bytes]:
 
 _REQUEST_TIMEOUT = _prepared(ApiError(408, "the request did not come in time: its headers", code="header_timeout"))
 _MALFORMED = _prepared(ApiError(400, "what was sent is no HTTP/1.1 request", code="malformed_request"))
+_TOO_FINE = _prepared(
+    ApiError(
+        400,
+        f"the body came in more than {MANY_CHUNKS} chunks of less than {TINY_CHUNK} bytes on average: send it in larger pieces",
+        code="tiny_chunks",
+    )
+)
 _REFUSALS = {
     Refusal.SERVER_FULL: _prepared(
         unavailable(
@@ -57,6 +65,11 @@ def late() -> bytes:
 def malformed() -> bytes:
     """To somebody who does not speak HTTP, or breaks off doing so."""
     return _with_id(_MALFORMED)
+
+
+def too_fine() -> bytes:
+    """To somebody whose body takes more time to read than it is worth."""
+    return _with_id(_TOO_FINE)
 
 
 def _with_id(prepared: tuple[bytes, bytes]) -> bytes:

@@ -20,7 +20,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 from windlass.server.http.access_log import AccessLog
 from windlass.server.http.connections import Connections
 from windlass.server.http.occasional import Occasional
-from windlass.server.http.refusals import late, malformed
+from windlass.server.http.paced import PacedConnection
+from windlass.server.http.refusals import late, malformed, too_fine
 from windlass.server.http.warnings_log import WarningsLog
 
 # The system would take megabytes that a client never reads, and nobody would notice for minutes that it does not.
@@ -32,6 +33,9 @@ class HttpProtocol(H11Protocol):
 
     def __init__(self, *args: Any, registry: Connections, warned: Occasional, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
+        assert self.config.h11_max_incomplete_event_size is not None
+        self.conn: PacedConnection = PacedConnection(self.config.h11_max_incomplete_event_size)
+        self._next_turn: asyncio.Handle | None = None
         self._registry = registry
         self.shaking_hands: socket.socket | None = None  # until there is a transport: what to cut
         # uvicorn calls nothing but what these two have.
@@ -53,7 +57,9 @@ class HttpProtocol(H11Protocol):
             self.abort()
 
     def data_received(self, data: bytes) -> None:
+        self.conn.begin_turn()
         super().data_received(data)
+        self._pace()
         self._report()
 
     def connection_lost(self, exc: Exception | None) -> None:
@@ -62,13 +68,15 @@ class HttpProtocol(H11Protocol):
 
     # ---- what uvicorn calls ------------------------------------------------------------------------------------------
     def on_response_complete(self) -> None:
+        self.conn.begin_turn()  # the next request may have come already
         super().on_response_complete()
+        self._pace()
         self._report()
 
     def send_400_response(self, msg: str) -> None:
         # What follows an answer, as the rest of a body does, cannot be answered again.
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            self.transport.write(malformed())
+            self.transport.write(too_fine() if self.conn.too_fine else malformed())
             self.conn.send_failed()  # nothing more is sent by whoever still works on the request
         self.transport.close()
 
@@ -115,6 +123,24 @@ class HttpProtocol(H11Protocol):
         self._registry.is_sending(self)
 
     # ---- the parts ---------------------------------------------------------------------------------------------------
+    def _pace(self) -> None:
+        """Go on in the next turn of the event loop where this one has had its share; nothing more is read meanwhile."""
+        transport = cast(_CountingTransport, self.transport)
+        if self.conn.unwanted:
+            transport.close()
+        transport.hold_reading(self.conn.has_paused)
+        if self.conn.has_paused and self._next_turn is None:
+            self._next_turn = self.loop.call_soon(self._go_on)
+
+    def _go_on(self) -> None:
+        self._next_turn = None
+        if self.transport.is_closing():
+            return
+        self.conn.begin_turn()
+        self.handle_events()
+        self._pace()
+        self._report()
+
     def _report(self) -> None:
         if self.cycle is not None and not self.cycle.response_complete:
             self._registry.is_busy(self)
@@ -132,12 +158,16 @@ class HttpProtocol(H11Protocol):
 
 
 class _CountingTransport:
-    """A transport that counts what is written, and says when the client does not take all of it at once."""
+    """A transport that counts what is written, and says when the client does not take all of it at once.
+
+    It reads while neither uvicorn has paused it nor `hold_reading` holds it.
+    """
 
     def __init__(self, transport: asyncio.Transport, protocol: HttpProtocol) -> None:
         self._transport = transport
         self._protocol = protocol
         self._written = 0  # bytes
+        self._paused = self._held = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._transport, name)
@@ -147,6 +177,24 @@ class _CountingTransport:
         self._transport.write(data)
         if self._transport.get_write_buffer_size():
             self._protocol.note_unsent()
+
+    def pause_reading(self) -> None:
+        self._paused = True
+        self._transport.pause_reading()
+
+    def resume_reading(self) -> None:
+        self._paused = False
+        if not self._held:
+            self._transport.resume_reading()
+
+    def hold_reading(self, held: bool) -> None:
+        if held == self._held:
+            return
+        self._held = held
+        if held:
+            self._transport.pause_reading()
+        elif not self._paused:
+            self._transport.resume_reading()
 
     def taken(self) -> int:
         """Bytes that the client's system has confirmed, or, where this one does not tell, that this one has taken."""

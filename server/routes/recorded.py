@@ -50,11 +50,8 @@ def outcome_of(error: BaseException | None, cut_short: str) -> str:
 
 
 def put_line(recorder: WorkloadRecorder, job: GenerationJob | PoolingJob, clock: float, line: Line) -> None:
-    """Have a request's line written, behind the one that tells of the server."""
-    if not recorder.begun:
-        head = _head(recorder, job, clock)
-        recorder.put(lambda: head)
-    recorder.put(line)
+    """Have a request's line written, where needed behind the one that tells of the server."""
+    recorder.put(line, head=lambda: _head(recorder, job, clock))
 
 
 def rotation_fields(rotation: Rotation, asked: Any) -> dict[str, Any]:

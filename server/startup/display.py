@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import sys
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from windlass._version import __version__
 from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.streams import on_terminal
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.server.options.engine_names import in_options
@@ -31,7 +31,7 @@ class LoadingDisplay:
     """
 
     def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
-        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._terminal = on_terminal() if terminal is None else terminal
         self._first = first
         self._stage: str | None = None
         self._progress: Progress | None = None

@@ -14,7 +14,7 @@ import os
 import signal
 import socket
 import ssl
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
@@ -43,9 +43,10 @@ from windlass.server.startup.catalogue.folder import cache_folder
 from windlass.server.startup.catalogue.known import KNOWN
 from windlass.server.startup.choice import choose_model, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
+from windlass.server.startup.early_signals import noting
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
-from windlass.server.startup.key_reload import reread_on_signal
+from windlass.server.startup.key_reload import KeyFile
 from windlass.server.startup.logs import log_to_stderr
 from windlass.server.startup.model_defaults import read_defaults
 from windlass.server.startup.own_rule import check_goes_with_model, check_own_rule, most_sizes
@@ -75,6 +76,19 @@ def serve(
     0: stopped by a signal. 1: the engine failed for good. Raises LoadError or RequestError, each one line for the
     person who started it, when it cannot start.
     """
+    with noting(None if server.api_keys is None else signal.SIGHUP) as hung_up:
+        return _serve(model, engine, server, connections, log_level, replicas, hung_up)
+
+
+def _serve(
+    model: str | None,
+    engine: EngineOptions,
+    server: ServerOptions,
+    connections: ConnectionOptions,
+    log_level: str,
+    replicas: int,
+    hung_up: Callable[[], bool],
+) -> int:
     level = check_log_level(log_level)
     log_to_stderr(level, choose("--log-format", server.log_format, LOG_FORMATS))
     if level == "info":
@@ -85,7 +99,7 @@ def serve(
     tls = _tls(server)
     engine.to_config(Path())
     with contextlib.closing(Engines(engine, level, replicas)) as engines:
-        return _serve_with(engines, model, engine, server, connections, level, template, tls)
+        return _serve_with(engines, model, engine, server, connections, level, template, tls, hung_up)
 
 
 def _serve_with(
@@ -97,6 +111,7 @@ def _serve_with(
     level: str,
     template: str | None,
     tls: ssl.SSLContext | None,
+    hung_up: Callable[[], bool],
 ) -> int:
     bounds = connections.to_settings().within(raise_limit())
     shown = not_default(engine, server)  # with the draft model as it was named
@@ -118,7 +133,8 @@ def _serve_with(
                 return_large_pieces()
                 keep_startup_objects()
                 interval = server.stats_interval if level in ("debug", "info") else 0.0
-                return asyncio.run(_run(app, client, http, loading, url, settings, shown, interval, server.api_keys))
+                keys = KeyFile(server.api_keys, settings.api_keys, state.callers, hung_up)
+                return asyncio.run(_run(app, client, http, loading, url, settings, shown, interval, keys))
         finally:
             client.kill()
 
@@ -268,11 +284,11 @@ async def _run(
     settings: ServerSettings,
     shown_options: list[str],
     stats_interval: float,
-    key_file: Path | None,
+    keys: KeyFile,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
     stopping = _catch_signals(client, ending)
-    reread_on_signal(key_file, settings.api_keys, app.state.windlass.callers)
+    keys.reread_on_signal()
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")

@@ -15,6 +15,7 @@ from windlass.server.text.token_pieces import PieceDecoder
 from windlass.server.text.tokenizer import Tokenizer
 
 _REPLACEMENT = "\ufffd"
+_LAST = 64  # tokens at the end of a prompt that are looked at
 _WINDOW = 6  # tokens of context for decoders that cannot be taken apart
 _MAX_PENDING = 5  # a character has at most 4 bytes, so at most 4 tokens
 
@@ -34,12 +35,24 @@ class _TextStream(Protocol):
     def flush(self) -> str: ...
 
 
+class _TextBefore:
+    """What a prompt leaves for the text behind it: worked out once for all samples of a request."""
+
+    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
+        self.last = [token_id for token_id in prompt[-_LAST:] if token_id not in skipped]
+        stream = None if tokenizer.pieces is None else _PieceStream(tokenizer, tokenizer.pieces, skipped)
+        self._followed = stream if stream is None else stream.followed(prompt, self.last)
+
+    def stream(self, tokenizer: Tokenizer, skipped: frozenset[int]) -> _TextStream:
+        if self._followed is None:
+            return _WindowStream(tokenizer, self.last, skipped)
+        return self._followed.copied()
+
+
 class _PieceStream:
     """Joins the bytes of tokens and decodes them as they complete: exact, and constant work per token."""
 
-    def __init__(
-        self, tokenizer: Tokenizer, pieces: PieceDecoder, prompt: Sequence[int], skipped: frozenset[int]
-    ) -> None:
+    def __init__(self, tokenizer: Tokenizer, pieces: PieceDecoder, skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._pieces = pieces
         self._skipped = skipped
@@ -48,24 +61,39 @@ class _PieceStream:
         self._strip_bytes = pieces.strip_char.encode("utf-8", "replace")
         errors = "windlass.replace_every_byte" if pieces.byte_fallback else "replace"
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors)
-        self._follow(prompt)
 
-    def _follow(self, prompt: Sequence[int]) -> None:
-        """Take up the state the prompt leaves: whether a text has begun, and a character it may end within."""
-        for token_id in prompt:
-            if not self._first and not self._strip:
+    def copied(self) -> _PieceStream:
+        """Another one in the same state."""
+        other = _PieceStream(self._tokenizer, self._pieces, self._skipped)
+        other._first, other._strip = self._first, self._strip
+        other._utf8.setstate(self._utf8.getstate())
+        return other
+
+    def followed(self, prompt: Sequence[int], last: Sequence[int]) -> _PieceStream:
+        """With the state that the prompt leaves: whether a text has begun, and a character it may end within."""
+        begin = self._begin(prompt)
+        for position in range(begin, len(prompt)):
+            self._bytes(prompt[position])
+            if not self._strip:
                 break
-            self._bytes(token_id)
         tail = b""
-        for token_id in reversed(prompt[-64:]):
-            if token_id not in self._skipped:
-                tail = self._tokenizer.token_bytes(token_id) + tail
+        for token_id in reversed(last):
+            tail = self._tokenizer.token_bytes(token_id) + tail
             if len(tail) >= 4:
                 break
         self._utf8.decode(tail)
         unfinished = self._utf8.getstate()[0]
         self._utf8.reset()
         self._utf8.decode(unfinished)
+        return self
+
+    def _begin(self, prompt: Sequence[int]) -> int:
+        """Where the first token with a text stands. A prompt may be nothing but others, so each id of them is looked at once."""
+        for few in (prompt[:_LAST], prompt):
+            for token_id in dict.fromkeys(few):
+                if token_id not in self._skipped and self._tokenizer.backend.id_to_token(token_id) is not None:
+                    return prompt.index(token_id)
+        return len(prompt)
 
     def _bytes(self, token_id: int) -> bytes:
         if token_id in self._skipped:
@@ -96,10 +124,10 @@ class _PieceStream:
 class _WindowStream:
     """Decodes a little context with and without the new tokens and takes the difference: for any decoder."""
 
-    def __init__(self, tokenizer: Tokenizer, prompt: Sequence[int], skipped: frozenset[int]) -> None:
+    def __init__(self, tokenizer: Tokenizer, last: Sequence[int], skipped: frozenset[int]) -> None:
         self._tokenizer = tokenizer
         self._skipped = skipped
-        self._context = [token_id for token_id in prompt[-64:] if token_id not in skipped][-_WINDOW:]
+        self._context = list(last[-_WINDOW:])
         self._pending: list[int] = []
 
     def feed(self, token_id: int) -> str:
@@ -197,6 +225,7 @@ class Detokenizer:
     stop: non-empty strings; generation should end when one completes. include_stop: leave it in the text.
     min_tokens: text of the first so many tokens is never searched for stop strings.
     shown: special tokens that stay in the text although others are skipped.
+    like: that of another sample with the same prompt and the same options, which spares reading the prompt.
     stopped: the stop string that matched. num_tokens: tokens taken, the one that completed the stop string included and
     later ones not. pieces: the text that the last `push` returned, by the token that released it; more at the end.
     """
@@ -211,15 +240,14 @@ class Detokenizer:
         include_stop: bool = False,
         min_tokens: int = 0,
         shown: frozenset[int] = frozenset(),
+        like: Detokenizer | None = None,
     ) -> None:
         if not all(stop):
             raise ValueError("stop strings must not be empty")
         skipped = tokenizer.special_token_ids - shown if skip_special_tokens else frozenset()
-        self._stream: _TextStream
-        if tokenizer.pieces is not None:
-            self._stream = _PieceStream(tokenizer, tokenizer.pieces, prompt_token_ids, skipped)
-        else:
-            self._stream = _WindowStream(tokenizer, prompt_token_ids, skipped)
+        self._before: _TextBefore
+        self._before = _TextBefore(tokenizer, prompt_token_ids, skipped) if like is None else like._before
+        self._stream = self._before.stream(tokenizer, skipped)
         self._matcher = _StopMatcher(stop, include_stop) if stop else None
         self._min_tokens = min_tokens
         self._parts: list[str] = []

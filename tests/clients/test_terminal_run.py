@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -10,7 +11,9 @@ from contextlib import contextmanager
 import pytest
 import typer
 
+from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
+from windlass.clients.terminal.streams import on_terminal
 
 app = typer.Typer()
 
@@ -54,3 +57,40 @@ def test_whoever_reads_no_more_hears_no_complaint(
 def test_other_errors_of_the_system_are_not_taken_for_it() -> None:
     with pytest.raises(OSError, match="something else"):
         run_app(app, "toy", ["other"])
+
+
+STREAMS = """
+import os, socket, subprocess, sys, typer
+from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.run import run_app
+from windlass.clients.terminal.streams import on_terminal
+
+app = typer.Typer()
+
+@app.command()
+def command() -> None:
+    say("a line")
+    assert not on_terminal()
+    print("hello")
+    assert sys.stdin.read() == ""
+    assert socket.socket().fileno() > 2
+    subprocess.run(["sh", "-c", "echo gone >&2"], check=True)
+    raise typer.Exit(7)
+
+assert None in (sys.stdin, sys.stdout, sys.stderr)
+sys.exit(run_app(app, "toy", []))
+"""
+
+
+@pytest.mark.parametrize(("closed", "output"), [("2>&-", b"hello\n"), (">&-", b""), ("<&- 2>&-", b"hello\n")])
+def test_a_command_that_was_started_with_a_stream_closed(closed: str, output: bytes) -> None:
+    shell = ["sh", "-c", f'exec "$0" -c "$1" {closed}', sys.executable, STREAMS]
+    done = subprocess.run(shell, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, timeout=60)
+    assert (done.returncode, done.stdout) == (7, output)
+
+
+def test_a_host_without_standard_error(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    say("a line")
+    assert not on_terminal()
+    assert capfd.readouterr() == ("", "")

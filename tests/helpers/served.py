@@ -21,16 +21,9 @@ class Served:
     """Starts on a free port; `url` is known once it listens. Leaving the block kills whatever is left."""
 
     def __init__(self, model: Path, *arguments: str, **environment: str) -> None:
-        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "windlass.server.cli.main", "serve", str(model), "--port", "0", *arguments],
-            env={
-                **inherited,
-                "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
-                CORE_VARIABLE: "helpers.scripted_core:ScriptedCore",
-                "SCRIPT_STEP_SECONDS": "0.02",
-                **environment,
-            },
+            [*self.command(model), "--port", "0", *arguments],
+            env={**self.environment(), **environment},
             stderr=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
@@ -38,6 +31,21 @@ class Served:
         self.lines: list[str] = []
         self._reader = threading.Thread(target=self._read, daemon=True)
         self._reader.start()
+
+    @staticmethod
+    def command(model: Path) -> list[str]:
+        return [sys.executable, "-m", "windlass.server.cli.main", "serve", str(model)]
+
+    @staticmethod
+    def environment() -> dict[str, str]:
+        """With the scripted core."""
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+        return {
+            **inherited,
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
+            CORE_VARIABLE: "helpers.scripted_core:ScriptedCore",
+            "SCRIPT_STEP_SECONDS": "0.02",
+        }
 
     def _read(self) -> None:
         assert self.process.stderr is not None

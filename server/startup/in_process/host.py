@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import sys
 import threading
 import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from windlass.clients.terminal.streams import on_terminal
 from windlass.engine.api.context_size import sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.server.generation.request_rotation import check_profiles
@@ -76,7 +76,7 @@ class ModelHost:
 
 async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo:
     display = LoadingDisplay()
-    client.progress = display if sys.stderr.isatty() else None
+    client.progress = display if on_terminal() else None
     client.start_nowait()
     try:
         info = await client.wait_ready()

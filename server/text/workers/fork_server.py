@@ -29,7 +29,7 @@ from windlass.server.text.workers import frames
 from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP
 from windlass.server.text.workers.frames import Done, Refused, TextSource
 from windlass.server.text.workers.tasks import TextTasks
-from windlass.server.text.workers.worker import limit_memory, serve
+from windlass.server.text.workers.worker import MemoryLimit, serve
 
 COMPILE_MEMORY = 512 * 2**20  # bytes a chat template may take while it is compiled
 
@@ -48,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         log_as_json("text", "warning", threads=False)  # no thread may be there when it forks
     else:
         faulthandler.enable()
-    tasks = _load(control)
+    memory = MemoryLimit()
+    tasks = _load(control, memory)
     if tasks is None:
         return 1
     to_json("")  # imports what it needs at its first call: here, and not in every fork
@@ -56,7 +57,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     gc.freeze()  # a collection in a fork would otherwise write to, and so copy, every page
     children: set[int] = set()
     try:
-        _obey(control, tasks, children)
+        _obey(control, tasks, memory, children)
     finally:
         for pid in children:
             with contextlib.suppress(ProcessLookupError):
@@ -64,7 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _load(control: socket.socket) -> TextTasks | None:
+def _load(control: socket.socket, memory: MemoryLimit) -> TextTasks | None:
     """Says Done when the tokenizer is loaded, when the templates are compiled, and, with what came of it, when that of pairs has
     been cut: each has a time of its own."""
     source = frames.receive(control)
@@ -77,17 +78,17 @@ def _load(control: socket.socket) -> TextTasks | None:
         if text is None:
             templates.append(None)
             continue
-        limit_memory(COMPILE_MEMORY)
+        memory.set(COMPILE_MEMORY)
         try:
             templates.append(ChatTemplate(text, source.special_tokens))
         except (ChatTemplateError, MemoryError) as error:
             frames.send(control, Refused(str(error) or "compiling it takes too much memory"))
             return None
         finally:
-            limit_memory(None)
+            memory.set(None)
     tasks = TextTasks(tokenizer, *templates)
     frames.send(control, Done())
-    pairs = _cut_for_pairs(source, templates[0])
+    pairs = _cut_for_pairs(source, templates[0], memory)
     frames.send(control, pairs)
     if isinstance(pairs, Refused):
         return None
@@ -95,12 +96,12 @@ def _load(control: socket.socket) -> TextTasks | None:
     return tasks
 
 
-def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None) -> Done | Refused:
+def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None, memory: MemoryLimit) -> Done | Refused:
     """The `PairTemplate`; Done without one where no template takes pairs and none has to."""
     text = source.pair_template
     if text is None and not source.needs_pairs and (chat is None or not may_take_pairs(chat.source)):
         return Done()
-    limit_memory(COMPILE_MEMORY)
+    memory.set(COMPILE_MEMORY)
     try:
         if text is None and chat is None:
             raise ChatTemplateError("this model has no chat template")
@@ -112,10 +113,10 @@ def _cut_for_pairs(source: TextSource, chat: ChatTemplate | None) -> Done | Refu
             return Done()
         return Refused(str(error) or "it takes too much memory")
     finally:
-        limit_memory(None)
+        memory.set(None)
 
 
-def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
+def _obey(control: socket.socket, tasks: TextTasks, memory: MemoryLimit, children: set[int]) -> None:
     while True:
         data, fds, _, _ = socket.recv_fds(control, COMMAND.size, 1)
         if len(data) < COMMAND.size:
@@ -129,7 +130,7 @@ def _obey(control: socket.socket, tasks: TextTasks, children: set[int]) -> None:
             if pid == 0:
                 try:
                     control.close()
-                    serve(socket.socket(fileno=fds[0]), tasks)
+                    serve(socket.socket(fileno=fds[0]), tasks, memory)
                 finally:
                     os._exit(0)  # whatever happened, a fork never goes on with the fork server's own work
             os.close(fds[0])

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Iterator
 from typing import Any
 
 from windlass.engine.errors import LoadError
@@ -99,7 +100,7 @@ class ForkServer:
         """A new text process. Raises ForkError, or OSError when the fork server is gone or does not answer."""
         ours, theirs = socket.socketpair()
         try:
-            with theirs, self._lock:
+            with theirs, self._in_step():
                 socket.send_fds(self._control, [COMMAND.pack(FORK, 0)], [theirs.fileno()])
                 pid = self._answer()
             if pid < 0:
@@ -110,11 +111,22 @@ class ForkServer:
         return TextProcess(self, ours, pid)
 
     def reap(self, pid: int) -> int | None:
-        """How a dead process ended, as subprocess tells it; None when the fork server is gone."""
-        with self._lock, contextlib.suppress(OSError):
+        """How a dead process ended, as subprocess tells it; None when the fork server is gone or does not answer."""
+        with contextlib.suppress(OSError), self._in_step():
             self._control.sendall(COMMAND.pack(REAP, pid))
             return self._answer()
         return None
+
+    @contextlib.contextmanager
+    def _in_step(self) -> Iterator[None]:
+        """One command and its answer. An answer that did not come in time would be taken for that of the next command, and its
+        process id for another's: then the fork server is ended, before anybody else asks it."""
+        with self._lock:
+            try:
+                yield
+            except OSError:
+                self.kill()
+                raise
 
     def _answer(self) -> int:
         data = self._control.recv(ANSWER.size)

@@ -17,15 +17,15 @@ from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused
 from windlass.server.text.workers.tasks import TextTasks
 
 
-def serve(connection: socket.socket, tasks: TextTasks) -> None:
+def serve(connection: socket.socket, tasks: TextTasks, memory: MemoryLimit) -> None:
     """Answer jobs until the other end is gone."""
     with contextlib.suppress(OSError):
         while (job := frames.receive(connection)) is not None:
-            frames.send_encoded(connection, _answer(job, tasks))
+            frames.send_encoded(connection, _answer(job, tasks, memory))
 
 
-def _answer(job: Job, tasks: TextTasks) -> bytes:
-    limit_memory(job.memory)
+def _answer(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
+    memory.set(job.memory)
     refused: Refused | OutOfMemory
     try:
         return frames.encode(Done(getattr(tasks, job.task)(*job.args)))
@@ -34,16 +34,23 @@ def _answer(job: Job, tasks: TextTasks) -> bytes:
     except (RequestError, ChatTemplateError) as error:
         refused = Refused(error.message)
     finally:
-        limit_memory(None)
+        memory.set(None)
     return frames.encode(refused)
 
 
-def limit_memory(extra: int | None) -> None:
-    """Let this process take `extra` bytes more than it has, None for as many as the system lets it."""
-    with contextlib.suppress(OSError, ValueError):
-        hard = resource.getrlimit(resource.RLIMIT_AS)[1]
-        soft = hard if extra is None else _address_space() + extra
-        resource.setrlimit(resource.RLIMIT_AS, (soft if hard == resource.RLIM_INFINITY else min(soft, hard), hard))
+class MemoryLimit:
+    """What this process may take: never more than the soft limit that it was started with, or that its parent was."""
+
+    def __init__(self) -> None:
+        self._most = resource.getrlimit(resource.RLIMIT_AS)[0]
+
+    def set(self, extra: int | None) -> None:
+        """Let this process take `extra` bytes more than it has, None for as many as it was given."""
+        with contextlib.suppress(OSError, ValueError):
+            soft = self._most if extra is None else _address_space() + extra
+            if self._most != resource.RLIM_INFINITY:
+                soft = min(soft, self._most)
+            resource.setrlimit(resource.RLIMIT_AS, (soft, resource.getrlimit(resource.RLIMIT_AS)[1]))
 
 
 def _address_space() -> int:

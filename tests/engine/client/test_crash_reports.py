@@ -157,6 +157,38 @@ def test_only_so_many_reports_are_kept(tmp_path: Path) -> None:
     assert "crash-20200101T000005Z-1.json" not in names and "crash-20200101T000024Z-1.json" in names
 
 
+def test_a_report_stays_though_the_clock_was_set_back(tmp_path: Path) -> None:
+    for number in range(MOST_REPORTS):
+        (tmp_path / f"crash-29990101T0000{number:02}Z-1.json").write_text("{}")
+    path = _write(tmp_path, {"pid": 7})
+    assert path.exists() and len(list(tmp_path.iterdir())) == MOST_REPORTS
+
+
+def test_a_full_disk_leaves_no_halves_and_nobody_else_reads_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = tmp_path / ".crash-1-1.json.partial", tmp_path / ".crash-2-1.json.partial"
+    for left in (old, new):
+        left.write_text("{")
+    os.utime(old, (0, 0))
+    modes = []
+
+    def full(self: Path, target: Path) -> None:
+        modes.append(stat.S_IMODE(self.stat().st_mode))
+        raise OSError(28, "No space left on device")
+
+    before = os.umask(0)
+    try:
+        monkeypatch.setattr(Path, "replace", full)
+        monkeypatch.setattr(Path, "chmod", lambda *_: None)
+        with pytest.raises(OSError, match="No space left"):
+            _write(tmp_path, {"pid": 7})
+    finally:
+        os.umask(before)
+    assert modes == [0o600]
+    assert list(tmp_path.iterdir()) == [new]  # which another server may still be writing
+
+
 def test_the_box_keeps_the_last_plans_whatever_their_size() -> None:
     number = BlackBox.make()
     box, other = BlackBox(number), BlackBox(number)

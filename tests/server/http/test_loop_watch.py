@@ -35,3 +35,18 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
     count = len(late)
     await asyncio.sleep(0.3)
     assert len(late) <= count + 1
+
+
+async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.WARNING, "windlass.server")
+    late: list[float] = []
+    watch = LoopWatch(late.append, stall=0.04)
+    watch.start()
+    for count in (1, 2, 3):
+        hold_up(0.3)
+        async with asyncio.timeout(10):
+            while sum(seconds > 0.1 for seconds in late) < count:
+                await asyncio.sleep(0.02)
+    watch.stop()
+    assert sum("has stood still" in record.message for record in caplog.records) == 1
+    assert sum("runs again" in record.message for record in caplog.records) <= 1

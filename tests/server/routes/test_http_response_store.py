@@ -149,6 +149,44 @@ def test_the_oldest_are_forgotten() -> None:
         assert live.refuse(PATH, {"input": "a", "previous_response_id": ids[0]}, 404)["code"]
 
 
+def test_a_conversation_that_grows_too_long_displaces_nobody() -> None:
+    with live_server(api_keys=("one", "two"), response_store_bytes=20_000) as live:
+        live.http.headers = {"x-api-key": "two"}
+        theirs = ask(live)["id"]
+        live.http.headers = {"x-api-key": "one"}
+        last = ask(live, "x" * 6000, truncate_prompt_tokens=50)
+        longer = ask(live, "x" * 6000, previous_response_id=last["id"], truncate_prompt_tokens=50)
+        assert longer["store"] is True  # as it was asked for
+        refused = live.refuse(PATH, {"input": "a", "previous_response_id": longer["id"]}, 404)
+        assert "--response-store" in refused["message"]
+        assert live.http.get(f"{PATH}/{last['id']}").status_code == 200
+        live.http.headers = {"x-api-key": "two"}
+        assert live.http.get(f"{PATH}/{theirs}").status_code == 200
+
+
+def test_whoever_keeps_most_displaces_itself() -> None:
+    store = ResponseStore(most=100, max_bytes=100)
+
+    def put(name: str, owner: str, size: int, previous: str | None = None) -> bool:
+        before = None if previous is None else store.get(previous, owner)
+        store.put(name, owner, b"", previous=before, asked=[], answered=[], sizes=(size, 0))
+        return store.get(name, owner) is not None
+
+    assert put("a1", "a", 30) and put("a2", "a", 60, "a1") is True  # nobody else needs it
+    store.delete("a2", "a")
+    assert put("b1", "b", 20)
+    assert all(put(f"c{number}", "c", 10) for number in range(40))
+    assert [name for name in ("a1", "b1", "c34", "c35", "c39") if store.get(name, name[0])] == [
+        "a1",
+        "b1",
+        "c35",
+        "c39",
+    ]
+    assert put("a2", "a", 20, "a1") and store.get("b1", "b")  # c has as much by now: the oldest of it go
+    assert not put("a3", "a", 1, "a2"), "more than half, and others have the rest"
+    assert not put("d1", "d", 101) and store.get("a2", "a") and store.get("b1", "b")
+
+
 def test_a_server_that_keeps_nothing() -> None:
     with live_server(response_store_bytes=0) as live:
         answer = ask(live)

@@ -7,6 +7,7 @@ import os
 import re
 import signal
 import socket
+import subprocess
 import threading
 import time
 from pathlib import Path
@@ -306,3 +307,28 @@ def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
     with Served(model, "--api-keys", str(keys)) as server:
         assert server.process.wait(20.0) == 2
         assert "alice needs one of key and key_sha256" in server.errors
+
+
+@pytest.mark.slow
+def test_a_server_that_was_started_with_standard_error_closed(model):
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+    given = [*Served.command(model), "--port", str(port)]
+    with subprocess.Popen(
+        ["sh", "-c", 'exec "$@" 2>&-', "sh", *given], stdout=subprocess.DEVNULL, env=Served.environment()
+    ) as process:
+        try:
+            until(lambda: answers(f"http://127.0.0.1:{port}/ready"), 30.0)
+            assert complete(f"http://127.0.0.1:{port}").status_code == 200
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(20) == 0
+        finally:
+            process.kill()
+
+
+def answers(url: str) -> bool:
+    try:
+        return httpx.get(url, timeout=5.0).status_code == 200
+    except httpx.TransportError:
+        return False

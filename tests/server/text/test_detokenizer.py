@@ -5,13 +5,14 @@ from __future__ import annotations
 import sys
 from functools import cache
 from itertools import pairwise
+from types import SimpleNamespace
 
 import pytest
 from helpers import toy_tokenizers as toys
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from windlass.server.text.detokenizer import Detokenizer
+from windlass.server.text.detokenizer import Detokenizer, _PieceStream
 from windlass.server.text.tokenizer import Tokenizer
 
 NAMES = sorted(toys.ALL)
@@ -258,3 +259,52 @@ def test_work_per_token_does_not_grow_with_the_text(name, monkeypatch):
     calls(ids[1000:2000])
     assert calls(ids[2000:]) <= first * 1.2
     assert max(decoded, default=0) <= 12
+
+
+class Read(list):
+    """A prompt that counts how often it is read, whole or in part."""
+
+    times = 0
+
+    def __iter__(self):
+        self.times += 1
+        return super().__iter__()
+
+    def __getitem__(self, where):
+        self.times += 1
+        return super().__getitem__(where)
+
+
+@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("unknown", [False, True])
+def test_a_long_prompt_without_a_text_is_not_walked(name, unknown, monkeypatch):
+    tokenizer = load(name)
+    words = tokenizer.encode("hello you", add_special_tokens=False)
+    special = sorted(tokenizer.special_token_ids)[0]
+    expected = Detokenizer(tokenizer, [special]).push(words, final=True)
+    taken, asked = [], []
+    take, ask = _PieceStream._bytes, tokenizer.backend.id_to_token
+    backend = SimpleNamespace(id_to_token=lambda token_id: asked.append(token_id) or ask(token_id))
+    prompt = Read([special, 10**6 if unknown else special] * 50_000)
+    with monkeypatch.context() as patched:
+        patched.setattr(
+            _PieceStream, "_bytes", lambda stream, token_id: taken.append(token_id) or take(stream, token_id)
+        )
+        patched.setattr(tokenizer, "_backend", backend)
+        first = Detokenizer(tokenizer, prompt)
+        times = prompt.times
+        second = Detokenizer(tokenizer, prompt, like=first)
+    assert len(taken) + len(asked) < 100 and prompt.times == times < 10
+    assert first.push(words, final=True) == second.push(words, final=True) == expected
+
+
+@pytest.mark.parametrize("name", NAMES)
+@given(prompt=texts, text=texts, cut=st.integers(0, 60))
+@settings(max_examples=30, deadline=None)
+def test_further_samples_say_the_same(name, prompt, text, cut):
+    tokenizer = load(name)
+    before = tokenizer.encode(prompt)[:cut]
+    ids = tokenizer.encode(text, add_special_tokens=False)
+    first = Detokenizer(tokenizer, before)
+    said = first.push(ids, final=True)
+    assert Detokenizer(tokenizer, before, like=first).push(ids, final=True) == said

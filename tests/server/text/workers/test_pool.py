@@ -149,9 +149,9 @@ def test_processes_that_are_killed_from_outside_are_replaced() -> None:
             os.kill(child, signal.SIGKILL)
         assert [run(lambda: render(made)) for _ in range(3)] == ["hello"] * 3  # idle ones: nobody's job was lost
         for _ in range(5):
+            made._idle.pop().kill()  # so that the next one needs a fork
             os.kill(fork_server(made), signal.SIGKILL)  # it may still look alive when it is asked for a process
             assert [run(lambda: render(made, spin=0)) for _ in range(2)] == ["hello"] * 2
-            made._idle.pop().kill()  # so that the next one needs a fork
     finally:
         made.close()
 
@@ -221,6 +221,42 @@ def test_a_fork_server_that_hangs_is_replaced(monkeypatch: pytest.MonkeyPatch) -
         os.kill(hung, signal.SIGSTOP)
         assert run(lambda: render(made)) == "hello"
         assert fork_server(made) != hung and not _running(hung)
+    finally:
+        made.close()
+
+
+def test_a_fork_server_that_answers_late_is_never_believed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(processes, "CONTROL_SECONDS", 0.3)
+    made = make_pool()
+    try:
+        assert run(lambda: render(made)) == "hello"
+        process, late = made._idle.pop(), fork_server(made)
+        os.kill(late, signal.SIGSTOP)
+        assert process.kill() is None
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(late, signal.SIGCONT)
+        assert run(lambda: render(made)) == "hello"
+        assert fork_server(made) != late
+        assert [each._pid for each in made._idle] == children_of(fork_server(made))
+    finally:
+        made.close()
+
+
+def test_the_soft_limit_that_the_server_was_started_with_holds() -> None:
+    limit = resource.getrlimit(resource.RLIMIT_AS)
+    given = 64 * 1024 * MIB  # far more than a text process needs
+    if limit[1] != resource.RLIM_INFINITY and limit[1] < given:
+        pytest.skip("this machine allows less")
+    made = make_pool()
+    resource.setrlimit(resource.RLIMIT_AS, (given, limit[1]))
+    try:
+        made.spawn()
+    finally:
+        resource.setrlimit(resource.RLIMIT_AS, limit)
+    try:
+        assert run(lambda: render(made)) == "hello"
+        for pid in (fork_server(made), made._idle[0]._pid):
+            assert resource.prlimit(pid, resource.RLIMIT_AS)[0] == given
     finally:
         made.close()
 

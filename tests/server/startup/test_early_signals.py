@@ -1,0 +1,63 @@
+"""Signals while it is still looked up, or downloaded, what a server shall load."""
+
+from __future__ import annotations
+
+import signal
+import socket
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers.eventually import alive, eventually
+from helpers.served import Served
+from helpers.toy_tokenizers import byte_level
+
+pytestmark = pytest.mark.timeout(60)
+
+
+@contextmanager
+def looking_up(tmp_path: Path, *arguments: str) -> Iterator[Served]:
+    """A server that asks a hub for its model, which does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as hub:
+        hub.settimeout(30)
+        environment = {"HF_ENDPOINT": f"http://127.0.0.1:{hub.getsockname()[1]}", "HF_HOME": str(tmp_path)}
+        environment["HF_HUB_OFFLINE"] = environment["TRANSFORMERS_OFFLINE"] = "0"
+        with Served(Path("some/model"), *arguments, **environment) as served:
+            asking, _ = hub.accept()
+            with asking:
+                yield served
+
+
+def test_sigterm_ends_a_server_that_is_looking_for_its_model(tmp_path: Path) -> None:
+    with looking_up(tmp_path) as served:
+        engine = served.engine_pid
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 0  # of its own: what has no handler would not end as process 1 of a container
+        eventually(lambda: not alive(engine), 10)
+        assert not served.errors
+
+
+def test_sighup_does_not_end_a_server_with_named_keys_meanwhile(tmp_path: Path) -> None:
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "first"\n')
+    with looking_up(tmp_path, "--api-keys", str(keys)) as served:
+        served.signal(signal.SIGHUP)
+        served.signal(signal.SIGTERM)
+        assert served.wait() == 0
+
+
+def test_keys_are_read_again_once_it_runs_where_sighup_came_before(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    byte_level().save(str(tmp_path / "tokenizer.json"))
+    keys = tmp_path / "keys.toml"
+    keys.write_text('[alice]\nkey = "first"\n')
+    with Served(tmp_path, "--api-keys", str(keys)) as served:
+        url = served.url  # it listens, and imports the app
+        keys.write_text('[alice]\nkey = "second"\n')
+        served.signal(signal.SIGHUP)
+        served.wait_line("was read again: 1 callers")
+        for key, status in (("first", 401), ("second", 200)):
+            answer = httpx.get(f"{url}/v1/models", headers={"authorization": f"Bearer {key}"}, timeout=10.0)
+            assert answer.status_code == status
