@@ -22,3 +22,21 @@ def alive(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def children(pid: int, within: bytes = b"") -> list[int]:
+    """The children of a process whose command holds these bytes; one that ends while they are read is left out."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, _read(thread).split()):
+            command = _read(Path(f"/proc/{child}/cmdline"))
+            if command and within in command:  # without a command it has ended
+                found.append(child)
+    return found
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""
