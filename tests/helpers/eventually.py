@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LISTENING, ESTABLISHED = "0A", "01"
 
 
 def eventually(condition: Callable[[], Any], seconds: float) -> None:
@@ -14,6 +17,17 @@ def eventually(condition: Callable[[], Any], seconds: float) -> None:
     while not condition():
         assert time.monotonic() < deadline, f"did not happen within {seconds} s"
         time.sleep(0.02)
+
+
+def in_time(once: Callable[[], float], seconds: float, tries: int = 3) -> None:
+    """Hold something to a time that is promised. once: does it and returns how long it took.
+
+    A machine with other work may let anything wait, so one of a few tries has to be quick enough.
+    """
+    took: list[float] = []
+    while not took or took[-1] >= seconds:
+        assert len(took) < tries, f"{took} s, and {seconds} s are promised"
+        took.append(once())
 
 
 def alive(pid: int) -> bool:
@@ -33,6 +47,28 @@ def children(pid: int, within: bytes = b"") -> list[int]:
             if command and within in command:  # without a command it has ended
                 found.append(child)
     return found
+
+
+def ports(pid: int, state: str) -> list[int]:
+    """The local ports of a process's TCP sockets in this state."""
+    mine = set()
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            mine.add(str(entry.readlink()))
+    rows = [line.split() for line in _read(Path(f"/proc/{pid}/net/tcp")).decode().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == state and f"socket:[{row[9]}]" in mine]
+
+
+def seconds_of_texts(pid: int) -> float:
+    """Processor time that the text processes of a server have used so far."""
+    forks = children(pid, b"workers.fork_server")
+    return sum(cpu_seconds(each) for fork in forks for each in children(fork))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100 if fields else 0.0
 
 
 def _read(path: Path) -> bytes:
