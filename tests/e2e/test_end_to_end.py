@@ -39,6 +39,10 @@ def long_body(tokens: int = 450) -> dict[str, Any]:
     return {"prompt": "In the beginning", "max_tokens": tokens, "ignore_eos": True, "temperature": 0, "stream": True}
 
 
+# A stream that is over only when somebody ends it.
+ENDLESS: dict[str, Any] = {**long_body(100_000), "context_overflow": "shift"}
+
+
 def test_greedy_completion_is_what_transformers_generates(client: openai.OpenAI) -> None:
     tokenizer = transformers.AutoTokenizer.from_pretrained(DEMO)
     model = transformers.AutoModelForCausalLM.from_pretrained(DEMO, dtype="float32", attn_implementation="eager")
@@ -110,24 +114,24 @@ def test_a_request_may_bring_its_own_scaling(server: RealServer) -> None:
 def test_a_client_that_leaves_frees_its_blocks(server: RealServer) -> None:
     """Both a stream and a plain request, closed in the middle, at socket level."""
     eventually(lambda: server.metric("windlass_num_requests_running") == 0, 20)
-    generated = server.metric("windlass_generation_tokens_total")
     host, port = server.url.removeprefix("http://").split(":")
     for stream in (True, False):
-        body = json.dumps({**long_body(), "n": 8, "stream": stream}).encode()
+        generated = server.metric("windlass_generation_tokens_total")
+        body = json.dumps({**ENDLESS, "n": 8, "stream": stream}).encode()
         with socket.create_connection((host, int(port))) as connection:
             headers = f"Host: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
             connection.sendall(b"POST /v1/completions HTTP/1.1\r\n" + headers.encode() + body)
             eventually(lambda: server.metric("windlass_num_requests_running") > 0, 10)
-        eventually(lambda: server.metric("windlass_num_requests_running") == 0, 1)
+        eventually(lambda: server.metric("windlass_num_requests_running") == 0, 10)
         assert server.metric("windlass_kv_cache_usage_perc") == 0
-    assert server.metric("windlass_generation_tokens_total") - generated < 2 * 8 * 450
+        assert server.metric("windlass_generation_tokens_total") - generated < 8 * 100_000
 
 
 def test_killed_engine_fails_the_stream_and_comes_back() -> None:
     with serve("--kv-cache-memory", "64MiB") as server:
         lines: list[str] = []
         killed = threading.Event()
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(), timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=ENDLESS, timeout=60) as response:
             for line in response.iter_lines():
                 lines.append(line)
                 if len(lines) > 8 and not killed.is_set():
@@ -144,18 +148,18 @@ def test_killed_engine_fails_the_stream_and_comes_back() -> None:
 
 def test_sigterm_lets_a_stream_finish() -> None:
     # Past the model's own length: five hundred tokens take less time than the questions asked meanwhile.
-    with serve("--kv-cache-memory", "64MiB", "--max-model-len", "5000") as server:
+    with serve("--kv-cache-memory", "64MiB", "--max-model-len", "5000") as server, httpx.Client() as other:
         finish: list[str] = []
         sent = False
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(2000), timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(4000), timeout=60) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: "):
                     continue
                 if not sent:
                     server.process.send_signal(signal.SIGTERM)
                     sent = True
-                    eventually(lambda: httpx.get(f"{server.url}/ready").status_code == 503, 5)
-                    refused = httpx.post(f"{server.url}/v1/completions", json=long_body(5))
+                    eventually(lambda: other.get(f"{server.url}/ready").status_code == 503, 5)
+                    refused = other.post(f"{server.url}/v1/completions", json=long_body(5))
                     assert refused.status_code == 503 and "retry-after" in refused.headers
                 finish.append(line.removeprefix("data: "))
         assert finish[-1] == "[DONE]" and json.loads(finish[-2])["choices"][0]["finish_reason"] == "length"

@@ -18,6 +18,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.eventually import alive, children, eventually
 from helpers.ray_cluster import RayCluster, environment, free_port, ray_cluster, ray_machines
 from helpers.real_server import serve
 
@@ -190,8 +191,7 @@ def test_who_connects_while_the_http_side_is_away_waits_for_it(deployed: RayClus
     deployed.wait_replicas(2, 60)
     before = deployed.ingress()
     os.kill(before, signal.SIGKILL)
-    while Path(f"/proc/{before}").exists() and Path(f"/proc/{before}/cmdline").read_bytes():
-        time.sleep(0.05)
+    eventually(lambda: not alive(before), 60)
     (found,) = asyncio.run(streams(deployed.url, [body("The sun")]))
     assert found["done"] and found["error"] is None
     assert deployed.ingress() != before
@@ -320,10 +320,7 @@ def test_a_replica_of_two_ranks(cluster: RayCluster, deployed: RayCluster) -> No
 
 def processes_below(pid: int) -> list[int]:
     """A process and all that it has started, itself first."""
-    children: list[int] = []
-    with contextlib.suppress(OSError):  # it has just ended
-        children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-    return [pid, *(one for child in children for one in processes_below(child))]
+    return [pid, *(one for child in children(pid) for one in processes_below(child))]
 
 
 def machine_of_an_engine(cluster: RayCluster, raylets: list[int]) -> list[int]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers.eventually import eventually
+from helpers.eventually import alive, children, eventually
 from helpers.real_server import RealServer, serve
 
 pytestmark = pytest.mark.slow
@@ -28,13 +28,11 @@ def complete(server: RealServer, prompt: Any, **fields: object) -> Any:
 
 
 def rank_pids(server: RealServer) -> list[int]:
-    engine = server.engine_pid()
-    found = Path(f"/proc/{engine}/task/{engine}/children").read_text().split()
-    return [int(pid) for pid in found if b"core.ranks.process" in Path(f"/proc/{pid}/cmdline").read_bytes()]
+    return children(server.engine_pid(), b"core.ranks.process")
 
 
 def is_gone(pid: int) -> Callable[[], bool]:
-    return lambda: not Path(f"/proc/{pid}").exists() or "\nState:\tZ" in Path(f"/proc/{pid}/status").read_text()
+    return lambda: not alive(pid)
 
 
 def test_two_ranks_answer_as_one_does() -> None:
@@ -80,6 +78,7 @@ def test_no_rank_outlives_the_engine_or_the_server(stopped: bool) -> None:
             os.kill(rank, signal.SIGSTOP)
         os.kill(server.engine_pid(), signal.SIGKILL)
         eventually(is_gone(rank), seconds=30)
+        eventually(lambda: server.metric("windlass_engine_restarts_total") == 1, seconds=30)
         server.wait_ready()
         engine, (rank,) = server.engine_pid(), rank_pids(server)
         server.process.kill()

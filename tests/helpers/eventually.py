@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+LISTENING, ESTABLISHED = "0A", "01"
 
 
 def eventually(condition: Callable[[], Any], seconds: float) -> None:
@@ -16,9 +19,60 @@ def eventually(condition: Callable[[], Any], seconds: float) -> None:
         time.sleep(0.02)
 
 
+def in_time(once: Callable[[], float], seconds: float, tries: int = 3) -> None:
+    """Hold something to a time that is promised. once: does it and returns how long it took.
+
+    A machine with other work may let anything wait, so one of a few tries has to be quick enough.
+    """
+    took: list[float] = []
+    while not took or took[-1] >= seconds:
+        assert len(took) < tries, f"{took} s, and {seconds} s are promised"
+        took.append(once())
+
+
 def alive(pid: int) -> bool:
     """Whether a process is at work; one that has ended and waits for its parent is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def children(pid: int, within: bytes = b"") -> list[int]:
+    """The children of a process whose command holds these bytes; one that ends while they are read is left out."""
+    found = []
+    for thread in Path(f"/proc/{pid}/task").glob("*/children"):
+        for child in map(int, _read(thread).split()):
+            command = _read(Path(f"/proc/{child}/cmdline"))
+            if command and within in command:  # without a command it has ended
+                found.append(child)
+    return found
+
+
+def ports(pid: int, state: str) -> list[int]:
+    """The local ports of a process's TCP sockets in this state."""
+    mine = set()
+    for entry in Path(f"/proc/{pid}/fd").glob("*"):
+        with contextlib.suppress(OSError):
+            mine.add(str(entry.readlink()))
+    rows = [line.split() for line in _read(Path(f"/proc/{pid}/net/tcp")).decode().splitlines()[1:]]
+    return [int(row[1].split(":")[1], 16) for row in rows if row[3] == state and f"socket:[{row[9]}]" in mine]
+
+
+def seconds_of_texts(pid: int) -> float:
+    """Processor time that the text processes of a server have used so far."""
+    forks = children(pid, b"workers.fork_server")
+    return sum(cpu_seconds(each) for fork in forks for each in children(fork))
+
+
+def cpu_seconds(pid: int) -> float:
+    """Processor time that a process has used."""
+    fields = _read(Path(f"/proc/{pid}/stat")).rpartition(b")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / 100 if fields else 0.0
+
+
+def _read(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError:
+        return b""

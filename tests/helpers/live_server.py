@@ -78,14 +78,30 @@ class Live:
         assert response.status_code == 200, response.text
         return response.json()
 
-    def stream(self, path: str, body: dict[str, Any]) -> list[Any]:
-        """Events of a stream, as JSON, the last one "[DONE]"; comments as ": …" strings."""
-        with self.http.stream("POST", path, json={**body, "stream": True}) as response:
-            text = response.read().decode()
+    def stream(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str) -> list[Any]:
+        """Events of a stream, as JSON, the last one "[DONE]"; comments as ": …" strings. told: as of `stream_text`."""
+        return parse_events(self.stream_text(path, body, told))
+
+    def stream_text(self, path: str, body: dict[str, Any], told: Callable[[str], object] = str, **options: Any) -> str:
+        """What a stream has sent. told: is called with what there is of it so far, whenever more has come."""
+        with self.http.stream("POST", path, json={**body, "stream": True}, **options) as response:
+            text = ""
+            for piece in response.iter_text():
+                text += piece
+                told(text)
             assert response.status_code == 200, text
             assert response.headers["content-type"].startswith("text/event-stream")
         description().check_stream(path, text)
-        return parse_events(text)
+        return text
+
+    def let_go(self, sign: str, count: int = 1) -> Callable[[str], object]:
+        """Hold the engine until a stream, which tells of itself, has sent this so often."""
+        self.engine.held = True
+
+        def told(text: str) -> None:
+            self.engine.held = text.count(sign) < count
+
+        return told
 
     def refuse(self, path: str, body: Any, status: int = 400) -> dict[str, Any]:
         """The error object of a request that must be refused with `status`."""

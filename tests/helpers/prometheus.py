@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import socket
 import subprocess
 import time
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.eventually import LISTENING, ports
 
 ROOT = Path(__file__).parents[2]
 CONFIG = ROOT / "deploy" / "prometheus" / "prometheus.yml"
@@ -47,9 +47,6 @@ class Prometheus:
     """Runs until the block is left. Its HTTP API answers once `wait_ready` has returned."""
 
     def __init__(self, config: Path, folder: Path) -> None:
-        with socket.socket() as probe:
-            probe.bind(("127.0.0.1", 0))
-            address = f"127.0.0.1:{probe.getsockname()[1]}"
         self._log = folder / "prometheus.log"
         with self._log.open("wb") as log:
             self._process = subprocess.Popen(
@@ -57,15 +54,17 @@ class Prometheus:
                     "prometheus",
                     f"--config.file={config}",
                     f"--storage.tsdb.path={folder / 'data'}",
-                    f"--web.listen-address={address}",
+                    "--web.listen-address=127.0.0.1:0",
                 ],
                 stdout=log,
                 stderr=subprocess.STDOUT,
                 env={**os.environ, "GOMAXPROCS": "1"},
             )
-        self._http = httpx.Client(base_url=f"http://{address}", timeout=30, trust_env=False)
+        self._http = httpx.Client(timeout=30, trust_env=False)
 
     def wait_ready(self) -> None:
+        self.eventually(lambda: ports(self._process.pid, LISTENING), "Prometheus listens")
+        self._http.base_url = httpx.URL(f"http://127.0.0.1:{ports(self._process.pid, LISTENING)[0]}")
         self.eventually(lambda: self._http.get("/-/ready").status_code == 200, "Prometheus gets ready")
 
     def api(self, path: str, **parameters: str) -> Any:

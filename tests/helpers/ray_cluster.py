@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from helpers.prometheus_text import total
 
 BIN = Path(sys.executable).parent
 TESTS = Path(__file__).resolve().parents[1]
@@ -71,8 +72,7 @@ class RayCluster:
 
     def metric(self, name: str) -> float:
         """The sum of a metric over its labels."""
-        text = httpx.get(f"{self.url}/metrics", timeout=20).text
-        return sum(map(float, re.findall(rf"^{re.escape(name)}(?:{{.*}})? ([0-9.e+-]+)$", text, re.MULTILINE)))
+        return total(httpx.get(f"{self.url}/metrics", timeout=20).text, name)
 
     def wait_replicas(self, ready: int, seconds: float) -> None:
         deadline = time.monotonic() + seconds

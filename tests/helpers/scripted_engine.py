@@ -93,11 +93,15 @@ def model_info(**fields: object) -> ModelInfo:
 
 @dataclass
 class ScriptedEngine:
-    """See the module. `refuse` and `fail_after` raise; `delay` is seconds before each token, `first_delay` before all."""
+    """See the module. `refuse` and `fail_after` raise; `delay` is seconds before each token, `first_delay` before all.
+
+    held: while a test leaves it so, no request has its first token. made: outputs that were taken, of all requests.
+    """
 
     reply: list[int] = field(default_factory=lambda: [65, 66, 67])
     delay: float = 0.0
     first_delay: float = 0.0
+    held: bool = False
     tokens_per_output: int = 1
     eos_after: int | None = None  # tokens after which the eos id comes
     cached_tokens: int = 0
@@ -120,6 +124,7 @@ class ScriptedEngine:
     attention: list[AttentionQuestion] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
+    made: int = 0
 
     def reset(self) -> None:
         """Back to the defaults, with empty records."""
@@ -142,8 +147,11 @@ class ScriptedEngine:
         finished = False
         try:
             await asyncio.sleep(self.first_delay)
+            while self.held:
+                await asyncio.sleep(0.005)
             async for output in self._outputs(request):
                 yield output
+                self.made += 1
             finished = True
         finally:
             self.running -= 1

@@ -12,6 +12,8 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from helpers.eventually import children
+
 from windlass.server.startup.engines import CORE_VARIABLE
 
 TESTS = Path(__file__).parents[1]
@@ -79,10 +81,8 @@ class Served:
     @property
     def engine_pid(self) -> int:
         """The engine process, one of the children."""
-        pid = self.process.pid
-        children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
-        (engine,) = [child for child in children if b"windlass.engine" in Path(f"/proc/{child}/cmdline").read_bytes()]
-        return int(engine)
+        (engine,) = children(self.process.pid, b"windlass.engine")
+        return engine
 
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)

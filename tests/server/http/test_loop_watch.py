@@ -23,10 +23,10 @@ async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogC
     watch = LoopWatch(late.append, stall=0.4)
     watch.start()
     await asyncio.sleep(0.3)
-    assert not caplog.records and late
+    assert late and (not caplog.records or max(late) > 0.3)  # a machine with other work may hold it up itself
     hold_up(1.0)
-    stalled = [record for record in caplog.records if "has stood still" in record.message]
-    assert len(stalled) == 1 and "test_loop_watch.py" in stalled[0].message and "hold_up" in stalled[0].message
+    stalled = [record for record in caplog.records if "hold_up" in record.message]
+    assert len(stalled) == 1 and "has stood still" in stalled[0].message and "test_loop_watch.py" in stalled[0].message
     async with asyncio.timeout(10):
         while not any("runs again after" in record.message for record in caplog.records):
             await asyncio.sleep(0.05)

@@ -53,7 +53,7 @@ def files(tmp_path_factory) -> Files:
 
 @pytest.fixture(scope="module")
 def live(files: Files) -> Iterator[Live]:
-    bounds = ConnectionSettings(header_seconds=0.5, max_connections=6, max_per_address=6)
+    bounds = ConnectionSettings(header_seconds=2.0, max_connections=6, max_per_address=6)
     with live_server(tls=make_context(files.cert, files.key), connections=bounds) as running:
         yield running
 
@@ -98,7 +98,7 @@ def test_what_is_no_handshake_counts_and_ends(live: Live, files: Files) -> None:
         for one in silent:
             one.settimeout(10)
             assert one.recv(1) == b""  # closed from the other side
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         wait_for(lambda: len(live.registry) == 0)
     finally:
         for one in silent:

@@ -194,7 +194,7 @@ SLOW = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% end
 
 def test_a_slow_template_is_ended_and_holds_nobody_up() -> None:
     template = "{% if spin %}" + SLOW + "{% endif %}ok"
-    with live_server(template=template, template_seconds=1.0) as live, ThreadPoolExecutor(1) as pool:
+    with live_server(template=template, template_seconds=2.0) as live, ThreadPoolExecutor(1) as pool:
         body = {"messages": USER, "chat_template_kwargs": {"spin": True}}
         begin = time.monotonic()
         slow = pool.submit(live.refuse, PATH, body)
@@ -203,7 +203,7 @@ def test_a_slow_template_is_ended_and_holds_nobody_up() -> None:
         live.chat("quick", max_tokens=1)
         assert not slow.done()
         assert slow.result()["code"] == "template_timeout"
-        assert 1.0 <= time.monotonic() - begin < 3
+        assert 2.0 <= time.monotonic() - begin < 15
 
 
 def test_the_openai_client(live: Live) -> None:

@@ -214,7 +214,7 @@ BAD_JSON: list[bytes] = [
 def test_json_that_is_not_a_valid_body(live: Live, body: bytes) -> None:
     begin = time.monotonic()
     live.refuse(PATH, body)
-    assert time.monotonic() - begin < 5
+    assert time.monotonic() - begin < 20
 
 
 def test_brackets_inside_a_long_text_are_no_structure(live: Live) -> None:
@@ -259,14 +259,19 @@ def test_json_by_other_names(live: Live, value: str) -> None:
 
 def test_too_many_requests_at_once() -> None:
     with live_server(max_in_flight=2) as live:
-        live.engine.first_delay = 0.5
+        live.engine.held = True
         from concurrent.futures import ThreadPoolExecutor
 
         def send(_: int) -> Any:
             return live.post(PATH, {"prompt": "a", "max_tokens": 1})
 
         with ThreadPoolExecutor(6) as pool:
-            answers = list(pool.map(send, range(6)))
+            asked = [pool.submit(send, number) for number in range(6)]
+            try:
+                live.wait(lambda: sum(each.done() for each in asked) == 4)
+            finally:
+                live.engine.held = False
+            answers = [each.result() for each in asked]
         codes = sorted(answer.status_code for answer in answers)
         assert codes == [200, 200, 429, 429, 429, 429]
         refused = next(answer for answer in answers if answer.status_code == 429)

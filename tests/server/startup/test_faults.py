@@ -6,7 +6,6 @@ import json
 import os
 import resource
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -17,6 +16,7 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers.device import ON_A_CPU, SERVERS
+from helpers.eventually import ESTABLISHED, LISTENING, children, ports, seconds_of_texts
 from helpers.raw_client import wait_for
 from helpers.real_server import RealServer, serve
 from helpers.running_streams import PATH, Streams, answer, open_files, serves_again
@@ -81,7 +81,7 @@ def test_text_processes_that_are_killed(server: RealServer) -> None:
         )  # too long for the event loop
 
     expected = ask().json()["tokens"]
-    (forks,) = [pid for pid in children(server.process.pid) if b"workers.fork_server" in command(pid)]
+    (forks,) = children(server.process.pid, b"workers.fork_server")
     streams = Streams(server.url, 2)
     for pid in (*children(forks), forks):
         os.kill(pid, signal.SIGKILL)
@@ -91,26 +91,16 @@ def test_text_processes_that_are_killed(server: RealServer) -> None:
     wait_for(lambda: "text_process_lost" in str(health(server)))
 
 
-def children(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
-
-
-def command(pid: int) -> bytes:
-    return Path(f"/proc/{pid}/cmdline").read_bytes()
-
-
 @pytest.mark.slow
 def test_a_log_on_a_full_disk() -> None:
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "demo", "--port", str(port)]
+    command = [sys.executable, "-m", "windlass.server.cli.main", "serve", "demo", "--port", "0"]
     with (
         Path("/dev/full").open("w") as full,
         subprocess.Popen(command, stderr=full, stdout=full, env={**SERVERS, **os.environ}) as process,
     ):
         try:
-            url = f"http://127.0.0.1:{port}"
+            wait_for(lambda: ports(process.pid, LISTENING), 60.0)  # no line can tell
+            url = f"http://127.0.0.1:{ports(process.pid, LISTENING)[0]}"
             wait_for(lambda: _ready(url), 60.0)
             assert Streams(url, 2).finish() == ["length"] * 2
             assert httpx.post(url + PATH, content=b"{").status_code == 400
@@ -149,7 +139,12 @@ def test_sigterm_in_every_phase(phase: str) -> None:
             os.kill(server.engine_pid(), signal.SIGKILL)
         thread = threading.Thread(target=ask)
         thread.start()
-        time.sleep(0.3)
+        if phase in ("answer", "prompt"):
+            wait_for(lambda: server.metric("windlass_num_requests_running") == 1)
+        elif phase == "tokenizing":
+            wait_for(lambda: seconds_of_texts(server.process.pid) > 0.2)
+        else:
+            wait_for(lambda: ends or ports(server.process.pid, ESTABLISHED))
         begin = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(30) == 0

@@ -74,6 +74,7 @@ def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
     alone = Streams(server.url, 1, 1500)
     assert alone.finish() == ["length"]
     streams = Streams(server.url, 3, 1500)
+    assert server.metric("windlass_num_requests_running") >= 3
     failed = answer(server, prompt=[50] * FULL, n=2)
     assert failed.status_code == 503 and failed.json()["error"]["code"] == "out_of_memory"
     assert "retry-after" in failed.headers and "newest" in failed.json()["error"]["message"]
@@ -86,7 +87,7 @@ def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
 
 def test_a_gpu_that_is_lost(server: RealServer) -> None:
     expected, before = answer(server).json()["choices"], server.engine_pid()
-    streams = Streams(server.url, 2, 1500)
+    streams = Streams(server.url, 2)
     failed = answer(server, prompt=[50] * LOST)
     assert failed.status_code == 503 and failed.json()["error"]["code"] == "engine_unavailable"
     assert streams.finish() == ["engine_unavailable"] * 2

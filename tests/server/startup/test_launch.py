@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -14,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.eventually import alive
+from helpers.eventually import alive, children
 from helpers.served import Served
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
@@ -248,12 +249,11 @@ def test_the_server_outlives_its_engine(model):
 def test_an_engine_that_keeps_dying_ends_the_server(model):
     with Served(model) as served:
         served.wait_ready()
-        children = Path(f"/proc/{served.process.pid}/task/{served.process.pid}/children")
         killed: set[int] = set()
         end = time.monotonic() + 20
         while served.process.poll() is None and time.monotonic() < end:
-            for engine in {int(pid) for pid in children.read_text().split()} - killed:
-                if b"windlass.engine" in Path(f"/proc/{engine}/cmdline").read_bytes():
+            for engine in {*children(served.process.pid, b"windlass.engine")} - killed:
+                with contextlib.suppress(ProcessLookupError):
                     os.kill(engine, signal.SIGKILL)
                     killed.add(engine)
             time.sleep(0.02)

@@ -87,15 +87,17 @@ async def test_they_look_like_one():
         ]  # nothing to choose by but who is less busy
         assert second.config.cache.memory == client.info.kv_cache_bytes and second.config.replicas == 1
         assert first.config == second.config
-        again = asyncio.create_task(tokens(client, request("again", max_tokens=50)))
-        await asyncio.sleep(0.05)
+        again = asyncio.create_task(tokens(client, request("again", max_tokens=100_000)))
+        await until(lambda: "again" in client._where)
         with pytest.raises(RequestError, match="already running"):
             await tokens(client, request("again"))
         with pytest.raises(RequestError, match="no such thing"):
             await tokens(client, request("refused", REFUSE))
         with pytest.raises(EngineError, match="a defect"):
             await tokens(client, request("bug", BUG))
-        assert len(await again) == 50
+        client.end_sample("again", 0)
+        found = await again
+        assert found == [FIRST_TOKEN + i for i in range(len(found))]
     assert client.state == "closed"
     with pytest.raises(EngineDeadError, match="closed"):
         await tokens(client, request("late"))
@@ -153,11 +155,14 @@ async def test_with_all_engines_gone_everybody_is_told():
 
 async def test_a_full_queue_is_full_everywhere():
     async with running(max_waiting=2) as client:
-        work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=60))) for n in range(4)]
-        await asyncio.sleep(0.05)
+        lengths = [100_000, 100_000, 60, 60]  # the first two run, one an engine, and the others wait for them
+        work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=m))) for n, m in enumerate(lengths)]
+        await until(lambda: [replica.in_flight for replica in client._replicas] == [2, 2])
         with pytest.raises(QueueFullError):
             await tokens(client, request("too many"))
-        assert [len(found) for found in await asyncio.gather(*work)] == [60] * 4
+        for running_one in ("r0", "r1"):
+            client.end_sample(running_one, 0)
+        assert [len(found) for found in await asyncio.gather(*work)][2:] == [60] * 2
 
 
 async def test_ended_samples_and_abandoned_requests_leave_nothing():

@@ -9,11 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import httpx
 import pytest
-from helpers.eventually import alive
+from helpers.eventually import alive, children, eventually
 from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
@@ -125,20 +124,20 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
 
 
 def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
-    terminal.ask("/params max_tokens=480 ignore_eos=true temperature=0", "ignore_eos=true")
+    terminal.ask("/params max_tokens=100000 ignore_eos=true temperature=0", "ignore_eos=true")
+    terminal.ask("/context shift", "context_overflow=shift\n")
     terminal.wait_prompt()
     terminal.type("What does horse mean?" + ENTER)
     terminal.wait(r"horse mean\?\n.*\w{3}")
     terminal.type(CTRL_C + CTRL_C)
     terminal.wait(r"\[stopped after about \d+ tokens.*\]\n")
-    deadline = time.monotonic() + 30
-    while server.metric("windlass_requests_running") and time.monotonic() < deadline:
-        time.sleep(0.05)
-    assert server.metric("windlass_requests_running") == 0
+    eventually(lambda: server.metric("windlass_num_requests_running") == 0, 30)
     terminal.wait_prompt()
     terminal.type("half a li" + CTRL_C)  # drops the line
     terminal.wait("ctrl-D or /quit leaves\n")
-    terminal.ask("/params max_tokens=5", "max_tokens=5")
+    terminal.ask(
+        "/params max_tokens=5 truncate_prompt_tokens=400", "max_tokens=5"
+    )  # of whatever came before it was stopped
     context = read(terminal.ask("What does dog mean?"))[1]
     assert context > answer(server, ("user", "What does dog mean?"), max_tokens=5)[1]  # what was there of it stayed
     terminal.type("/quit" + ENTER)
@@ -228,8 +227,8 @@ OWN = (*MAIN, "chat", "demo", "--kv-cache-memory", "64MiB", "--max-model-len", "
 
 def family(pid: int) -> set[int]:
     """The processes that descend from one."""
-    children = {int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
-    return children.union(*(family(child) for child in children))
+    below = set(children(pid))
+    return below.union(*(family(child) for child in below))
 
 
 def wait_gone(pids: set[int], seconds: float = 30.0) -> None:

@@ -16,6 +16,7 @@ from typing import Any
 import pytest
 import tokenizers
 from helpers import toy_tokenizers as toys
+from helpers.eventually import children
 from tokenizers import Regex, models, pre_tokenizers
 
 from windlass.engine.errors import LoadError
@@ -62,7 +63,7 @@ def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitabl
 
 
 def children_of(pid: int) -> list[int]:
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+    return children(pid)
 
 
 def fork_server(pool: TextPool) -> int:
@@ -98,12 +99,12 @@ def test_ids_survive_packing() -> None:
 def test_a_job_that_takes_too_long_is_killed_and_others_go_on(pool: TextPool) -> None:
     async def main() -> None:
         begin = time.monotonic()
-        spinning = asyncio.create_task(_outcome(render(pool, Limits(1.0, 256 * MIB), spin=1)))  # type: ignore[arg-type]
+        spinning = asyncio.create_task(_outcome(render(pool, Limits(2.0, 256 * MIB), spin=1)))  # type: ignore[arg-type]
         for _ in range(20):
             assert await render(pool) == "hello"
         assert not spinning.done()
         assert isinstance(await spinning, TooSlowError)
-        assert time.monotonic() - begin < 5
+        assert time.monotonic() - begin < 15
         assert await render(pool) == "hello"
 
     asyncio.run(main())
@@ -267,13 +268,14 @@ def test_cancelling_ends_the_process_and_frees_the_place() -> None:
     async def main() -> None:
         assert await render(made) == "hello"
         spinning = asyncio.create_task(render(made, ROOMY, spin=1))  # type: ignore[arg-type]
-        await asyncio.sleep(0.1)
+        while not made._running:
+            await asyncio.sleep(0.01)
         begin = time.monotonic()
         spinning.cancel()
         with pytest.raises(asyncio.CancelledError):
             await spinning
         assert await render(made) == "hello"
-        assert time.monotonic() - begin < 5  # it would have spun for 30 s
+        assert time.monotonic() - begin < 20  # it would have spun for 30 s
 
     try:
         asyncio.run(main())
@@ -314,7 +316,7 @@ def test_closing_ends_jobs_that_run() -> None:
         begin = time.monotonic()
         made.close()
         assert isinstance(await spinning, Exception)
-        assert time.monotonic() - begin < 5  # it would have spun for 30 s
+        assert time.monotonic() - begin < 20  # it would have spun for 30 s
         while _running(pid):
             assert time.monotonic() - begin < 5
             await asyncio.sleep(0.01)
