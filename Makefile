@@ -46,12 +46,14 @@ $(BIN)/python:
 
 # A stamp per set of extras: pip runs only when requirements or kernels have changed since, and setup.py compiles only kernels
 # that have.
-SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
+SOURCES := pyproject.toml setup.py constraints.txt clients/pyproject.toml kernels/cpu/sources.py kernels/cpu/src $(wildcard kernels/cpu/src/*.cpp kernels/cpu/src/*.h)
 INSTALL := $(BIN)/python -m pip install --disable-pip-version-check -c constraints.txt
 
 # Where another compiler has come since, the kernels are to be compiled that were not.
 KERNELS := $(wildcard kernels/cpu/_windlass_cpu*.so)
 COMPILER := $(if $(KERNELS),,$(shell p=$$(command -v $(firstword $(CXX))) && echo $$p-$$($$p -dumpfullversion 2>/dev/null)))
+# Which one could not compile them; nothing where it could.
+NOTE_COMPILER = ls kernels/cpu/_windlass_cpu*.so > /dev/null 2>&1 && rm -f $(VENV)/.compiler || echo '$(COMPILER)' > $(VENV)/.compiler
 LATE    := $(if $(COMPILER),$(if $(filter $(COMPILER),$(shell cat $(VENV)/.compiler 2>/dev/null)),,late-compiler))
 
 .PHONY: late-compiler
@@ -59,13 +61,13 @@ LATE    := $(if $(COMPILER),$(if $(filter $(COMPILER),$(shell cat $(VENV)/.compi
 $(VENV)/.installed: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e .
-	@echo '$(COMPILER)' > $(VENV)/.compiler
+	@$(NOTE_COMPILER)
 	@touch $@
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(LATE)
 	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: half a minute on two cores)"
 	$(INSTALL) -e '.[$*]'
-	@echo '$(COMPILER)' > $(VENV)/.compiler
+	@$(NOTE_COMPILER)
 	@touch $@ $(VENV)/.installed
 
 serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))

@@ -31,12 +31,16 @@ def requirements() -> list[str]:
 
 
 class BuildKernels(build_ext):
-    """Compiles the files side by side, and only where what an editable install left beside them is older than they are."""
+    """Compiles the files side by side, and only where what an editable install left beside them came from other ones."""
 
     def build_extension(self, extension: Extension) -> None:
         kept = Path("src", self.get_ext_filename(extension.name))
-        made_from = [str(path) for path in (ROOT / "setup.py", *KERNELS.glob("*.cpp"), *KERNELS.glob("*.h"))]
-        if kept.exists() and not newer_group(made_from, str(kept)):
+        # By what is in them: files may come with any time, or go. How they are compiled stands here.
+        if (
+            kept.exists()
+            and SOURCES.encode() in kept.read_bytes()
+            and not newer_group([str(ROOT / "setup.py")], str(kept))
+        ):
             target = Path(self.get_ext_fullpath(extension.name))
             self.mkpath(str(target.parent))
             self.copy_file(str(kept), str(target))

@@ -11,6 +11,8 @@ from pathlib import Path
 import pytest
 from helpers.builds import ROOT, copy_clone
 
+from windlass.kernels.cpu.sources import fingerprint
+
 
 def commands(venv: Path, *words: str) -> list[str]:
     """What make would run, one command a line."""
@@ -63,9 +65,15 @@ def test_kernels_are_compiled_once_a_compiler_has_come(tmp_path: Path) -> None:
     assert installs(commands(venv, "serve", missing, here)) == ["-e ."]
     # One that could not compile them is not asked again at each start.
     (tried,) = (line for line in commands(venv, "serve", missing, here) if ".compiler" in line)
-    subprocess.run(["sh", "-c", tried], check=True)
+    subprocess.run(["sh", "-c", tried], check=True, cwd=tmp_path)
     assert installs(commands(venv, "serve", missing, here)) == []
-    (venv / ".compiler").unlink()
+    # Where it could, and they are gone again, they are compiled again.
+    made = tmp_path / "kernels" / "cpu" / "_windlass_cpu.so"
+    made.parent.mkdir(parents=True)
+    made.touch()
+    subprocess.run(["sh", "-c", tried], check=True, cwd=tmp_path)
+    assert not (venv / ".compiler").exists()
+    assert installs(commands(venv, "serve", missing, here)) == ["-e ."]
     for words in ((missing, gone), ("KERNELS=a.so", here), ("KERNELS=a.so", gone)):
         assert installs(commands(venv, "serve", *words)) == []
 
@@ -107,7 +115,9 @@ def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path
     code = "import sysconfig; print(sysconfig.get_config_var('EXT_SUFFIX'))"
     suffix = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.strip()
     compiled = clone / "kernels" / "cpu" / f"_windlass_cpu{suffix}"
-    compiled.write_bytes(b"compiled before")
+    sources = clone / "kernels" / "cpu" / "src"
+    before = b"compiled before of " + fingerprint(sources).encode()
+    compiled.write_bytes(before)
     header = clone / "kernels" / "cpu" / "src" / "simd.h"
 
     def build() -> str:
@@ -119,7 +129,10 @@ def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path
         assert run.returncode == 0, run.stderr
         return run.stdout + run.stderr
 
-    assert "failed" not in build() and compiled.read_bytes() == b"compiled before"
     later = compiled.stat().st_mtime + 10
-    os.utime(header, (later, later))
+    os.utime(header, (later, later))  # a copy of a clone may have any times
+    assert "failed" not in build() and compiled.read_bytes() == before
+    header.write_text(header.read_text() + "\n")
+    earlier = compiled.stat().st_mtime - 10
+    os.utime(header, (earlier, earlier))
     assert 'building extension "windlass.kernels.cpu._windlass_cpu" failed' in build()

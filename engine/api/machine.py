@@ -1,6 +1,6 @@
 """What of this machine the process may use: memory and processors, within the limits of its control groups (Linux).
 
-Reads files of the system, of control groups in version 1 and 2, and decides nothing. A container sees its own group at the
+Reads files of the system, of control groups in version 1 and 2. A container sees its own group at the
 root of what is mounted; elsewhere /proc/self/cgroup says where the group lies, and the groups above it limit it too.
 """
 

@@ -172,6 +172,6 @@ def _write(folder: Path, report: dict[str, Any]) -> Path:
 def _forget_partials(folder: Path) -> None:
     """Remove what writers that were killed have left; of others that still write there is none so old."""
     for left in folder.glob(f".{_PREFIX}*.partial"):
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's
             if time.time() - left.stat().st_mtime > PARTIAL_SECONDS:
                 left.unlink()

@@ -84,7 +84,10 @@ class EngineCore:
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
         several = config.compute.tensor_parallel > 1
-        torch.set_num_threads(rank_threads(config, None if several else torch.get_num_threads()))
+        usual = torch.get_num_threads()
+        threads = rank_threads(config.compute, None if several else usual)
+        if threads != usual:
+            torch.set_num_threads(threads)
         check_folder(config)
         if several:
             self._others = OtherRanks(config)

@@ -11,7 +11,7 @@ import sys
 from collections.abc import Iterable, Mapping
 from itertools import pairwise
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.config import ComputeConfig
 from windlass.engine.api.machine import processor_quota, processors
 from windlass.engine.errors import LoadError
 
@@ -71,18 +71,18 @@ def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, .
     return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
 
 
-def rank_threads(config: EngineConfig, usual: int | None = None) -> int:
+def rank_threads(compute: ComputeConfig, usual: int | None = None, engines: int = 1) -> int:
     """Threads of each rank: as many as the operator says, else an equal part of the processors there are, at least one.
 
-    usual: what one rank without cores of its own takes where it may, which is torch's choice.
+    usual: what one rank without cores of its own takes where it may, which is torch's choice. engines: that share a quota; cores
+    of their own are parts already.
     """
-    compute = config.compute
     if compute.threads is not None:
         return compute.threads
     threads = (usual or processors()) if compute.cores is None else len(compute.cores)
     quota = processor_quota()
-    if quota is not None:  # of all engines together; cores of their own are parts already
-        threads = min(threads, int(quota) // config.replicas)
+    if quota is not None:
+        threads = min(threads, int(quota) // engines)
     return max(1, threads // compute.tensor_parallel)
 
 

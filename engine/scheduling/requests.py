@@ -103,7 +103,6 @@ class LiveRequests:
         """A sample has ended; the last one takes its request along."""
         del self._sequences[seq.seq_id]
         self._turns.give_back(seq.request.caller, _tokens_spared(seq), seq.request.share)
-        self._turns.serve(_tokens_taken(seq))
         live = self._samples[seq.request.request_id]
         live.remove(seq)
         if not live:
@@ -148,11 +147,6 @@ class LiveRequests:
 def _tokens_of(request: EngineRequest) -> int:
     """What a request may take: its prompt once, and the longest output of every sample."""
     return len(request.prompt_token_ids) + request.sampling.n * request.sampling.max_tokens
-
-
-def _tokens_taken(seq: Sequence) -> int:
-    """What a sample took; sample 0 speaks for the prompt."""
-    return seq.num_output_tokens + (min(seq.num_prompt_tokens, seq.num_seen_tokens) if seq.index == 0 else 0)
 
 
 def _tokens_spared(seq: Sequence) -> int:

@@ -381,7 +381,9 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, results: list[StepResult]) -> list[RequestOutput]:
         """Take in what a planned step produced: see `ResultIntake.take`."""
-        return self._intake.take(output, results, self._clock())
+        outputs = self._intake.take(output, results, self._clock())
+        self._turns.serve(self.counters.prompt_tokens + self.counters.generation_tokens)
+        return outputs
 
     # -- statistics ----------------------------------------------------------------------------------------------
 

@@ -20,6 +20,8 @@ class CallerTurns:
         self._ends: dict[str, tuple[float, float]] = {}  # where each caller's last request starts and ends
         self._there: dict[str, tuple[int, float]] = {}  # requests of each caller that have not ended, and the share
         self._shares = 0.0  # of them together
+        self._computed = 0  # tokens, from the beginning
+        self._ahead = 0.0  # how far requests that began have moved the time on before they were computed
         self._look_at = _FEW
 
     def __len__(self) -> int:
@@ -41,12 +43,17 @@ class CallerTurns:
 
     def begin(self, start: float) -> None:
         """A request that starts there is being served: whoever comes now starts no earlier."""
+        self._ahead += max(0.0, start - self._now)
         self._now = max(self._now, start)
 
-    def serve(self, tokens: int) -> None:
-        """So many tokens were computed, for whomever of those who are there."""
+    def serve(self, computed: int) -> None:
+        """So many tokens have been computed from the beginning, the last ones for whomever of those who are there."""
+        tokens, self._computed = computed - self._computed, computed
         if self._shares > 0:
-            self._now += tokens / self._shares
+            gone = tokens / self._shares
+            known = min(self._ahead, gone)
+            self._ahead -= known
+            self._now += gone - known
 
     def leave(self, caller: str) -> None:
         """A request of this caller has ended. Where it was the last of all, nobody owes anything any more."""
@@ -58,11 +65,12 @@ class CallerTurns:
         if not self._there:
             self._now = max([self._now, *(end for _, end in self._ends.values())])
             self._ends.clear()
-            self._shares = 0.0  # without what sums have lost of it
+            self._shares = self._ahead = 0.0  # without what sums have lost of it
 
     def give_back(self, caller: str, tokens: int, share: float = 1.0) -> None:
         """So many of a request's tokens were not needed after all. The next one still starts no earlier than the last one did:
         it may wait, and is not to be overtaken by its own caller's."""
+        self._ahead = max(0.0, self._ahead - tokens / share)
         if caller in self._ends:
             start, end = self._ends[caller]
             self._ends[caller] = start, max(start, end - tokens / share)

@@ -7,9 +7,10 @@ import os
 from dataclasses import replace
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.machine import processor_quota
 from windlass.engine.client.child import Seat
 from windlass.engine.core.black_box import memory_file
-from windlass.engine.core.threads import share_cores
+from windlass.engine.core.threads import rank_threads, share_cores
 
 _MODELS = 2  # a model and a draft model
 
@@ -30,11 +31,11 @@ class Placement:
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
         """What each engine loads."""
-        loading = replace(config.loading, shared_memory=self._files)
-        return [
-            replace(config, replicas=len(self._cores), loading=loading, compute=replace(config.compute, cores=cores))
-            for cores in self._cores
-        ]
+        engines, loading = len(self._cores), replace(config.loading, shared_memory=self._files)
+        seats = [replace(config.compute, cores=cores) for cores in self._cores]
+        if processor_quota() is not None:  # an engine knows its cores, and not with how many it shares the quota
+            seats = [replace(compute, threads=rank_threads(compute, engines=engines)) for compute in seats]
+        return [replace(config, replicas=engines, loading=loading, compute=compute) for compute in seats]
 
     def close(self) -> None:
         """Give the descriptors back; engines that run keep what they have mapped. Safe to call twice."""

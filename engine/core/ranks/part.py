@@ -22,7 +22,7 @@ class RankPart:
     """Loads at once; raises LoadError. memory, store: descriptors of what the ranks meet in."""
 
     def __init__(self, config: EngineConfig, rank: int, memory: int, store: int) -> None:
-        torch.set_num_threads(rank_threads(config))
+        torch.set_num_threads(rank_threads(config.compute))
         # Drafts are made by the first rank.
         self._config = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig()))
         self._model = load_model(self._config, seat=RankSeat(rank, memory, store))

@@ -354,6 +354,6 @@ def _eos(
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
         raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {value!r}")
     known = tuple(i for i in ids if 0 <= i < vocab_size)
-    notices = (f"eos_token_id {value!r} is not all in the vocabulary of {vocab_size}: the rest is left out",)
+    notices = (f"eos_token_id {value!r}: what the vocabulary of {vocab_size} tokens does not have is left out",)
     usual = tuple(i for i in family.rules.eos_token_id if i < vocab_size)
     return known or usual, notices if len(known) < len(ids) else ()

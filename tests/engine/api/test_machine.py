@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -11,6 +12,7 @@ from helpers.configs import engine_config
 
 from windlass.engine.api import machine
 from windlass.engine.api.machine import available_memory, processor_quota, processors
+from windlass.engine.client.replicas.placement import Placement
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.threads import rank_threads
 
@@ -115,13 +117,13 @@ def test_a_quota_of_processors(system: System, files: dict[str, object], quota: 
 def test_an_engine_has_no_more_threads_than_its_quota_lets_run(system: System) -> None:
     config = engine_config(DEMO, kv_cache_memory=32 * MIB)
     several = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2)
-    own_cores = engine_config(DEMO, kv_cache_memory=32 * MIB, cores=tuple(range(4)), replicas=2)
+    own_cores = engine_config(DEMO, kv_cache_memory=32 * MIB, cores=tuple(range(4)))
     named = engine_config(DEMO, kv_cache_memory=32 * MIB, threads=6)
-    assert [rank_threads(each, 5) for each in (config, several, own_cores, named)] == [5, 2, 4, 6]
-    assert rank_threads(several) == 4
+    assert [rank_threads(each.compute, 5) for each in (config, several, own_cores, named)] == [5, 2, 4, 6]
+    assert rank_threads(several.compute) == 4
     system.write("cpu.max", "300000 100000")
-    assert [rank_threads(each, 5) for each in (config, own_cores, named)] == [3, 1, 6]
-    assert rank_threads(several) == 1
+    assert [rank_threads(each.compute, 5) for each in (config, own_cores, named)] == [3, 3, 6]
+    assert rank_threads(several.compute) == 1
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(5)
@@ -130,3 +132,20 @@ def test_an_engine_has_no_more_threads_than_its_quota_lets_run(system: System) -
         core.close()
     finally:
         torch.set_num_threads(before)
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(("quota", "threads"), [(None, [4, 4]), ("400000 100000", [2, 2]), ("100000 100000", [1, 1])])
+def test_engines_share_a_quota_whenever_they_start(system: System, quota: str | None, threads: list[int]) -> None:
+    if quota is not None:
+        system.write("cpu.max", quota)
+    placement = Placement(2)
+    try:
+        configs = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB))
+        # Those that start later, or again, are told what the first one found, and nothing of the others.
+        later = [replace(config, replicas=1) for config in configs]
+        assert [[rank_threads(each.compute) for each in some] for some in (configs, later)] == [threads, threads]
+        named = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB, threads=3))
+        assert [rank_threads(each.compute) for each in named] == [3, 3]
+    finally:
+        placement.close()

@@ -103,7 +103,7 @@ def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
     most = 0
     for i in range(10_000):
         turns.begin(turns.take(f"address {i}", 5))
-        turns.serve(5)
+        turns.serve(5 * (i + 1))
         turns.leave(f"address {i}")
         most = max(most, len(turns))
     assert most < 300 and len(turns) <= (always_there and most)
@@ -119,19 +119,49 @@ def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: lis
     turns.leave("a")
     waiting = [(turns.take(name, 10), name) for name in others[:3]]
     waiting.append((turns.take("a", 10), "a"))
-    served = 0
+    served = 1000
     for name in [*others[3:], *others * 1000]:
         waiting.sort()
         start, first = waiting.pop(0)
         if first == "a":
             break
         turns.begin(start)
-        turns.serve(10)
-        turns.leave(first)
         served += 10
+        turns.serve(served)
+        turns.leave(first)
         waiting.append((turns.take(name if len(others) > 3 else first, 10), name if len(others) > 3 else first))
     # `busy`, the three and `a` are there: 1,000 for `a` are 1,000 for each of four, of whom `busy` was not served.
-    assert 0 < served <= 4000
+    assert 1000 < served <= 5000
+
+
+def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() -> None:
+    """What was computed for it counts while it was: not all at once among those who came at its end."""
+    turns = CallerTurns()
+    turns.begin(turns.take("long", 100_000))
+    for computed in range(100, 100_001, 100):
+        turns.serve(computed)
+    backlog = [turns.take("backlog", 1000) for _ in range(100)]
+    turns.give_back("long", 0)
+    turns.leave("long")
+    assert backlog[0] <= turns.take("new", 1000) < backlog[1]
+
+
+@pytest.mark.parametrize("spared", [0, 90])
+def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
+    """Requests that begin move the time on, and what is computed of them does not do so again."""
+    turns = CallerTurns()
+    starts = [turns.take("many", 100) for _ in range(192)]
+    computed = 0
+    for first in (0, 64):
+        for start in starts[first : first + 64]:
+            turns.begin(start)
+        for _ in range(64):
+            computed += 100 - spared
+            turns.serve(computed)
+            turns.give_back("many", spared)
+            turns.leave("many")
+        assert starts[first + 63] <= turns.take("new", 100) <= starts[first + 64]
+        turns.leave("new")
 
 
 def test_nobody_owes_anything_where_nobody_waited() -> None:

@@ -24,6 +24,13 @@ READ: list[tuple[dict[str, Any], StoredQuantization]] = [
         compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
         StoredQuantization("compressed-tensors", block=(128, 64), bits=(8,)),
     ),
+    (  # a width that is not said is 8
+        {
+            **compressed("pack-quantized"),
+            "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}, "b": {"weights": {"type": "int"}}},
+        },
+        StoredQuantization("compressed-tensors", bits=(4, 8)),
+    ),
     (  # as releases left it that had stored the codes
         {**compressed("naive-quantized", num_bits=8, type="float"), "quantization_status": "frozen"},
         StoredQuantization("compressed-tensors", bits=(8,)),
