@@ -41,11 +41,11 @@ class SchedulerCounters:
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     step_tokens_sum: int = 0
 
-    def count_step(self, num_tokens: int) -> None:
-        """Book a step that computes so many tokens."""
-        self.num_steps += 1
-        self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += 1
-        self.step_tokens_sum += num_tokens
+    def count_step(self, num_tokens: int, count: int = 1) -> None:
+        """Book a step that computes so many tokens. count: -1 for one that is not computed after all."""
+        self.num_steps += count
+        self.step_tokens[bisect_left(STEP_TOKENS, num_tokens)] += count
+        self.step_tokens_sum += count * num_tokens
 
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Book the next `num_tokens` tokens of `seq` as planned."""

@@ -21,6 +21,8 @@ from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
 from windlass.engine.scheduling.requests import LiveRequests
 
+FIRST_PAUSE, LONGEST_PAUSE = 32, 4096  # steps
+
 
 class StepsAhead:
     """blocks: of the sequences. proposes: whether streams propose tokens, which have to be known for that."""
@@ -38,10 +40,11 @@ class StepsAhead:
     ) -> None:
         self._requests, self._places, self._blocks, self._bursts = requests, places, blocks, bursts
         self._writer, self._counters, self._proposes = writer, counters, proposes
+        self._pause, self._not_before = FIRST_PAUSE, 0
 
     def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
         """The step behind `output`, whose results are not known yet; None where it has to wait for them."""
-        if self._proposes or self._places.waiting:
+        if self._proposes or self._places.waiting or self._counters.num_steps < self._not_before:
             return None
         live, ahead = self._requests.by_id, output.passes
         step = PlannedStep(ahead=ahead)
@@ -73,12 +76,19 @@ class StepsAhead:
         self._counters.count_step(step.passes * len(step.chunks))
         return self._writer.write(step)
 
-    def give_up(self, output: SchedulerOutput) -> None:
-        """A step that was planned so will not be computed. What it took goes back once the step before it is taken in."""
+    def give_up(self, output: SchedulerOutput) -> int:
+        """A step that was planned so will not be computed. What it took goes back once the step before it is taken in.
+
+        For some steps none is planned so, each time for twice as many. Returns how many.
+        """
+        self._counters.count_step(output.num_tokens, -1)
+        pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
+        self._not_before = self._counters.num_steps + pause
         for item in output.sequences:
             seq = self._requests.by_id.get(item.seq_id)
             if seq is not None:
                 seq.num_planned_ahead -= output.passes
+        return pause
 
     def concerns_nobody(self, output: SchedulerOutput) -> bool:
         """Whether all of a step that was planned so is surplus, all steps before it being taken in."""

@@ -18,6 +18,7 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling import steps_ahead
 from windlass.engine.scheduling.plan import SchedulerOutput
 
 __all__ = ["played_device"]
@@ -248,10 +249,28 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
     """Nobody fails, wherever in it the memory ends."""
     options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
+    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
     core, device = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
     failed = fail_ahead(core, device, monkeypatch, every=every)
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
     assert len(set(failed)) > 1
+
+
+def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
+    directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 4)
+    core, device = graphed(directory_of("llama"), burst_seconds=0.0, **OPTIONS)
+    failed = fail_ahead(core, device, monkeypatch, every=1)
+    core.add(greedy("a", prompt(1, 9), 30))
+    steps = 0
+    while core.has_work():
+        core.step()
+        steps += 1
+    assert 2 <= len(failed) <= 4  # behind 4, 8 and 16 steps
+    counters = core.scheduler.counters
+    assert counters.num_steps == sum(counters.step_tokens) == steps
+    assert counters.step_tokens_sum == 9 + 29
 
 
 @BURSTS
