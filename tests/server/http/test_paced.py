@@ -93,6 +93,16 @@ def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 
+def test_an_unwanted_body_in_ordinary_chunks_is_read_to_its_end(connect):
+    """Its client may read its answer only then."""
+    with live_server(callers=(ApiKey.plain("secret"),)) as live:
+        connection = connect(live.url)
+        body = chunked("/v1/completions", [b"x" * 4096] * 200, "authorization: Bearer wrong")
+        connection.sendall(body + b"0\r\n\r\n" + request("/health"))
+        assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
 @pytest.mark.parametrize(
     ("padding", "size"),
     [(0, 1), (MANY_CHUNKS * 5, 6), (MANY_CHUNKS * TINY_CHUNK * 2, TINY_CHUNK + 1), (2_000_000, 16_384)],
