@@ -61,7 +61,7 @@ def pieces_of(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, monkeypatch):
+def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, monkeypatch, caplog):
     with live_server() as live:
         turns = Turns(live, monkeypatch)
         connection = connect(live.url)
@@ -70,6 +70,7 @@ def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, m
         assert answer.startswith(b"HTTP/1.1 400 ") and b'"tiny_chunks"' in answer
         assert max(turns.pieces.values()) <= PIECES_PER_TURN
         assert turns.pieces.total() == MANY_CHUNKS + 1
+        assert "tiny chunks was refused" in caplog.text and "Invalid HTTP" not in caplog.text
 
 
 def test_after_an_answer_little_is_read_of_a_body_that_nobody_wants(connect, monkeypatch):
