@@ -56,7 +56,7 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
     api_key: default WINDLASS_API_KEY. timeout: seconds to wait for a connection, for a write and for the next bytes (default
     600, connecting 5). retry: when to send again. headers: sent with every request. max_connections: open at once; further
     requests wait for one, as long as the timeout. max_keepalive_connections: of these kept while idle (default: all), for
-    keepalive_expiry seconds, fewer than the server's: 75, and 5 with others. transport: an httpx transport, for tests and
+    keepalive_expiry seconds (keep it below the server's own: 75 here, 5 elsewhere). transport: an httpx transport, for tests and
     for unusual networks. Raises ValueError for a malformed URL or key."""
 
     def __init__(

@@ -14,6 +14,7 @@ import subprocess
 import sys
 from dataclasses import dataclass
 
+from windlass.engine.api.child_output import child_output
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.core.black_box import BlackBox, StackMemory
 from windlass.engine.core.threads import wait_settings
@@ -66,12 +67,14 @@ class ChildProcess:
             options += [f"--box={kept[0]}", f"--stacks={kept[1]}"]
             options += [] if ahead is None else [f"--ahead={ahead}"]
             options += [] if seat.cores is None else [f"--cores={','.join(map(str, seat.cores))}"]
+            output = child_output()
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
                 pass_fds=[theirs.fileno(), *kept, *seat.files],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
-                stdout=2,  # nothing it prints may mix with what a command writes to its standard output
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
             undone.pop_all()

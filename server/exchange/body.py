@@ -13,7 +13,6 @@ from starlette.requests import ClientDisconnect, Request
 
 from windlass.engine.errors import did_you_mean
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.exchange.request_id import CALLER
 from windlass.server.protocol.base import MAX_NAME, StrictModel
 
 M = TypeVar("M", bound=StrictModel)
@@ -84,7 +83,7 @@ def _check_headers(request: Request) -> None:
         pairs = (parameter.partition("=") for parameter in parameters)
         if not _CHARSETS.issuperset(value.strip(' "') for name, _, value in pairs if name.strip() == "charset"):
             raise bad_request("send the body in UTF-8", "content-type", "unsupported_media_type")
-    elif request.scope.get(CALLER) is None and _is_from_a_page(request):
+    elif _is_from_a_page(request):
         raise bad_request(
             "a page in a browser has to say content-type: application/json with the body, since any page may send one without",
             "content-type",
@@ -98,7 +97,7 @@ def _is_from_a_page(request: Request) -> bool:
     """Whether a browser says that a page sends this.
 
     For a page of elsewhere it asks the server first (CORS) where a body has the type of JSON, and not where it has none: without
-    this, any page could have a server work that asks for no keys. A page has none of its keys.
+    this, any page could have a server work that asks for no keys. A key says nothing: a proxy may have added it.
     """
     return "origin" in request.headers or request.headers.get("sec-fetch-site", "none") not in ("none", "same-origin")
 

@@ -7,9 +7,9 @@ what its turns cost, and not their square. Knows sizes and owners; what items ar
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 
@@ -40,9 +40,17 @@ class Kept:
     answered: _Link
 
 
+@dataclass(slots=True, eq=False)
+class _Shelf:
+    """What one owner has, oldest first, and its bytes."""
+
+    kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
+    size: int = 0
+
+
 class ResponseStore:
     """At most `most` responses of `max_bytes` in all; beyond that the oldest of whoever has most in it are forgotten, so that one
-    owner displaces itself. An owner sees none of another's.
+    owner displaces itself: most responses where there are too many, else most bytes. An owner sees none of another's.
 
     Safe to use from several threads.
     """
@@ -50,22 +58,22 @@ class ResponseStore:
     def __init__(self, *, most: int, max_bytes: int) -> None:
         self._most = most
         self._max_bytes = max_bytes
-        self._kept: OrderedDict[str, Kept] = OrderedDict()
-        self._sizes: Counter[str] = Counter()  # bytes of each owner
+        self._shelves: dict[str, _Shelf] = {}  # of owners that have something
+        self._number = self._size = 0  # of all responses
         self._lock = threading.Lock()
 
     @property
     def size(self) -> int:
         """Bytes of all that is kept."""
-        return self._sizes.total()
+        return self._size
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return self._number
 
     def get(self, response_id: str, owner: str) -> Kept | None:
         """The owner's response of this id, None where there is none (any more)."""
-        found = self._kept.get(response_id)
-        return found if found is not None and found.owner == owner else None
+        shelf = self._shelves.get(owner)
+        return None if shelf is None else shelf.kept.get(response_id)
 
     def put(
         self,
@@ -87,48 +95,69 @@ class ResponseStore:
         output_link = _Link(answered, sizes[1], input_link)
         kept = Kept(owner, body, input_link, output_link)
         with self._lock:
-            of_others = self.size - self._sizes[owner]
+            shelf = self._shelves.get(owner) or _Shelf()
+            of_others = self._size - shelf.size
             if len(body) + output_link.whole_size() > max(self._max_bytes // 2, self._max_bytes - of_others):
                 return
-            self._kept[response_id] = kept
-            self._sizes[owner] += len(body)
-            self._hold(output_link, owner)
-            while len(self._kept) > self._most or self.size > self._max_bytes:
-                self._forget(self._next_to_go(response_id))
+            self._shelves[owner] = shelf
+            shelf.kept[response_id] = kept
+            self._number += 1
+            self._count(shelf, len(body) + _hold(output_link))
+            while self._number > self._most or self._size > self._max_bytes:
+                self._forget_one(response_id)
 
     def delete(self, response_id: str, owner: str) -> bool:
         """Forget the owner's response of this id; whether there was one."""
         with self._lock:
             if self.get(response_id, owner) is None:
                 return False
-            self._forget(response_id)
+            self._forget(response_id, owner)
             return True
 
-    def _next_to_go(self, new: str) -> str:
-        for owner in sorted(self._sizes, key=self._sizes.__getitem__, reverse=True):
-            its = (each for each, kept in self._kept.items() if kept.owner == owner and each != new)
-            if oldest := next(its, None):
-                return oldest
-        return new
+    def _forget_one(self, new: str) -> None:
+        """The new one goes last."""
+        by_number = self._number > self._most
+        others = [
+            (owner, shelf) for owner, shelf in self._shelves.items() if len(shelf.kept) > 1 or new not in shelf.kept
+        ]
+        whose, shelf = max(
+            others or self._shelves.items(), key=lambda one: len(one[1].kept) if by_number else one[1].size
+        )
+        self._forget(next(iter(shelf.kept)), whose)
 
-    def _hold(self, link: _Link | None, owner: str) -> None:
-        while link is not None:
-            link.holders += 1
-            if link.holders > 1:
-                return
-            self._sizes[owner] += link.size
-            link = link.before
+    def _forget(self, response_id: str, owner: str) -> None:
+        shelf = self._shelves[owner]
+        kept = shelf.kept.pop(response_id)
+        self._number -= 1
+        self._count(shelf, -len(kept.body) - _let_go(kept.answered))
+        if not shelf.kept:
+            del self._shelves[owner]
 
-    def _forget(self, response_id: str) -> None:
-        kept = self._kept.pop(response_id)
-        self._sizes[kept.owner] -= len(kept.body)
-        link: _Link | None = kept.answered
-        while link is not None:
-            link.holders -= 1
-            if link.holders:
-                return
-            self._sizes[kept.owner] -= link.size
-            link = link.before
+    def _count(self, shelf: _Shelf, more: int) -> None:
+        shelf.size += more
+        self._size += more
+
+
+def _hold(link: _Link | None) -> int:
+    """For one more that ends here or stands behind it. Returns the bytes of links that nobody has held."""
+    size = 0
+    while link is not None:
+        link.holders += 1
+        if link.holders > 1:
+            break
+        size, link = size + link.size, link.before
+    return size
+
+
+def _let_go(link: _Link | None) -> int:
+    """The opposite of `_hold`. Returns the bytes of links that nobody holds any more."""
+    size = 0
+    while link is not None:
+        link.holders -= 1
+        if link.holders:
+            break
+        size, link = size + link.size, link.before
+    return size
 
 
 def items_until(link: _Link | None) -> list[Any]:

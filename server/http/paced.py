@@ -14,13 +14,14 @@ PIECES_PER_TURN = 32  # of bodies: a millisecond, as much as a request takes any
 # A body of more chunks than these is refused where they have fewer bytes on average. Who writes JSON as it is made sends pieces
 # of a few bytes, but not thousands of them without a text between.
 MANY_CHUNKS, TINY_CHUNK = 4096, 64
-UNWANTED_CHUNKS = 64  # of a body whose request is answered: a client may see its answer only once it has sent the rest
+# The same of the rest of a body whose request is answered. A client may see its answer only once it has sent all of it.
+UNWANTED_CHUNKS = 64
 
 
 class PacedConnection(h11.Connection):
     """A server's end. `begin_turn` lets it give events again after it said NEED_DATA because it `has_paused`.
 
-    too_fine: its body was refused for its tiny chunks. unwanted: more of a body comes than is worth reading after the answer.
+    too_fine: its body was refused for its tiny chunks. unwanted: so is what comes of it after the answer.
     """
 
     def __init__(self, max_incomplete_event_size: int) -> None:
@@ -49,7 +50,7 @@ class PacedConnection(h11.Connection):
         return event
 
     def _begin_body(self) -> None:
-        self._chunks = self._bytes = self._unwanted_chunks = 0
+        self._chunks = self._bytes = self._unwanted_chunks = self._unwanted_bytes = 0
 
     def _count(self, piece: h11.Data) -> None:
         self._left -= 1
@@ -57,7 +58,9 @@ class PacedConnection(h11.Connection):
         self._bytes += len(piece.data)
         if self.our_state is h11.DONE:
             self._unwanted_chunks += piece.chunk_start
-            self.unwanted = self._unwanted_chunks > UNWANTED_CHUNKS
+            self._unwanted_bytes += len(piece.data)
+            many = piece.chunk_end and self._unwanted_chunks > UNWANTED_CHUNKS
+            self.unwanted = many and self._unwanted_bytes < TINY_CHUNK * self._unwanted_chunks
         if piece.chunk_end and self._chunks > MANY_CHUNKS and self._bytes < TINY_CHUNK * self._chunks:
             self.too_fine = True
             raise h11.RemoteProtocolError("a body of tiny chunks")

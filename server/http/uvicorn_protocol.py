@@ -39,7 +39,7 @@ class HttpProtocol(H11Protocol):
         self._registry = registry
         self.shaking_hands: socket.socket | None = None  # until there is a transport: what to cut
         # uvicorn calls nothing but what these two have.
-        self.logger = cast(logging.Logger, WarningsLog(self.logger, warned))
+        self.logger = cast(logging.Logger, WarningsLog(self.logger, warned, self._better_warning))
         self.access_logger = cast(logging.Logger, AccessLog(self.access_logger))
 
     # ---- what asyncio calls ------------------------------------------------------------------------------------------
@@ -79,6 +79,9 @@ class HttpProtocol(H11Protocol):
             self.transport.write(too_fine() if self.conn.too_fine else malformed())
             self.conn.send_failed()  # nothing more is sent by whoever still works on the request
         self.transport.close()
+
+    def _better_warning(self) -> str | None:
+        return "A body in thousands of tiny chunks was refused." if self.conn.too_fine else None
 
     def _unsupported_upgrade_warning(self) -> None:
         self.logger.warning("A client asked for an upgrade to another protocol; it was answered in HTTP/1.1.")

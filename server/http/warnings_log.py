@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 from windlass.server.http.occasional import Occasional
@@ -16,11 +17,15 @@ def is_no_lost_write(record: logging.LogRecord) -> bool:
 
 
 class WarningsLog:
-    """Stands where a connection of uvicorn expects its logger. Its warnings are about bytes that are not HTTP."""
+    """Stands where a connection of uvicorn expects its logger. Its warnings are about bytes that are not HTTP.
 
-    def __init__(self, logger: logging.Logger, warned: Occasional) -> None:
+    better: what to say instead of a warning, where it has words.
+    """
+
+    def __init__(self, logger: logging.Logger, warned: Occasional, better: Callable[[], str | None]) -> None:
         self._logger = logger
         self._warned = warned
+        self._better = better
 
     @property
     def level(self) -> int:
@@ -28,7 +33,7 @@ class WarningsLog:
 
     def warning(self, message: str) -> None:
         """Said at most once a minute, by all connections together."""
-        self._warned.say(message)
+        self._warned.say(self._better() or message)
 
     def error(self, message: str, *args: Any, **options: Any) -> None:
         """A request that failed: always said."""

@@ -124,7 +124,7 @@ class Derivation:
 
     def _remove_unused(self, directory: Path) -> None:
         with contextlib.suppress(OSError):  # another process uses it, or has removed it
-            held = os.open(directory / self.index, os.O_RDONLY)
+            held = os.open(directory / self.index, os.O_RDWR)  # NFS locks nothing else against all others
             try:
                 fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 shutil.rmtree(directory, ignore_errors=True)

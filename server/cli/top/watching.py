@@ -11,7 +11,15 @@ from dataclasses import asdict
 from rich.console import Console
 from rich.live import Live
 
-from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy
+from windlass.clients import (
+    APIConnectionError,
+    APIError,
+    APIStatusError,
+    Client,
+    RateLimitError,
+    RetryPolicy,
+    ServerError,
+)
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
 from windlass.server.cli.top.figures import QUANTILES, Figures, MetricsLook, figures
@@ -76,7 +84,7 @@ def _write(watched: ServerWatch, url: str, interval: float, *, once: bool, as_js
         try:
             found = watched.next()
         except APIError as error:
-            if once:
+            if once or not _is_silence(error):
                 raise
             if not silent:
                 say(f"{url}: {_words(error)} (it is asked again)")
@@ -106,8 +114,15 @@ def _show(watched: ServerWatch, url: str, interval: float) -> None:
             try:
                 found = watched.next()
             except APIError as error:
+                if not _is_silence(error):
+                    raise
                 trouble = _words(error)
             live.update(screen(found, url, trouble), refresh=True)
+
+
+def _is_silence(error: APIError) -> bool:
+    """Whether the same question may be answered later: not where it is refused, as with a key that is none any more."""
+    return not isinstance(error, APIStatusError) or isinstance(error, (ServerError, RateLimitError))
 
 
 def _words(error: APIError) -> str:

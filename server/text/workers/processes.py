@@ -17,6 +17,7 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+from windlass.engine.api.child_output import child_output
 from windlass.engine.errors import LoadError
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
@@ -58,13 +59,15 @@ class ForkServer:
         self._lock = threading.RLock()  # held by whoever waits on the control socket
         self._control, theirs = socket.socketpair()
         with theirs:
+            output = child_output()
             # As with the engine: -P keeps the working directory off the import path, a session of its own the ctrl-C.
             self._process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.server.text.workers.fork_server", f"--fd={theirs.fileno()}"],
                 pass_fds=[theirs.fileno()],
                 env={**os.environ, "TOKENIZERS_PARALLELISM": "false"},  # threads would not survive a fork
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output,
+                stderr=output,
                 start_new_session=True,
             )
 
@@ -138,6 +141,11 @@ class ForkServer:
     def alive(self) -> bool:
         return self._process.poll() is None
 
+    @property
+    def session(self) -> int:
+        """Of it and all that it forked."""
+        return self._process.pid
+
     def kill(self) -> None:
         """End it; what it forked is ended by those who hold it. Safe to call twice and from any thread."""
         self._process.kill()
@@ -202,7 +210,9 @@ class TextProcess:
         with self._lock, contextlib.suppress(OSError):
             if not self._ended:
                 self._interrupted = True
-                os.kill(self._pid, signal.SIGKILL)  # not reaped yet, so the id is still its own
+                # Not reaped yet, so the id is still its own, unless the fork server is gone: then only who is of its session.
+                if self._server.alive or os.getsid(self._pid) == self._server.session:
+                    os.kill(self._pid, signal.SIGKILL)
                 self._connection.shutdown(socket.SHUT_RDWR)  # wakes the thread that waits for an answer
 
     def kill(self) -> int | None:

@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from contextlib import asynccontextmanager
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
+from windlass.engine.api import child_output
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
@@ -411,6 +413,22 @@ def test_a_child_that_waits_ends_where_nobody_loads_anything():
     with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.scripted_core")) as child:
         assert not child.ended
     assert child.ended and child.socket.fileno() == -1
+
+
+@pytest.mark.parametrize("closed", [False, True])
+def test_where_the_host_has_no_standard_error_a_child_prints_nowhere(monkeypatch, closed):
+    """Number 2 may be any of its files by then, or none."""
+
+    def no_such_file(number):
+        raise OSError
+
+    if closed:
+        monkeypatch.setattr(child_output, "os", types.SimpleNamespace(fstat=no_such_file))
+    else:
+        monkeypatch.setattr(sys, "stderr", None)
+    with contextlib.closing(ChildProcess(CORE, "warning")) as child:
+        outputs = [str(Path(f"/proc/{child.process.pid}/fd/{number}").readlink()) for number in (1, 2)]
+    assert outputs == [os.devnull] * 2
 
 
 async def test_killed_or_closed_while_loading(monkeypatch):

@@ -17,7 +17,8 @@ import pytest
 from helpers.pseudo_terminal import CTRL_C, PseudoTerminal
 from helpers.real_server import RealServer, serve
 
-from windlass.clients import APIConnectionError, Client, Metrics
+from windlass.clients import APIConnectionError, APIError, Client, Metrics
+from windlass.clients.errors import status_error_class
 from windlass.clients.terminal.errors import CommandError
 from windlass.server.cli.top import watching
 from windlass.server.cli.top.figures import Figures, MetricsLook, figures, quantile
@@ -187,18 +188,18 @@ def test_a_server_that_goes_away_is_said_and_waited_for() -> None:
         assert terminal.end() == 0
 
 
-@pytest.mark.slow
 class Flaky:
     """A server that answers where the script says so."""
 
-    def __init__(self, script: str) -> None:
+    def __init__(self, script: str, error: APIError | None = None) -> None:
         self.script = list(script)
+        self.error = error or APIConnectionError("refused")
 
     def next(self) -> Figures:
         if not self.script:
             raise KeyboardInterrupt
         if self.script.pop(0) == "-":
-            raise APIConnectionError("refused")
+            raise self.error
         return figures(look(0, ""), look(1, ""))
 
 
@@ -215,6 +216,19 @@ def test_json_goes_on_where_a_server_falls_silent(
         watching.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
 
 
+def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    def watch(status: int) -> int:
+        error = status_error_class(status)("no", status=status)
+        monkeypatch.setattr(watching, "ServerWatch", lambda client: Flaky("-+", error))
+        return watching.watch("http://127.0.0.1:9", None, 0, once=False, as_json=True)
+
+    for status in (401, 404):
+        with pytest.raises(CommandError, match=f"it answered {status}"):
+            watch(status)
+    assert watch(429) == watch(503) == 0
+
+
+@pytest.mark.slow
 def test_errors_are_one_line_that_says_what_to_do() -> None:
     done = run("http://127.0.0.1:9", "--once")
     assert done.returncode == 2 and done.stdout == ""

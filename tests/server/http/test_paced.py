@@ -61,7 +61,7 @@ def pieces_of(data: bytes, size: int) -> list[bytes]:
     return [data[start : start + size] for start in range(0, len(data), size)]
 
 
-def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, monkeypatch):
+def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, monkeypatch, caplog):
     with live_server() as live:
         turns = Turns(live, monkeypatch)
         connection = connect(live.url)
@@ -70,6 +70,7 @@ def test_tiny_chunks_are_read_a_few_in_a_turn_and_refused_before_long(connect, m
         assert answer.startswith(b"HTTP/1.1 400 ") and b'"tiny_chunks"' in answer
         assert max(turns.pieces.values()) <= PIECES_PER_TURN
         assert turns.pieces.total() == MANY_CHUNKS + 1
+        assert "tiny chunks was refused" in caplog.text and "Invalid HTTP" not in caplog.text
 
 
 def test_after_an_answer_little_is_read_of_a_body_that_nobody_wants(connect, monkeypatch):
@@ -90,6 +91,16 @@ def test_a_short_rest_of_an_unwanted_body_leaves_the_connection_open(connect):
         connection.sendall(chunked("/v1/completions", ()))
         assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
         connection.sendall(TINY * UNWANTED_CHUNKS + b"0\r\n\r\n" + request("/health"))
+        assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
+
+
+def test_an_unwanted_body_in_ordinary_chunks_is_read_to_its_end(connect):
+    """Its client may read its answer only then."""
+    with live_server(callers=(ApiKey.plain("secret"),)) as live:
+        connection = connect(live.url)
+        body = chunked("/v1/completions", [b"x" * 4096] * 200, "authorization: Bearer wrong")
+        connection.sendall(body + b"0\r\n\r\n" + request("/health"))
+        assert read_answer(connection).startswith(b"HTTP/1.1 401 ")
         assert read_answer(connection).startswith(b"HTTP/1.1 200 ")
 
 

@@ -59,9 +59,12 @@ def test_what_others_send_is_answered(live: Live, headers: dict[str, str]) -> No
     assert live.http.post(PATH, content=BODY, headers=headers).status_code == 200
 
 
-def test_a_key_says_enough() -> None:
+def test_a_key_changes_nothing() -> None:
+    """A proxy may have added it."""
     with live_server(callers=(ApiKey.plain("secret"),)) as live:
         headers = {"origin": "http://page.example", "authorization": "Bearer secret"}
+        assert live.http.post(PATH, content=BODY, headers=headers).status_code == 400
+        headers["content-type"] = "application/json"
         assert live.http.post(PATH, content=BODY, headers=headers).status_code == 200
 
 

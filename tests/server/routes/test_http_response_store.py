@@ -187,6 +187,27 @@ def test_whoever_keeps_most_displaces_itself() -> None:
     assert not put("d1", "d", 101) and store.get("a2", "a") and store.get("b1", "b")
 
 
+def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None:
+    """However large those of another are."""
+    store = ResponseStore(most=10, max_bytes=1000)
+
+    def put(name: str, size: int) -> None:
+        store.put(name, name[0], b"", previous=None, asked=[], answered=[], sizes=(size, 0))
+
+    put("a1", 300)
+    put("a2", 300)
+    for number in range(20):
+        put(f"b{number}", 1)
+    assert store.get("a1", "a") and store.get("a2", "a") and len(store) == 10
+    assert [number for number in range(20) if store.get(f"b{number}", "b")] == list(range(12, 20))
+    put("c1", 400)  # too many bytes as well, once one of b's has gone
+    assert not store.get("a1", "a") and not store.get("b12", "b") and store.get("b13", "b") and store.get("c1", "c")
+    assert len(store) == 9 and store.size == 707
+    for name in ("a2", "c1", *(f"b{number}" for number in range(13, 20))):
+        assert store.delete(name, name[0])
+    assert len(store) == store.size == 0
+
+
 def test_a_server_that_keeps_nothing() -> None:
     with live_server(response_store_bytes=0) as live:
         answer = ask(live)

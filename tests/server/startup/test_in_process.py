@@ -328,3 +328,15 @@ def test_a_program_that_forgets_to_close_ends() -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
     assert done.stderr == ""
+
+
+@pytest.mark.slow
+def test_a_program_without_standard_error_gets_its_answers() -> None:
+    program = (
+        "from windlass import LLM\n"
+        f"with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:\n"
+        "    print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
+    )
+    command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", program]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "2\n")

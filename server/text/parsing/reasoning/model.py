@@ -29,7 +29,7 @@ _EFFORT = "reasoning_effort"
 _BUDGET = "thinking_budget"
 _BESIDE = ("", " ", "\n", "\n\n")  # what may share a token with a marker
 _HARMONY_EFFORTS = ("low", "medium", "high")
-_ABOVE_HIGH = ("xhigh", "max")
+_HARMONY_NEAREST = {"minimal": "low", "xhigh": "high", "max": "high"}
 
 
 class ThinkingModel:
@@ -119,8 +119,8 @@ class ThinkingModel:
 
     def nearest_effort(self, effort: str) -> str | None:
         """The effort nearest to this one that the model can be told; None where its template has no such choice."""
-        if self.name == HARMONY and effort in _ABOVE_HIGH:
-            return "high"
+        if self.name == HARMONY:
+            effort = _HARMONY_NEAREST.get(effort, effort)
         return effort if self._read or effort == "none" else None
 
     def variables(self, effort: str | None, given: dict[str, Any] | None) -> dict[str, Any] | None:

@@ -8,6 +8,7 @@ import json
 import os
 import resource
 import signal
+import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
@@ -24,7 +25,7 @@ from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
 from windlass.server.text.workers.frames import TextSource, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
-from windlass.server.text.workers.processes import KilledError, TooSlowError
+from windlass.server.text.workers.processes import ForkServer, KilledError, TooSlowError
 
 MIB = 2**20
 ROOMY = Limits(seconds=30.0, memory=1024 * MIB)
@@ -336,3 +337,26 @@ async def _outcome(job: Awaitable[Any]) -> Any:
         return await job
     except Exception as error:
         return error
+
+
+def test_once_the_fork_server_is_gone_only_its_own_are_killed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The system may have given the id of one that has ended to somebody else."""
+    server = ForkServer(TextSource(toys.byte_level().to_str(), SPECIAL, None))
+    server.wait_loaded()
+    theirs, gone = server.fork(), server.fork()
+    server.kill()
+    killed: list[tuple[int, int]] = []
+    monkeypatch.setattr(os, "kill", lambda *given: killed.append(given))
+    gone._pid = os.getpid()
+    gone.kill()
+    assert gone.ended and not killed
+    theirs.kill()
+    assert killed == [(theirs._pid, signal.SIGKILL)]
+
+
+def test_where_the_host_has_no_standard_error_its_processes_print_nowhere(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", None)
+    server = ForkServer(TextSource("", SPECIAL, None))
+    outputs = [str(Path(f"/proc/{server._process.pid}/fd/{number}").readlink()) for number in (1, 2)]
+    server.kill()
+    assert outputs == [os.devnull] * 2
