@@ -99,10 +99,11 @@ class Restoring:
     def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
         loaded: list[LoadedBlock] = []
+        if not self._waiting:
+            return loaded
         room = self._store.pages.beside_streams if streams else self._store.pages.alone
-        before = [
-            sum(fetch.num_brought[group] for fetch in set(self.fetches)) for group in range(len(self._blocks.pools))
-        ]
+        fetches = set(self.fetches)
+        before = [sum(fetch.num_brought[group] for fetch in fetches) for group in range(len(self._blocks.pools))]
         for waiting in self._waiting:
             fetch = waiting.fetch
             while fetch.arrived and room > 0:

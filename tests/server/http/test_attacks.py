@@ -168,6 +168,15 @@ def test_sigterm_ends_in_time_whatever_clients_do(model, dial):
     in_time(lambda: seconds_to_end_among_clients(model, dial), 0.5 + 2.0)
 
 
+def seconds_from_sigterm(served: Served) -> float:
+    begin = time.monotonic()
+    served.signal(signal.SIGTERM)
+    assert served.wait(20.0) == 0
+    took = time.monotonic() - begin
+    assert "Traceback" not in served.errors, served.errors
+    return took
+
+
 def seconds_to_end_among_clients(model: Path, dial: Connect) -> float:
     with Served(model, "--grace-period", "0.5", "--max-model-len", "400", SCRIPT_VOCAB_SIZE="423") as served:
         url = served.wait_ready()
@@ -185,12 +194,7 @@ def seconds_to_end_among_clients(model: Path, dial: Connect) -> float:
         wait_for(lambda: open_files(served.process.pid) >= files + 9)
         wait_for(lambda: not is_open(stuck))  # its answer has begun
         wait_for(lambda: seconds_of_texts(served.process.pid) > 0.1)
-        begin = time.monotonic()
-        served.signal(signal.SIGTERM)
-        assert served.wait(20.0) == 0
-        took = time.monotonic() - begin
-        assert "Traceback" not in served.errors, served.errors
-        return took
+        return seconds_from_sigterm(served)
 
 
 def test_sigterm_ends_in_time_though_a_template_runs_on(model, tmp_path, dial):
@@ -204,12 +208,7 @@ def test_sigterm_ends_in_time_though_a_template_runs_on(model, tmp_path, dial):
             url = served.wait_ready()
             dial(url).sendall(request("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}))
             wait_for(lambda: seconds_of_texts(served.process.pid) > 0.3)
-            begin = time.monotonic()
-            served.signal(signal.SIGTERM)
-            assert served.wait(20.0) == 0
-            took = time.monotonic() - begin
-            assert "Traceback" not in served.errors, served.errors
-        return took
+            return seconds_from_sigterm(served)
 
     in_time(seconds_to_end, 0.2 + 2.0)
 
