@@ -14,6 +14,7 @@ from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.protocol.retrieval import PromptRequest
 
 DEFAULT_RECOMPUTE = 0.15  # of a passage, at its head: what follows from the table in docs/endless-context.md
 
@@ -22,19 +23,23 @@ def rule_of(body: GenerationRequest, overflow: ContextOverflow, settings: Server
     """The rule of a request under `overflow`; raises ApiError for fields that do not go together."""
     if body.keep_tokens is not None and overflow != "shift":
         raise bad_request("keep_tokens goes with context_overflow shift", "keep_tokens")
+    keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
+    return replace(
+        window_rule(body, settings),
+        overflow="shift" if overflow == "shift" else "stop",
+        keep_tokens=DEFAULT_KEEP_TOKENS if keep is None else keep,
+    )
+
+
+def window_rule(body: GenerationRequest | PromptRequest, settings: ServerSettings) -> ContextRule:
+    """What each token sees; raises ApiError for fields that do not go together."""
     window, sinks = body.attention_window, body.attention_sinks
     if window is None:
         window = settings.attention_window
         sinks = settings.attention_sinks if sinks is None else sinks
     if sinks and window is None:
         raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
-    keep = settings.keep_tokens if body.keep_tokens is None else body.keep_tokens
-    return ContextRule(
-        overflow="shift" if overflow == "shift" else "stop",
-        keep_tokens=DEFAULT_KEEP_TOKENS if keep is None else keep,
-        attention_window=window,
-        attention_sinks=sinks or 0,
-    )
+    return ContextRule(attention_window=window, attention_sinks=sinks or 0)
 
 
 def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> PassageReuse:

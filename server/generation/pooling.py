@@ -20,7 +20,7 @@ from windlass.engine.errors import EngineDeadError
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.context_rules import size_of
+from windlass.server.generation.context_rules import size_of, window_rule
 from windlass.server.generation.prompts import check_token_prompts
 from windlass.server.generation.request_rotation import Rotation, rotation_of
 from windlass.server.protocol.retrieval import MAX_INPUTS, PromptRequest
@@ -58,13 +58,8 @@ def check_prompt_request(
     state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
 ) -> PoolingJob:
     """What can be refused without tokenizing; raises ApiError or RequestError naming the field."""
-    window, sinks, settings = body.attention_window, body.attention_sinks, state.settings
-    if window is None:
-        window = settings.attention_window
-        sinks = settings.attention_sinks if sinks is None else sinks
-    if sinks and window is None:
-        raise bad_request("attention_sinks goes with attention_window", "attention_sinks")
-    rule = ContextRule(attention_window=window, attention_sinks=sinks or 0)
+    settings = state.settings
+    rule = window_rule(body, settings)
     rotation = rotation_of(body.rope_scaling, body.rope_update, settings, info)
     longest, truncate = rotation.within(size_of(rule, info)).longest_prompt, body.truncate_prompt_tokens
     if truncate == 0 or (truncate is not None and truncate > longest):
