@@ -17,7 +17,7 @@ from windlass.server.generation.deltas import Tally
 from windlass.server.protocol.chat import ChatCompletion, ChatEvent, ChatRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, state_of
 from windlass.server.routes.conversation import check_chat, prepare
-from windlass.server.routes.pipeline import envelope, run
+from windlass.server.routes.pipeline import fingerprinted_envelope, run
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -41,7 +41,9 @@ async def create_chat_completion(request: Request) -> Response:
         prompts, job = await prepare(chat)
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
-            head = envelope("chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job)
+            head = fingerprinted_envelope(
+                "chatcmpl", "chat.completion.chunk" if body.stream else "chat.completion", job
+            )
             return ChatWriter(state.tokenizer, prompts, tally, job.options, head, parsing=job.parsing)
 
         await run(exchange, job, prompts, param="messages", make_writer=make_writer)

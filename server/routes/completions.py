@@ -20,7 +20,7 @@ from windlass.server.protocol.completions import Completion, CompletionEvent, Co
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.fill_in.gaps import check_suffix, prompts_around_gaps
 from windlass.server.routes.job import GenerationJob
-from windlass.server.routes.pipeline import check, envelope, run
+from windlass.server.routes.pipeline import check, fingerprinted_envelope, run
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -63,7 +63,7 @@ async def create_completion(request: Request) -> Response:
         echoes = await _echoes(job, prompts) if body.echo else None
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:
-            head = envelope("cmpl", "text_completion", job)
+            head = fingerprinted_envelope("cmpl", "text_completion", job)
             return CompletionWriter(state.tokenizer, prompts, tally, job.options, head, echoes)
 
         await run(exchange, job, prompts, param="prompt", make_writer=make_writer)

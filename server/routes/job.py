@@ -1,59 +1,114 @@
-"""What a generation request has become once it is checked. Knows no route and does nothing."""
+"""What a request has become once it is checked. Knows no route and does nothing."""
 
 from __future__ import annotations
 
+import time
 from dataclasses import dataclass
+from typing import Any
 
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import ModelInfo, SamplingParams
+from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.server.answers.base import AnswerOptions
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import Rotation
 from windlass.server.generation.structured import StructuredOutput
-from windlass.server.options.settings import ContextOverflow
+from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
+from windlass.server.protocol.retrieval import PromptRequest
 from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.reasoning.formats import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob:
-    """A checked request that waits for its prompts. Made by `pipeline.check`, run by `pipeline.run`.
-
-    sampling: what all prompts share; max_tokens is clamped per prompt.
-    overflow: what is done where prompt and answer are longer than the context; rule, size, reuse: what the engine does, what
-    that comes to, and what is taken of other prompts.
-    parsing: how answers are taken apart; None where all text is content.
-    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
-    """
+class Job:
+    """A checked request that waits for its prompts, whether it generates or not. rule: what a token sees and what goes."""
 
     state: ServerState
-    body: GenerationRequest
+    body: GenerationRequest | PromptRequest
     info: ModelInfo
     request_id: str
     caller: str  # whose request it is, for taking turns
     arrival: float  # time.monotonic() seconds
     deadline: float | None
-    sampling: SamplingParams
     rotation: Rotation
-    options: AnswerOptions
-    chat: bool
-    echo: bool
-    overflow: ContextOverflow
     rule: ContextRule
-    reuse: PassageReuse
-    size: ContextSize
-    parsing: ParsingPlan | None
-    structured: StructuredOutput | None
-    place: Place = "behind"
     priority: int = 0
     adapter: ServedAdapter | None = None
-    line_limits: LineLimits | None = None
 
     @property
     def model_name(self) -> str:
         """What the answer says that it comes from."""
         return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class GenerationJob(Job):
+    """A request that generates. Made by `pipeline.check`, run by `pipeline.run`.
+
+    sampling: what all prompts share; max_tokens is clamped per prompt.
+    overflow: what is done where prompt and answer are longer than the context; size, reuse: what the rule comes to, and what is
+    taken of other prompts.
+    parsing: how answers are taken apart; None where all text is content.
+    structured: the form that answers have to have, None for any. place: where they begin, seen from the thinking.
+    """
+
+    body: GenerationRequest
+    sampling: SamplingParams
+    options: AnswerOptions
+    chat: bool
+    echo: bool
+    overflow: ContextOverflow
+    reuse: PassageReuse
+    size: ContextSize
+    parsing: ParsingPlan | None
+    structured: StructuredOutput | None
+    place: Place = "behind"
+    line_limits: LineLimits | None = None
+
+
+def deadline_of(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:
+    """When a request that came at `arrival` has to be done, as it says or else the operator; both `time.monotonic()` seconds."""
+    seconds = settings.default_timeout if body.timeout is None else body.timeout
+    return None if seconds is None else arrival + seconds
+
+
+def engine_request(
+    job: Job,
+    token_ids: list[int],
+    sampling: SamplingParams,
+    *,
+    reuse: PassageReuse | None = None,
+    pooling: PoolingRule | None = None,
+) -> EngineRequest:
+    """One prompt of a job, as the engine takes it."""
+    return EngineRequest(
+        request_id=job.state.unique_id(job.request_id),
+        prompt_token_ids=token_ids,
+        sampling=sampling,
+        rope_scaling=job.rotation.scaling,
+        rope_update=job.rotation.update,
+        rope_exact=job.rotation.exact,
+        cache_salt=job.body.cache_salt,
+        context=job.rule,
+        reuse=reuse,
+        priority=job.priority,
+        caller=job.caller,
+        share=job.state.callers.of(job.caller).share,
+        deadline=job.deadline,
+        adapter=None if job.adapter is None else job.adapter.source.adapter_id,
+        pooling=pooling,
+    )
+
+
+def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:
+    """The fields an answer begins with. prefix: of its id, such as "cmpl"."""
+    return {
+        "id": f"{prefix}-{job.request_id}",
+        "object": kind,
+        "created": int(time.time()),
+        "model": job.model_name,
+    }

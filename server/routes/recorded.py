@@ -18,9 +18,8 @@ from windlass.engine.rotary.ladder import AUTO
 from windlass.server.errors import from_exception
 from windlass.server.exchange.recording import Line, WorkloadRecorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
-from windlass.server.generation.pooling import PoolingJob
 from windlass.server.generation.request_rotation import Rotation
-from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.job import GenerationJob, Job
 
 FORM = 1  # of the lines; the first field of a file's first line
 OK = "ok"
@@ -49,9 +48,20 @@ def outcome_of(error: BaseException | None, cut_short: str) -> str:
     return cut_short if known is None else known.code or str(known.status)
 
 
-def put_line(recorder: WorkloadRecorder, job: GenerationJob | PoolingJob, clock: float, line: Line) -> None:
+def put_line(recorder: WorkloadRecorder, job: Job, clock: float, line: Line) -> None:
     """Have a request's line written, where needed behind the one that tells of the server."""
     recorder.put(line, head=lambda: _head(recorder, job, clock))
+
+
+def first_fields(job: Job, route: str, now: float, clock: float) -> dict[str, Any]:
+    """What every request's line begins with. now, clock: the same moment, monotonic and as the clock has it, in seconds."""
+    return {
+        "at": round(clock - (now - job.arrival), 6),
+        "request_id": job.request_id,
+        "route": route,
+        "caller": job.state.callers.of(job.caller).name or None,
+        "model": job.model_name,
+    }
 
 
 def rotation_fields(rotation: Rotation, asked: Any) -> dict[str, Any]:
@@ -95,20 +105,15 @@ class RecordedRequest:
 
     def _line(self, outcome: str, now: float, clock: float) -> dict[str, Any]:
         job, text = self._job, self._recorder.settings.text
-        arrival = job.arrival
         line: dict[str, Any] = {
-            "at": round(clock - (now - arrival), 6),
-            "request_id": job.request_id,
-            "route": self._route,
-            "caller": job.state.callers.of(job.caller).name or None,
-            "model": job.model_name,
+            **first_fields(job, self._route, now, clock),
             "stream": bool(job.body.stream),
             "prompt_tokens": [len(prompt.token_ids) for prompt in self._plan.prompts],
             "cached_tokens": self._tally.cached_tokens,
             "fields": _fields(job),
             "outcome": outcome,
-            "first_token_seconds": None if self._first_at is None else round(self._first_at - arrival, 6),
-            "seconds": round(now - arrival, 6),
+            "first_token_seconds": None if self._first_at is None else round(self._first_at - job.arrival, 6),
+            "seconds": round(now - job.arrival, 6),
             "answers": [self._answer(choice, text) for choice in sorted(self._ids)],
         }
         if text:
@@ -127,7 +132,7 @@ class RecordedRequest:
         return answer | {"digest": digest(ids)} if text else answer
 
 
-def _head(recorder: WorkloadRecorder, job: GenerationJob | PoolingJob, clock: float) -> dict[str, Any]:
+def _head(recorder: WorkloadRecorder, job: Job, clock: float) -> dict[str, Any]:
     settings = recorder.settings
     return {
         "windlass_record": FORM,

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import time
-from typing import Any, TypeVar
+from typing import TypeVar
 
 from starlette.requests import Request
 
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.request_id import request_id, set_request_id
-from windlass.server.generation.pooling import PoolingJob, check_prompt_request
 from windlass.server.protocol.retrieval import PromptRequest
 from windlass.server.routes.common import caller_of, state_of
+from windlass.server.routes.retrieval.job import PoolingJob, check_prompt_request
 
 B = TypeVar("B", bound=PromptRequest)
 
@@ -29,16 +29,6 @@ async def begin(request: Request, model: type[B]) -> tuple[B, PoolingJob]:
         state, body, info, request_id=request_id(request.scope), caller=caller_of(request), arrival=arrival
     )
     return body, job
-
-
-def envelope(prefix: str, job: PoolingJob) -> dict[str, Any]:
-    """The fields an answer begins with."""
-    return {
-        "id": f"{prefix}-{job.request_id}",
-        "object": "list",
-        "created": int(time.time()),
-        "model": job.model_name,
-    }
 
 
 def usage(tokens: int) -> dict[str, int]:

@@ -12,12 +12,12 @@ from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.server.answers.vectors import vector_bytes
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.generation.pooling import numbers, read_inputs, split_inputs
-from windlass.server.generation.scores import probabilities
 from windlass.server.protocol.ranking import ClassifyRequest, ClassList
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
-from windlass.server.routes.retrieval.beginning import begin, envelope, usage
-from windlass.server.routes.retrieval.followed import following
+from windlass.server.routes.job import envelope
+from windlass.server.routes.retrieval.beginning import begin, usage
+from windlass.server.routes.retrieval.pooling import numbers, pool, read_inputs, split_inputs
+from windlass.server.routes.retrieval.scores import probabilities
 
 router = APIRouter()
 
@@ -51,10 +51,10 @@ async def classify(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         prompts = await read_inputs(job, given, "input")
-        rows = await following(exchange, job)(prompts, PoolingRule("classify"))
+        rows = await pool(exchange, job, prompts, PoolingRule("classify"))
         data = await job.state.text.on_thread(_data, rows, classifier, body.use_activation is not False)
         end = to_json({"usage": usage(sum(map(len, prompts)))})
-        head = to_json(envelope("classify", job))
+        head = to_json(envelope("classify", "list", job))
         await exchange.send_json([head[:-1], b',"data":', data, b",", end[1:]])
 
     return Exchange(job.state, work, deadline=job.deadline)

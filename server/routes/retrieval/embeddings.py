@@ -15,12 +15,13 @@ from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.server.answers.vectors import base64_json, vector_bytes, vector_json
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.generation.pooling import PoolingJob, embedding_rule, numbers, read_inputs, split_inputs
-from windlass.server.generation.scores import probabilities
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
-from windlass.server.routes.retrieval.beginning import begin, envelope, usage
-from windlass.server.routes.retrieval.followed import following
+from windlass.server.routes.job import envelope
+from windlass.server.routes.retrieval.beginning import begin, usage
+from windlass.server.routes.retrieval.job import PoolingJob
+from windlass.server.routes.retrieval.pooling import embedding_rule, numbers, pool, read_inputs, split_inputs
+from windlass.server.routes.retrieval.scores import probabilities
 
 router = APIRouter()
 
@@ -111,10 +112,10 @@ def _answer(
         count = sum(map(len, prompts))
         if rule.kind in _EACH_TOKEN:
             _check_size(job, len(prompts), count, width, base64=base64)
-        pieces = [to_json(envelope(prefix, job))[:-1], b',"data":[']
+        pieces = [to_json(envelope(prefix, "list", job))[:-1], b',"data":[']
         batch: list[PooledRows] = []
         first = held = 0
-        for number, rows in enumerate(await following(exchange, job)(prompts, rule), start=1):
+        for number, rows in enumerate(await pool(exchange, job, prompts, rule), start=1):
             batch.append(rows)
             held += len(rows.values)
             if number == len(prompts) or held >= 4 * _BATCH:

@@ -9,53 +9,30 @@ import hashlib
 import time
 from collections.abc import Collection, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import RequestOutput
 from windlass.server.exchange.recording import WorkloadRecorder
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.generation.pooling import Pool, PoolingJob, pool
-from windlass.server.routes.recorded import outcome_of, put_line, rotation_fields
+from windlass.server.routes.followed import Follower
+from windlass.server.routes.recorded import first_fields, outcome_of, put_line, rotation_fields
+from windlass.server.routes.retrieval.job import PoolingJob
 
 if TYPE_CHECKING:
     from windlass.server.exchange.tracing import Tracing
 
 
-class PoolingFollower(Protocol):
-    """`take` what each text came to, in any order; `end` it once. cut_short: see `RecordedRequest.end`."""
-
-    def take(self, index: int, output: RequestOutput) -> None: ...
-
-    def end(self, error: BaseException | None, cut_short: str) -> None: ...
-
-
-def following(exchange: Exchange, job: PoolingJob) -> Pool:
-    """`pool` for this job, seen by whoever wants to see it."""
-
-    async def run(prompts: Sequence[Collection[int]], rule: PoolingRule | Sequence[PoolingRule]) -> list[PooledRows]:
-        state, followers = job.state, list[PoolingFollower]()
-        rules = [rule] * len(prompts) if isinstance(rule, PoolingRule) else list(rule)
-        if state.recorder is not None:
-            followers.append(RecordedPooling(state.recorder, job, prompts, rules, exchange.path))
-        if state.tracing is not None and exchange.span is not None:
-            followers.append(TracedPooling(state.tracing, exchange.span, job, sum(map(len, prompts))))
-
-        def take(index: int, output: RequestOutput) -> None:
-            for follower in followers:
-                follower.take(index, output)
-
-        failure: BaseException | None = None
-        try:
-            return await pool(job, prompts, rules, take if followers else None)
-        except BaseException as error:
-            failure = error
-            raise
-        finally:
-            for follower in followers:
-                follower.end(failure, exchange.cut_short)
-
-    return run
+def followers_of(
+    exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rules: Sequence[PoolingRule]
+) -> list[Follower[[int, RequestOutput]]]:
+    """Who wants to see a request that is pooled. They take each prompt's place and output, in any order."""
+    state, followers = job.state, list[Follower[[int, RequestOutput]]]()
+    if state.recorder is not None:
+        followers.append(RecordedPooling(state.recorder, job, prompts, rules, exchange.path))
+    if state.tracing is not None and exchange.span is not None:
+        followers.append(TracedPooling(state.tracing, exchange.span, job, sum(map(len, prompts))))
+    return followers
 
 
 class RecordedPooling:
@@ -73,7 +50,7 @@ class RecordedPooling:
         self._rows: dict[int, PooledRows] = {}
 
     def take(self, index: int, output: RequestOutput) -> None:
-        """See `PoolingFollower`."""
+        """See `followers_of`."""
         if output.pooled is not None:
             self._rows[index] = output.pooled
 
@@ -91,11 +68,7 @@ class RecordedPooling:
             **rotation_fields(job.rotation, job.body.rope_scaling),
         }
         line: dict[str, Any] = {
-            "at": round(clock - (now - job.arrival), 6),
-            "request_id": job.request_id,
-            "route": self._route,
-            "caller": job.state.callers.of(job.caller).name or None,
-            "model": job.model_name,
+            **first_fields(job, self._route, now, clock),
             "prompt_tokens": [len(ids) for ids in self._prompts],
             "fields": {name: value for name, value in fields.items() if value is not None},
             "pooling": {name: value for name, value in asdict(self._rules[0]).items() if name != "second_from"},
@@ -131,7 +104,7 @@ class TracedPooling:
         self._texts = 0
 
     def take(self, index: int, output: RequestOutput) -> None:
-        """See `PoolingFollower`."""
+        """See `followers_of`."""
         self._texts += 1
         begun = output.scheduled_at
         if begun is not None and (self._scheduled is None or begun < self._scheduled):

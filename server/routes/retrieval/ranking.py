@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any
 
 from fastapi import APIRouter
@@ -11,13 +12,14 @@ from starlette.responses import Response
 
 from windlass.server.errors import bad_request
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.generation.scores import check_head, check_texts, score_pairs
 from windlass.server.protocol.base import without_nulls
 from windlass.server.protocol.ranking import Reranking, RerankRequest, ScoreList, ScoreRequest
 from windlass.server.protocol.retrieval import MAX_INPUTS
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of
-from windlass.server.routes.retrieval.beginning import begin, envelope, usage
-from windlass.server.routes.retrieval.followed import following
+from windlass.server.routes.job import envelope
+from windlass.server.routes.retrieval.beginning import begin, usage
+from windlass.server.routes.retrieval.pooling import pool
+from windlass.server.routes.retrieval.scores import check_head, check_texts, score_pairs
 
 router = APIRouter()
 
@@ -36,10 +38,10 @@ async def create_score(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         names = ("text_1", "text_2")
-        pool = following(exchange, job)
-        scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pool)
+        pooled = partial(pool, exchange, job)
+        scores = await score_pairs(job, first, second, names, body.pooling, body.instruction, pooled)
         data = [{"object": "score", "index": i, "score": value} for i, value in enumerate(scores.values)]
-        answer = {**envelope("score", job), "data": data, "usage": usage(scores.tokens)}
+        answer = {**envelope("score", "list", job), "data": data, "usage": usage(scores.tokens)}
         await exchange.send_json([to_json(answer)])
 
     return Exchange(job.state, work, deadline=job.deadline)
@@ -56,15 +58,15 @@ async def create_reranking(request: Request) -> Response:
 
     async def work(exchange: Exchange) -> None:
         names = ("query", "documents")
-        pool = following(exchange, job)
-        scores = await score_pairs(job, [body.query], documents, names, body.pooling, body.instruction, pool)
+        pooled = partial(pool, exchange, job)
+        scores = await score_pairs(job, [body.query], documents, names, body.pooling, body.instruction, pooled)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]
         if body.return_documents is not False:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}
-        answer = {**envelope("rerank", job), "results": results, "usage": usage(scores.tokens)}
+        answer = {**envelope("rerank", "list", job), "results": results, "usage": usage(scores.tokens)}
         await exchange.send_json([await job.state.text.on_thread(to_json, answer)])
 
     return Exchange(job.state, work, deadline=job.deadline)

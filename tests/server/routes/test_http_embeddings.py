@@ -15,7 +15,9 @@ from windlass.engine.api.model_heads import PoolingDefaults
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import EngineDeadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.exchange.streaming import Exchange
 from windlass.server.routes.retrieval import embeddings
+from windlass.server.routes.retrieval.job import PoolingJob
 
 PATH = "/v1/embeddings"
 
@@ -180,7 +182,9 @@ def test_vectors_are_written_in_batches_and_each_is_measured_once(live: Live, mo
             measured.append(1)
             return super().__len__()
 
-    async def pool(prompts: list[list[int]], rule: PoolingRule) -> list[PooledRows]:
+    async def pool(
+        exchange: Exchange, job: PoolingJob, prompts: list[list[int]], rule: PoolingRule
+    ) -> list[PooledRows]:
         return [PooledRows(Measured(struct.pack("<f", index)), 1) for index in range(len(prompts))]
 
     def data(batch: list[PooledRows], *rest: Any) -> bytes:
@@ -188,7 +192,7 @@ def test_vectors_are_written_in_batches_and_each_is_measured_once(live: Live, mo
         return _data(batch, *rest)
 
     _data = embeddings._data
-    monkeypatch.setattr(embeddings, "following", lambda exchange, job: pool)
+    monkeypatch.setattr(embeddings, "pool", pool)
     monkeypatch.setattr(embeddings, "_data", data)
     monkeypatch.setattr(embeddings, "_BATCH", 80)  # numbers
     answer = embed(live, [[5]] * 200)

@@ -17,9 +17,11 @@ from helpers.tiny_rerankers import qwen3_prompt, tokenizer
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import LoadError
-from windlass.server.generation.scores import probabilities
+from windlass.server.exchange.streaming import Exchange
 from windlass.server.options.settings import RankSettings
 from windlass.server.routes.retrieval import ranking as ranking_routes
+from windlass.server.routes.retrieval.job import PoolingJob
+from windlass.server.routes.retrieval.scores import probabilities
 from windlass.server.text.pair_prompt import QWEN3_RERANKER
 
 
@@ -127,12 +129,14 @@ def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
 def test_pairs_for_a_head_share_their_query(judge: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     """A list for each pair would take the query's length times the documents."""
 
-    async def pool(prompts: Sequence[Collection[int]], rule: PoolingRule) -> list[PooledRows]:
+    async def pool(
+        exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rule: PoolingRule
+    ) -> list[PooledRows]:
         assert all(sys.getsizeof(prompt) < 200 for prompt in prompts)
         assert [list(prompt) for prompt in prompts[:2]] == [query + ids for ids in documents]
         return [PooledRows(struct.pack("<f", 0.0), 1)] * len(prompts)
 
-    monkeypatch.setattr(ranking_routes, "following", lambda exchange, job: pool)
+    monkeypatch.setattr(ranking_routes, "pool", pool)
     query, *documents = (judge.tokenizer.backend.encode(text).ids for text in ("xyz" * 50, "c", "def"))
     assert len(query) > 100
     assert len(ask(judge, "/v1/rerank", query="xyz" * 50, documents=["c", "def"] * 500)["results"]) == 1000

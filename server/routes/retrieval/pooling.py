@@ -1,6 +1,6 @@
 """From a body's texts to pooled rows: what prompts become on an engine that generates nothing for them.
 
-Shared by embeddings, pooling, scores, rerankings and classes. Knows the engine client; knows no JSON layouts and no HTTP.
+Shared by embeddings, pooling, scores, rerankings and classes. Knows the engine client; knows no JSON layouts.
 """
 
 from __future__ import annotations
@@ -11,78 +11,22 @@ import time
 from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
-from dataclasses import dataclass
 
-from windlass.engine.api.context import ContextRule
 from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import EngineRequest, ModelInfo, RequestOutput, SamplingParams
+from windlass.engine.api.request import RequestOutput, SamplingParams
 from windlass.engine.errors import EngineDeadError
 from windlass.server.errors import ApiError, bad_request
-from windlass.server.exchange.adapters import ServedAdapter
-from windlass.server.exchange.state import ServerState
-from windlass.server.generation.context_rules import size_of, window_rule
+from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.prompts import check_token_prompts
-from windlass.server.generation.request_rotation import Rotation, rotation_of
-from windlass.server.protocol.retrieval import MAX_INPUTS, PromptRequest
+from windlass.server.protocol.retrieval import MAX_INPUTS
+from windlass.server.routes.followed import followed
+from windlass.server.routes.job import engine_request
+from windlass.server.routes.retrieval.followed import followers_of
+from windlass.server.routes.retrieval.job import PoolingJob
 
-# What `pool` is once its job is known.
+# What `pool` is once its exchange and its job are known.
 Pool = Callable[[Sequence[Collection[int]], PoolingRule | Sequence[PoolingRule]], Awaitable[list[PooledRows]]]
 _NOTHING = SamplingParams(max_tokens=0, temperature=0.0)
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingJob:
-    """A checked request that waits for its texts. longest: tokens that one may have. truncate: to which they are cut."""
-
-    state: ServerState
-    body: PromptRequest
-    info: ModelInfo
-    request_id: str
-    caller: str
-    arrival: float  # time.monotonic() seconds
-    deadline: float | None
-    rotation: Rotation
-    rule: ContextRule
-    longest: int
-    truncate: int | None
-    priority: int
-    adapter: ServedAdapter | None
-
-    @property
-    def model_name(self) -> str:
-        """What the answer says that it comes from."""
-        return self.state.settings.served_model_name if self.adapter is None else self.adapter.source.name
-
-
-def check_prompt_request(
-    state: ServerState, body: PromptRequest, info: ModelInfo, *, request_id: str, caller: str, arrival: float
-) -> PoolingJob:
-    """What can be refused without tokenizing; raises ApiError or RequestError naming the field."""
-    settings = state.settings
-    rule = window_rule(body, settings)
-    rotation = rotation_of(body.rope_scaling, body.rope_update, settings, info)
-    longest, truncate = rotation.within(size_of(rule, info)).longest_prompt, body.truncate_prompt_tokens
-    if truncate == 0 or (truncate is not None and truncate > longest):
-        raise bad_request(
-            f"truncate_prompt_tokens must lie between 1 and the context of {longest} tokens, or be -1 for that; got {truncate}",
-            "truncate_prompt_tokens",
-        )
-    seconds = settings.default_timeout if body.timeout is None else body.timeout
-    return PoolingJob(
-        state=state,
-        body=body,
-        info=info,
-        request_id=request_id,
-        caller=caller,
-        arrival=arrival,
-        deadline=None if seconds is None else arrival + seconds,
-        rotation=rotation,
-        rule=rule,
-        longest=longest,
-        truncate=longest if truncate == -1 else truncate,
-        priority=state.callers.priority(caller, body.priority),
-        adapter=state.adapters.find(body.model),
-    )
 
 
 @contextmanager
@@ -138,16 +82,17 @@ async def read_inputs(job: PoolingJob, given: Sequence[str] | Sequence[list[int]
 
 
 async def pool(
+    exchange: Exchange,
     job: PoolingJob,
     prompts: Sequence[Collection[int]],
-    rules: Sequence[PoolingRule],
-    seen: Callable[[int, RequestOutput], None] | None = None,
+    rule: PoolingRule | Sequence[PoolingRule],
 ) -> list[PooledRows]:
-    """The rows of each prompt, in order. rules: of each. seen: told of each prompt's output as it comes.
+    """The rows of each prompt, in order. rule: of all of them, or of each.
 
     Raises what the engine raises; being cancelled aborts all of them.
     """
     state, found = job.state, {}
+    rules = [rule] * len(prompts) if isinstance(rule, PoolingRule) else rule
     todo = iter(enumerate(prompts))
 
     async def work() -> None:
@@ -155,20 +100,21 @@ async def pool(
             output = await _pool_one(job, list(ids), rules[index])
             assert output.pooled is not None
             found[index] = output.pooled
-            if seen is not None:
-                seen(index, output)
+            if take is not None:
+                take(index, output)
             await asyncio.sleep(0)
 
-    state.callers.take_prompts(job.caller, sum(map(len, prompts)))
-    with state.adapters.using(job.adapter):
-        if job.adapter is not None:
-            state.metrics.adapted(job.adapter.source.name)
-        try:
-            async with asyncio.TaskGroup() as group:
-                for _ in range(min(job.info.max_num_seqs, len(prompts))):
-                    group.create_task(work())
-        except* Exception as errors:
-            raise _first(errors) from None
+    with followed(exchange, followers_of(exchange, job, prompts, rules)) as take:
+        state.callers.take_prompts(job.caller, sum(map(len, prompts)))
+        with state.adapters.using(job.adapter):
+            if job.adapter is not None:
+                state.metrics.adapted(job.adapter.source.name)
+            try:
+                async with asyncio.TaskGroup() as group:
+                    for _ in range(min(job.info.max_num_seqs, len(prompts))):
+                        group.create_task(work())
+            except* Exception as errors:
+                raise _first(errors) from None
     return [found[index] for index in range(len(prompts))]
 
 
@@ -180,23 +126,7 @@ def _first(errors: BaseExceptionGroup[Exception]) -> Exception:
 
 async def _pool_one(job: PoolingJob, ids: list[int], rule: PoolingRule) -> RequestOutput:
     """The only output of a prompt, which has its rows."""
-    state, body, rotation = job.state, job.body, job.rotation
-    request = EngineRequest(
-        request_id=state.unique_id(job.request_id),
-        prompt_token_ids=ids,
-        sampling=_NOTHING,
-        rope_scaling=rotation.scaling,
-        rope_update=rotation.update,
-        rope_exact=rotation.exact,
-        cache_salt=body.cache_salt,
-        context=job.rule,
-        priority=job.priority,
-        caller=job.caller,
-        share=state.callers.of(job.caller).share,
-        deadline=job.deadline,
-        adapter=None if job.adapter is None else job.adapter.source.adapter_id,
-        pooling=rule,
-    )
+    state, request = job.state, engine_request(job, ids, _NOTHING, pooling=rule)
     async with aclosing(state.engine.generate(request)) as outputs:  # type: ignore[type-var]
         async for output in outputs:
             if output.error is not None:

@@ -16,15 +16,9 @@ from typing import Any
 from windlass.engine.api.model_heads import Activation
 from windlass.engine.api.pooling import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
-from windlass.server.generation.pooling import (
-    Pool,
-    PoolingJob,
-    embedding_rule,
-    numbers,
-    read_inputs,
-    telling_what_bounds,
-)
 from windlass.server.protocol.retrieval import MAX_INPUTS
+from windlass.server.routes.retrieval.job import PoolingJob
+from windlass.server.routes.retrieval.pooling import Pool, embedding_rule, numbers, read_inputs, telling_what_bounds
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.pair_texts import PairJob
 
