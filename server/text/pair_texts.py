@@ -14,6 +14,7 @@ from windlass.server.text.pair_prompt import PairPrompt, PairTemplate
 from windlass.server.text.pool_errors import told
 from windlass.server.text.workers.frames import count_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
+from windlass.server.text.workers.tasks import TextTasks, call
 
 T = TypeVar("T")
 
@@ -63,16 +64,12 @@ class PairTexts:
         found: list[tuple[list[int], int]] = []
         for batch in batches(pairs, _length):
             with told(job.first, "tokenizing this text", self._limits):
-                packed = await self._pool.run(
-                    "encode_pairs",
-                    batch,
-                    job.add_special_tokens,
-                    job.truncate,
-                    size=sum(map(_length, batch)),
-                    limits=self._limits,
-                    caller=job.caller,
+                asked = call(
+                    TextTasks.encode_pairs, batch, add_special_tokens=job.add_special_tokens, most=job.truncate
                 )
-            for ids, begin in packed:
+                size = sum(map(_length, batch))
+                joined = await self._pool.run(asked, size=size, limits=self._limits, caller=job.caller)
+            for ids, begin in joined:
                 found.append((_within(ids, job.most, job.seconds[len(found)]), begin))
         return found
 
@@ -86,19 +83,18 @@ class PairTexts:
         found: list[list[int]] = []
         for batch in batches(pairs, _length):
             with told(job.first, "tokenizing this text", self._limits):
-                packed = await self._pool.run(
-                    "encode_filled",
+                asked = call(
+                    TextTasks.encode_filled,
                     prompt,
                     instruction,
                     batch,
-                    job.add_special_tokens,
-                    job.truncate,
-                    job.keep_first,
-                    size=sum(around + _length(pair) for pair in batch),
-                    limits=self._limits,
-                    caller=job.caller,
+                    add_special_tokens=job.add_special_tokens,
+                    most=job.truncate,
+                    keep_first=job.keep_first,
                 )
-            for ids in packed:
+                size = sum(around + _length(pair) for pair in batch)
+                filled = await self._pool.run(asked, size=size, limits=self._limits, caller=job.caller)
+            for ids in filled:
                 found.append(_within(ids, job.most, job.seconds[len(found)]))
         return found
 

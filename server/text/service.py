@@ -23,6 +23,7 @@ from windlass.server.text.pool_errors import told
 from windlass.server.text.template_facts import RESERVED, TemplateFacts
 from windlass.server.text.workers.frames import TextSource, count_ids, cut_ids, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits, TextPool
+from windlass.server.text.workers.tasks import TextTasks, call
 
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
@@ -131,9 +132,7 @@ class TextService:
         for batch in batches(texts, len):
             with told(param, "tokenizing this text", self._text_limits):
                 packed = await self._pool.run(
-                    "encode",
-                    batch,
-                    add_special_tokens,
+                    call(TextTasks.encode, batch, add_special_tokens=add_special_tokens),
                     size=sum(map(len, batch)),
                     limits=self._text_limits,
                     caller=caller,
@@ -152,11 +151,12 @@ class TextService:
     async def encode_words(self, words: Sequence[str], *, param: str, caller: str) -> tuple[tuple[int, ...], ...]:
         """Id sequences of words as they begin a text and as they stand after a space."""
         with told(param, "tokenizing this text", self._text_limits):
-            size = sum(map(len, words))
-            found: tuple[tuple[int, ...], ...] = await self._pool.run(
-                "encode_words", words, size=size, limits=self._text_limits, caller=caller
+            return await self._pool.run(
+                call(TextTasks.encode_words, words),
+                size=sum(map(len, words)),
+                limits=self._text_limits,
+                caller=caller,
             )
-        return found
 
     async def breaker_tokens(
         self, breakers: Sequence[str], *, param: str, caller: str
@@ -167,8 +167,7 @@ class TextService:
         if found is None:
             with told(param, "looking for sequence breakers in the vocabulary", self._text_limits):
                 found = await self._pool.run(
-                    "breaker_tokens",
-                    key,
+                    call(TextTasks.breaker_tokens, key),
                     size=self._tokenizer.vocab_size,
                     limits=self._text_limits,
                     caller=caller,
@@ -183,15 +182,13 @@ class TextService:
     async def decode(self, prompts: Sequence[Sequence[int]], *, skip_special_tokens: bool, caller: str) -> list[str]:
         """The text of each list of token ids."""
         with told("prompt", "detokenizing this prompt", self._text_limits):
-            texts: list[str] = await self._pool.run(
-                "decode",
-                [pack_ids(ids) for ids in prompts],
-                skip_special_tokens,
+            packed = [pack_ids(ids) for ids in prompts]
+            return await self._pool.run(
+                call(TextTasks.decode, packed, skip_special_tokens=skip_special_tokens),
                 size=sum(map(len, prompts)),
                 limits=self._text_limits,
                 caller=caller,
             )
-        return texts
 
     async def tokenize(
         self,
@@ -206,37 +203,31 @@ class TextService:
     ) -> bytes:
         """The JSON answer of /tokenize."""
         with told(param, "tokenizing this text", self._text_limits):
-            answer: bytes = await self._pool.run(
-                "tokenize",
+            asked = call(
+                TextTasks.tokenize,
                 text,
-                add_special_tokens,
-                offsets,
-                token_strs,
-                max_model_len,
-                self._settings.max_response_bytes,
-                size=len(text),
-                limits=self._text_limits,
-                caller=caller,
+                add_special_tokens=add_special_tokens,
+                offsets=offsets,
+                token_strs=token_strs,
+                max_model_len=max_model_len,
+                max_bytes=self._settings.max_response_bytes,
             )
-        return answer
+            return await self._pool.run(asked, size=len(text), limits=self._text_limits, caller=caller)
 
     async def detokenize(
         self, token_ids: Sequence[int], *, skip_special_tokens: bool, offsets: bool, token_strs: bool, caller: str
     ) -> bytes:
         """The JSON answer of /detokenize."""
         with told("tokens", "detokenizing these tokens", self._text_limits):
-            answer: bytes = await self._pool.run(
-                "detokenize",
+            asked = call(
+                TextTasks.detokenize,
                 await self.on_thread(pack_ids, token_ids),
-                skip_special_tokens,
-                offsets,
-                token_strs,
-                self._settings.max_response_bytes,
-                size=len(token_ids),
-                limits=self._text_limits,
-                caller=caller,
+                skip_special_tokens=skip_special_tokens,
+                offsets=offsets,
+                token_strs=token_strs,
+                max_bytes=self._settings.max_response_bytes,
             )
-        return answer
+            return await self._pool.run(asked, size=len(token_ids), limits=self._text_limits, caller=caller)
 
     async def compile_grammar(self, kind: str, value: str, instead: str, *, param: str, caller: str) -> str:
         """What `windlass.server.text.grammars` makes of it; raises ApiError 400 naming `param` where it makes nothing."""
@@ -247,7 +238,11 @@ class TextService:
             lane = self._pool.grammars
             with told(param, "compiling this grammar", limits, "grammar"):
                 grammar = await self._pool.run(
-                    "compile_grammar", *key, size=len(value) + len(instead), limits=limits, caller=caller, lane=lane
+                    call(TextTasks.compile_grammar, kind, value, instead),
+                    size=len(value) + len(instead),
+                    limits=limits,
+                    caller=caller,
+                    lane=lane,
                 )
             while len(self._grammars) >= MAX_GRAMMARS_KEPT:
                 del self._grammars[next(iter(self._grammars))]
@@ -300,20 +295,17 @@ class TextService:
         light = not tools and _is_light(messages, variables)
         plain, size = _prepare(*prepared) if light else await self.on_thread(_prepare, *prepared)
         with told("messages", "the chat template, on these messages,", self._template_limits, "template"):
-            text: str = await self._pool.run(
-                "render",
+            asked = call(
+                TextTasks.render,
                 plain,
-                (not continuing) if add_generation_prompt is None else add_generation_prompt,
-                continuing,
-                variables,
-                tools if facts.tools else None,
-                bool(tools),
-                size=size,
-                limits=self._template_limits,
-                caller=caller,
-                lane=self._pool.templates,
+                add_generation_prompt=(not continuing) if add_generation_prompt is None else add_generation_prompt,
+                continue_final_message=continuing,
+                variables=variables,
+                tools=tools if facts.tools else None,
+                with_tools=bool(tools),
             )
-        return text
+            lane = self._pool.templates
+            return await self._pool.run(asked, size=size, limits=self._template_limits, caller=caller, lane=lane)
 
     async def refuse_long(self, characters: int, max_model_len: int, *, truncated: bool, param: str) -> None:
         """Raise ApiError for a text of so many characters that cannot fit into so many tokens. truncated: see `encode`."""

@@ -67,7 +67,7 @@ class SimulatedTextProcess:
         if self._world.happens("text process has no memory"):
             return OutOfMemory()
         try:
-            return Done(getattr(tasks(), job.task)(*job.args))
+            return Done(job.call.of(tasks()))
         except (RequestError, ChatTemplateError) as error:
             return Refused(error.message)
 

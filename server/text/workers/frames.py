@@ -11,11 +11,13 @@ import struct
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 if TYPE_CHECKING:
     from windlass.server.options.settings import RankSettings
     from windlass.server.text.tokenizer import Tokenizer
+
+R = TypeVar("R")
 
 _LENGTH = struct.Struct("!Q")
 _PIECE = 1 << 20  # bytes taken from a socket at once
@@ -46,11 +48,24 @@ class TextSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Job:
-    """A method of `TextTasks` by name with its arguments. memory: bytes it may take beyond what the process has."""
+class Call(Generic[R]):
+    """A method of `TextTasks` by name with its arguments, which comes to an R. `tasks.call` makes it."""
 
     task: str
     args: tuple[Any, ...]
+    keywords: dict[str, Any]
+
+    def of(self, tasks: object) -> R:
+        """Make it."""
+        found: R = getattr(tasks, self.task)(*self.args, **self.keywords)
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class Job:
+    """memory: bytes that the call may take beyond what the process has."""
+
+    call: Call[Any]
     memory: int
 
 

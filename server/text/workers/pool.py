@@ -10,13 +10,15 @@ import contextlib
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any
+from typing import TypeVar, cast
 
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TextSource
+from windlass.server.text.workers.frames import Call, Done, Job, OutOfMemory, Refused, TextSource
 from windlass.server.text.workers.lanes import Lane
 from windlass.server.text.workers.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
+
+R = TypeVar("R")
 
 LARGE_JOB = 64 * 1024  # characters or token ids from which a job goes to the lane of large ones
 TIRED_BY = 256 * 1024  # characters or token ids after which a process is replaced, which gives its memory back
@@ -80,10 +82,8 @@ class TextPool:
         with self._lock:
             return self._ensure_server().pairs
 
-    async def run(
-        self, task: str, *args: Any, size: int, limits: Limits, caller: str = "", lane: Lane | None = None
-    ) -> Any:
-        """The result of a method of `TextTasks`.
+    async def run(self, call: Call[R], *, size: int, limits: Limits, caller: str = "", lane: Lane | None = None) -> R:
+        """What a call of `TextTasks` comes to.
 
         size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.
         Raises RefusedError, OutOfMemoryError, TooSlowError, ProcessDiedError, LaneFullError, ClosedError. Cancelling it
@@ -93,7 +93,7 @@ class TextPool:
         async with lane.turn(caller, size):
             holder = _Holder()
             running = asyncio.get_running_loop().run_in_executor(
-                self._threads, self._call, Job(task, args, limits.memory), limits.seconds, size, holder
+                self._threads, self._call, Job(call, limits.memory), limits.seconds, size, holder
             )
             try:
                 result = await asyncio.shield(running)
@@ -104,7 +104,7 @@ class TextPool:
                 raise
         match result:
             case Done(value):
-                return value
+                return cast(R, value)
             case Refused(message):
                 raise RefusedError(message)
             case _:

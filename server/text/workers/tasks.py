@@ -6,20 +6,30 @@ answers as finished JSON. Knows nothing of sockets, limits or HTTP.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from pydantic_core import to_json
 
 from windlass.engine.errors import RequestError
 from windlass.server.text.breakers import breaker_tokens
-from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.grammars import FormCompiler
 from windlass.server.text.offsets import TextOffsets
 from windlass.server.text.pair_prompt import Gap, PairPrompt
-from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import pack_ids, unpack_ids
+from windlass.server.text.workers.frames import Call, pack_ids, unpack_ids
+
+if TYPE_CHECKING:  # who only calls tasks needs no templates
+    from windlass.server.text.chat_template import ChatTemplate
+    from windlass.server.text.tokenizer import Tokenizer
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def call(task: Callable[Concatenate[TextTasks, P], R], *args: P.args, **keywords: P.kwargs) -> Call[R]:
+    """A call of a method of `TextTasks`, for `TextPool.run`."""
+    return Call(task.__name__, args, keywords)
 
 
 class TextTasks:
@@ -32,12 +42,12 @@ class TextTasks:
         self._template, self._tool_template = template, tool_template or template
         self._grammars = FormCompiler(tokenizer)
 
-    def encode(self, texts: Sequence[str], add_special_tokens: bool) -> list[bytes]:
+    def encode(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[bytes]:
         """Packed token ids of each text."""
         return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
 
     def encode_pairs(
-        self, pairs: Sequence[tuple[str, str]], add_special_tokens: bool, most: int | None
+        self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool, most: int | None
     ) -> list[tuple[bytes, int]]:
         """Packed token ids of each pair of texts, and where those of the second begin; see `Tokenizer.encode_pair`."""
         found = []
@@ -54,6 +64,7 @@ class TextTasks:
         prompt: PairPrompt,
         instruction: str,
         pairs: Sequence[tuple[str, str]],
+        *,
         add_special_tokens: bool,
         most: int | None,
         keep_first: bool,
@@ -96,6 +107,7 @@ class TextTasks:
     def tokenize(
         self,
         text: str,
+        *,
         add_special_tokens: bool,
         offsets: bool,
         token_strs: bool,
@@ -111,12 +123,12 @@ class TextTasks:
             payload["token_strs"] = [self._tokenizer.token_text(token_id) for token_id in ids]
         return _within(to_json(payload), max_bytes, "prompt")
 
-    def decode(self, prompts: Sequence[bytes], skip_special_tokens: bool) -> list[str]:
+    def decode(self, prompts: Sequence[bytes], *, skip_special_tokens: bool) -> list[str]:
         """The text of each list of packed ids."""
         return [self._tokenizer.decode(unpack_ids(ids), skip_special_tokens=skip_special_tokens) for ids in prompts]
 
     def detokenize(
-        self, packed: bytes, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
+        self, packed: bytes, *, skip_special_tokens: bool, offsets: bool, token_strs: bool, max_bytes: int
     ) -> bytes:
         """The JSON answer of /detokenize, of at most max_bytes."""
         ids = unpack_ids(packed)
@@ -140,11 +152,12 @@ class TextTasks:
     def render(
         self,
         messages: Sequence[Mapping[str, Any]],
+        *,
         add_generation_prompt: bool,
         continue_final_message: bool,
         variables: Mapping[str, Any] | None,
         tools: Sequence[Mapping[str, Any]] | None,
-        with_tools: bool = False,
+        with_tools: bool,
     ) -> str:
         """A conversation as one text; see `ChatTemplate.render`. with_tools: by the template for chats with functions."""
         template = self._tool_template if with_tools else self._template

@@ -28,7 +28,7 @@ def _answer(job: Job, tasks: TextTasks, memory: MemoryLimit) -> bytes:
     memory.set(job.memory)
     refused: Refused | OutOfMemory
     try:
-        return frames.encode(Done(getattr(tasks, job.task)(*job.args)))
+        return frames.encode(Done(job.call.of(tasks)))
     except MemoryError:
         refused = OutOfMemory()
     except (RequestError, ChatTemplateError) as error:

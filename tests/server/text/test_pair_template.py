@@ -81,7 +81,9 @@ def test_documents_are_cut_to_fit_and_the_rest_stays(source: str, keep_first: bo
     prompt = cut_pairs(ChatTemplate(source)).plain
 
     def encode(text: str, most: int | None) -> list[int]:
-        (packed,) = tasks.encode_filled(prompt, "", [("fox", text)], False, most, keep_first)
+        (packed,) = tasks.encode_filled(
+            prompt, "", [("fox", text)], add_special_tokens=False, most=most, keep_first=keep_first
+        )
         return unpack_ids(packed)
 
     whole, around = encode(document, None), len(encode("", None))

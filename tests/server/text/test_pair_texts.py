@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.server.text.pair_prompt import PairPrompt
 from windlass.server.text.pair_texts import PairJob, PairTexts
-from windlass.server.text.workers.frames import pack_ids
+from windlass.server.text.workers.frames import Call, pack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits
 
 
@@ -19,11 +19,11 @@ def test_pairs_go_to_the_tokenizer_a_few_at_a_time_and_unjoined() -> None:
             raise AssertionError("copied")
 
     class Pool:
-        async def run(self, task: str, *args: Any, size: int, **rest: Any) -> list[Any]:
-            batch = args[0] if task == "encode_pairs" else args[2]
+        async def run(self, call: Call[Any], *, size: int, **rest: Any) -> list[Any]:
+            batch = call.args[0] if call.task == "encode_pairs" else call.args[2]
             sizes.append((len(batch), size))
             ids = [pack_ids([len(second)]) for _, second in batch]
-            return [(each, 1) for each in ids] if task == "encode_pairs" else ids
+            return [(each, 1) for each in ids] if call.task == "encode_pairs" else ids
 
     async def refuse_long(characters: int, max_model_len: int, *, truncated: bool, param: str) -> None: ...
 

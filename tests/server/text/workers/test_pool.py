@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import pytest
 import tokenizers
@@ -23,9 +23,12 @@ from tokenizers import Regex, models, pre_tokenizers
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
-from windlass.server.text.workers.frames import TextSource, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import Call, TextSource, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
 from windlass.server.text.workers.processes import ForkServer, KilledError, TooSlowError
+from windlass.server.text.workers.tasks import TextTasks, call
+
+T = TypeVar("T")
 
 MIB = 2**20
 ROOMY = Limits(seconds=30.0, memory=1024 * MIB)
@@ -60,7 +63,21 @@ def run(make: Callable[[], Awaitable[Any]]) -> Any:
 
 def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitable[str]:
     messages = [{"role": "user", "content": "hello"}]
-    return pool.run("render", messages, True, False, variables, None, size=5, limits=limits, lane=pool.templates)
+    asked = call(
+        TextTasks.render,
+        messages,
+        add_generation_prompt=True,
+        continue_final_message=False,
+        variables=variables,
+        tools=None,
+        with_tools=False,
+    )
+    return pool.run(asked, size=5, limits=limits, lane=pool.templates)
+
+
+def do(pool: TextPool, asked: Call[T], size: int = 10) -> T:
+    """What a call comes to, with room for it."""
+    return run(lambda: pool.run(asked, size=size, limits=ROOMY))
 
 
 def children_of(pid: int) -> list[int]:
@@ -78,12 +95,13 @@ TEXTS = ["", "hello world", "naïve 東京 😀", "a" * 5000, "<|eos|> x <tool>"
 def test_it_does_what_the_tokenizer_does(pool: TextPool) -> None:
     tokenizer = Tokenizer(toys.byte_level(), SPECIAL)
     for special in (True, False):
-        packed = run(lambda: pool.run("encode", TEXTS, special, size=10, limits=ROOMY))  # noqa: B023
+        packed = do(pool, call(TextTasks.encode, TEXTS, add_special_tokens=special))
         ids = [unpack_ids(each) for each in packed]
         assert ids == [tokenizer.encode(text, add_special_tokens=special) for text in TEXTS]
-        texts = run(lambda: pool.run("decode", packed, special, size=10, limits=ROOMY))  # noqa: B023
+        texts = do(pool, call(TextTasks.decode, packed, skip_special_tokens=special))
         assert texts == [tokenizer.decode(each, skip_special_tokens=special) for each in ids]
-    answer = json.loads(run(lambda: pool.run("tokenize", TEXTS[2], True, True, True, 77, MIB, size=10, limits=ROOMY)))
+    shown = {"add_special_tokens": True, "offsets": True, "token_strs": True}
+    answer = json.loads(do(pool, call(TextTasks.tokenize, TEXTS[2], **shown, max_model_len=77, max_bytes=MIB)))
     ids, offsets = tokenizer.encode_with_offsets(TEXTS[2])
     assert answer["tokens"] == ids and answer["offsets"] == [list(pair) for pair in offsets]
     assert answer["count"] == len(ids) and answer["max_model_len"] == 77
@@ -126,8 +144,9 @@ def test_a_job_that_takes_too_much_memory_is_refused(pool: TextPool) -> None:
 def test_what_the_input_is_at_fault_for_is_refused_with_the_reason(pool: TextPool) -> None:
     with pytest.raises(RefusedError, match="no such role"):
         run(lambda: render(pool, refuse="no such role"))
+    shown = {"add_special_tokens": True, "offsets": True, "token_strs": False}
     with pytest.raises(RefusedError, match=r"the answer has \d+ bytes"):
-        run(lambda: pool.run("tokenize", "hello " * 1000, True, True, False, None, 100, size=10, limits=ROOMY))
+        do(pool, call(TextTasks.tokenize, "hello " * 1000, **shown, max_model_len=None, max_bytes=100))
 
 
 def test_a_pattern_that_backtracks_without_end_is_the_texts_fault() -> None:
@@ -136,8 +155,8 @@ def test_a_pattern_that_backtracks_without_end_is_the_texts_fault() -> None:
     made = make_pool(backend, None)
     try:
         with pytest.raises(RefusedError, match="tokenizer cannot process this text"):
-            run(lambda: made.run("encode", ["a" * 60 + "!"], True, size=60, limits=ROOMY))
-        packed = run(lambda: made.run("encode", ["a"], True, size=1, limits=ROOMY))
+            do(made, call(TextTasks.encode, ["a" * 60 + "!"], add_special_tokens=True), size=60)
+        packed = do(made, call(TextTasks.encode, ["a"], add_special_tokens=True), size=1)
         assert unpack_ids(packed[0]) == [0]
     finally:
         made.close()
