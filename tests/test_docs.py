@@ -28,9 +28,10 @@ from windlass.engine.rotary.fields import KINDS, fields_of
 from windlass.engine.rotary.groups import apply_scaling
 from windlass.engine.rotary.policy import RotaryReport, make_plan
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.server.answers.rotary_layouts import rotary_object
 from windlass.server.app.app import create_app
 from windlass.server.cli import main as cli
-from windlass.server.generation.request_rotation import report_at, report_object
+from windlass.server.generation.request_rotation import report_at
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
@@ -265,7 +266,7 @@ def test_the_rotary_report_on_the_page_is_that_of_the_example():
     asked = json.loads(body)
     prompt = len(Tokenizer.from_directory(DEMO).encode(asked["prompt"]))
     arguments = asked["rope_scaling"], asked["rope_update"], prompt, asked["max_tokens"]
-    expected = report_object(demo_report(*arguments, int(context)))
+    expected = rotary_object(demo_report(*arguments, int(context)), None)
     assert asked["ignore_eos"] and expected["moves"] == 2  # else it may stop before the first grid point
     start = report.pop("fingerprint").removesuffix("…")
     assert len(start) >= 4 and expected.pop("fingerprint").startswith(start)

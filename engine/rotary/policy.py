@@ -64,7 +64,7 @@ class RotaryReport:
 
     fingerprint: of the frequencies and factors of all groups together.
     effective_length: tokens the frequencies were formed for last, None for kinds without a length.
-    moves: how often the cached keys were re-rotated. context: what became of the sample's context, where anything can.
+    moves: how often the cached keys were re-rotated.
     auto: what the scaling was chosen by, where it was chosen by length.
     """
 
@@ -75,7 +75,6 @@ class RotaryReport:
     fingerprint: str
     moves: int = 0
     groups: dict[str, dict[str, Any]] = field(default_factory=dict)
-    context: dict[str, int] | None = None
     auto: dict[str, Any] | None = None
 
 

@@ -10,12 +10,11 @@ from typing import TYPE_CHECKING, Any, TypeVar
 from pydantic_core import to_json
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.answers.logprob_layouts import prompt_logprobs_object
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces
+from windlass.server.answers.rotary_layouts import sample_object
 from windlass.server.errors import answer_too_large
-from windlass.server.generation.deltas import Delta, Tally
-from windlass.server.generation.request_rotation import report_object
+from windlass.server.generation.deltas import Delta, SampleReport, Tally
 from windlass.server.text.service import Prompt
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class Result:
     num_logprobs: int = 0
     finish_reason: str | None = None
     stop_reason: str | int | None = None
-    rotary: RotaryReport | None = None
+    report: SampleReport | None = None
 
     def add(self, delta: Delta) -> None:
         """Append what a delta brings."""
@@ -73,7 +72,7 @@ class Result:
         self.num_logprobs += len(delta.logprobs)
         if delta.finish_reason is not None:
             self.finish_reason, self.stop_reason = delta.finish_reason, delta.stop_reason
-            self.rotary = delta.rotary
+            self.report = delta.report
 
     @property
     def text(self) -> str:
@@ -111,7 +110,7 @@ class AnswerWriter(ABC):
         self._tail = b'],"usage":null}\n\n' if options.usage_at_end else b"]}\n\n"
         self._detailed = options.logprobs is not None or options.return_token_ids or options.usage_always
         self._begun: set[int] = set()
-        self._reports: dict[int, RotaryReport] = {}  # of the choices of a stream that ended
+        self._reports: dict[int, dict[str, Any]] = {}  # of the choices of a stream that ended
         self.size = 0  # bytes of what is kept for a whole answer, or for the first events of a stream
 
     # ---- to be filled in ---------------------------------------------------------------------------------------------
@@ -154,29 +153,30 @@ class AnswerWriter(ABC):
 
     def report(self, delta: Delta) -> dict[str, Any]:
         """The `rotary` field of a chunk that ends a choice."""
-        if delta.rotary is None:
+        shown = self.shown(delta.report)
+        if shown is None:
             return {}
-        self._reports[delta.choice] = delta.rotary
-        return {"rotary": self.shown(delta.rotary)}
+        self._reports[delta.choice] = shown
+        return {"rotary": shown}
 
-    def shown(self, report: RotaryReport) -> dict[str, Any]:
-        """A report as answers have it, with what became of the context."""
-        return shown_report(report, self.options.dropped_turns)
+    def shown(self, report: SampleReport | None) -> dict[str, Any] | None:
+        """A report as answers have it."""
+        return None if report is None else sample_object(report, self.options.dropped_turns)
 
     def last_event(self) -> bytes:
         """The usage chunk, where it was asked for."""
         if not self.options.usage_at_end:
             return b""
-        payload = {**self.envelope, "choices": [], "usage": self.tally.usage()}
+        payload = {**self.envelope, "choices": [], "usage": usage_object(self.tally)}
         if self._reports:
-            payload["rotary"] = self.shown(self._reports[min(self._reports)])
+            payload["rotary"] = self._reports[min(self._reports)]
         return b"data: " + to_json(payload) + b"\n\n"
 
     def chunk(self, choices: list[dict[str, Any]], **fields: Any) -> bytes:
         """One chunk as an event."""
         payload = {**self.envelope, "choices": choices, **fields}
         if self.options.usage_always:
-            payload["usage"] = self.tally.usage()
+            payload["usage"] = usage_object(self.tally)
         elif self.options.usage_at_end:
             payload["usage"] = None
         return b"data: " + to_json(payload) + b"\n\n"
@@ -185,7 +185,7 @@ class AnswerWriter(ABC):
         """A chunk that may hold lists written in pieces."""
         payload = {**self.envelope, "choices": choices, **fields}
         if self.options.usage_at_end or self.options.usage_always:
-            payload["usage"] = self.tally.usage() if self.options.usage_always else None
+            payload["usage"] = usage_object(self.tally) if self.options.usage_always else None
         return b"data: " + encode(payload) + b"\n\n"
 
     # ---- whole answers -----------------------------------------------------------------------------------------------
@@ -204,7 +204,7 @@ class AnswerWriter(ABC):
         """The answer as an object; long lists in it are `JsonList`."""
         n, samples = self.options.n, self.options.samples
         choices: list[dict[str, Any]] = []
-        reports: list[RotaryReport | None] = []
+        reports: list[dict[str, Any] | None] = []
         for prompt_index in range(len(self.prompts)):
             outputs = range(prompt_index * samples, (prompt_index + 1) * samples)
             if n < samples:
@@ -212,18 +212,18 @@ class AnswerWriter(ABC):
                 outputs = best[:n]  # type: ignore[assignment]
             for choice in outputs:
                 choices.append(self.whole(len(choices), choice, self.results[choice]))
-                reports.append(self.results[choice].rotary)
+                reports.append(self.shown(self.results[choice].report))
         rotary = self._place_reports(choices, reports)
-        return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": self.tally.usage()}
+        return {**self.envelope, "choices": choices, **self.extras(), **rotary, "usage": usage_object(self.tally)}
 
-    def _place_reports(self, choices: list[dict[str, Any]], reports: list[RotaryReport | None]) -> dict[str, Any]:
+    def _place_reports(self, choices: list[dict[str, Any]], reports: list[dict[str, Any] | None]) -> dict[str, Any]:
         """The top level's `rotary`, the first choice's; where the choices differ, each gets its own too."""
         first = reports[0]
         if any(report != first for report in reports):
             for choice, report in zip(choices, reports, strict=True):
                 if report is not None:
-                    choice["rotary"] = self.shown(report)
-        return {} if first is None else {"rotary": self.shown(first)}
+                    choice["rotary"] = report
+        return {} if first is None else {"rotary": first}
 
     def grow(self, size: int) -> None:
         """Count bytes that are kept. Raises ApiError where they become too many."""
@@ -241,12 +241,17 @@ class AnswerWriter(ABC):
             self.grow(found.size)
 
 
-def shown_report(report: RotaryReport, dropped_turns: int | None) -> dict[str, Any]:
-    """A rotary report as answers have it. dropped_turns: None where none may be."""
-    shown = report_object(report)
-    if dropped_turns is not None:
-        shown["context"] = {**shown.get("context", {}), "dropped_turns": dropped_turns}
-    return shown
+def usage_object(tally: Tally) -> dict[str, Any]:
+    """OpenAI's usage object."""
+    usage: dict[str, Any] = {
+        "prompt_tokens": tally.prompt_tokens,
+        "completion_tokens": tally.completion_tokens,
+        "total_tokens": tally.prompt_tokens + tally.completion_tokens,
+        "prompt_tokens_details": {"cached_tokens": tally.cached_tokens},
+    }
+    if tally.reasoning_tokens is not None:
+        usage["completion_tokens_details"] = {"reasoning_tokens": tally.reasoning_tokens}
+    return usage
 
 
 def in_pieces(items: Sequence[T]) -> Iterator[Sequence[T]]:

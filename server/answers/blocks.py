@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.server.answers.base import AnswerOptions, shown_report
+from windlass.server.answers.base import AnswerOptions
 from windlass.server.answers.logprob_layouts import chat_logprobs
 from windlass.server.answers.pieces import JsonList
+from windlass.server.answers.rotary_layouts import sample_object
 from windlass.server.answers.turn import Turn
 from windlass.server.errors import answer_too_large
 from windlass.server.generation.deltas import Delta, Tally
@@ -153,8 +154,8 @@ class BlockWriter(ABC):
                 yield self.opened(self._open)
         self.finish_reason = self._turn.finish_reason(delta.finish_reason)
         self.stop_reason = delta.stop_reason
-        if delta.rotary is not None:
-            self.rotary = shown_report(delta.rotary, self._options.dropped_turns)
+        if delta.report is not None:
+            self.rotary = sample_object(delta.report, self._options.dropped_turns)
         called = self._open is not None and self._open.kind == "call"
         yield from self._close(tell, cut=self._turn.cut if called else delta.finish_reason == "length")
 

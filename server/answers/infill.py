@@ -9,7 +9,8 @@ from typing import Any
 from pydantic_core import to_json
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.server.answers.base import AnswerOptions, Result, shown_report
+from windlass.server.answers.base import AnswerOptions, Result
+from windlass.server.answers.rotary_layouts import sample_object
 from windlass.server.errors import answer_too_large
 from windlass.server.generation.deltas import Delta, Tally
 
@@ -48,7 +49,7 @@ class InfillWriter:
         if delta.finish_reason is None:
             return _event(self._piece(delta)) if delta.text else b""
         self._result.finish_reason, self._result.stop_reason = delta.finish_reason, delta.stop_reason
-        self._result.rotary = delta.rotary
+        self._result.report = delta.report
         last = _event({**self._whole(), "content": "", "tokens": []})
         return _event(self._piece(delta)) + last if delta.text else last
 
@@ -111,8 +112,8 @@ class InfillWriter:
             "stopping_word": word,
             "timings": self._timings(),
         }
-        if result.rotary is not None:
-            whole["rotary"] = shown_report(result.rotary, None)
+        if result.report is not None:
+            whole["rotary"] = sample_object(result.report, None)
         return whole
 
     def _timings(self) -> dict[str, Any]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import time
+import uuid
 from collections.abc import Callable
 from typing import Any
 
 from pydantic_core import to_json
 
+from windlass.engine.api.request import SamplingParams
+from windlass.server.answers.base import usage_object
 from windlass.server.answers.blocks import AnswerBlock, BlockWriter
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces
 from windlass.server.errors import ApiError
+from windlass.server.protocol.responses.request import ResponseRequest
 
 _PREFIXES = {"thinking": "rs", "text": "msg", "call": "fc"}
 _MORE = {
@@ -25,7 +29,7 @@ _FAILURES = {429: "rate_limit_exceeded"}
 class ResponseWriter(BlockWriter):
     """An item for each block: `reasoning`, `message` or `function_call`.
 
-    response: the fields that do not depend on what is generated, `id` among them.
+    response: see `begun_response`.
     keep: takes the whole response as JSON and its items once it has finished, before the last event or the answer is sent.
     """
 
@@ -105,7 +109,7 @@ class ResponseWriter(BlockWriter):
         return list(encode_pieces(self._kept(self._answer())))
 
     def _answer(self) -> dict[str, Any]:
-        usage, cut = self.tally.usage(), self.finish_reason == "length"
+        usage, cut = usage_object(self.tally), self.finish_reason == "length"
         answer = {
             **self._response,
             "status": "incomplete" if cut else "completed",
@@ -164,6 +168,44 @@ def _part(block: AnswerBlock, text: str, logprobs: JsonList) -> dict[str, Any]:
 
 def _status(block: AnswerBlock) -> str:
     return "incomplete" if block.cut else "completed"
+
+
+def begun_response(body: ResponseRequest, *, model: str, sampling: SamplingParams, drops_turns: bool) -> dict[str, Any]:
+    """A response that has no output yet: what it was asked for, and what holds where that was left out."""
+    text, reasoning = body.text, body.reasoning
+    tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
+    return {
+        "id": f"resp_{uuid.uuid4().hex}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "in_progress",
+        "background": False,
+        "completed_at": None,
+        "error": None,
+        "incomplete_details": None,
+        "instructions": body.instructions,
+        "max_output_tokens": body.max_output_tokens,
+        "max_tool_calls": None,
+        "model": model,
+        "output": [],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
+        "previous_response_id": body.previous_response_id,
+        "prompt_cache_key": body.prompt_cache_key,
+        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
+        "safety_identifier": body.safety_identifier,
+        "service_tier": "default",
+        "store": body.store is not False,
+        "temperature": sampling.temperature,
+        "text": {"format": (None if text is None else text.format) or {"type": "text"}},
+        "tool_choice": body.tool_choice or "auto",
+        "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
+        "top_logprobs": body.top_logprobs or 0,
+        "top_p": sampling.top_p,
+        "truncation": "auto" if drops_turns else "disabled",
+        "usage": None,
+        "user": body.user,
+        "metadata": body.metadata or {},
+    }
 
 
 def unbegun_failure(error: ApiError) -> bytes:

@@ -10,7 +10,7 @@ from typing import Protocol
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-DEFAULT = "default"  # what requests run under that ask for nothing
+from windlass.server.options.profiles import DEFAULT_NAME
 
 
 class CountedTokens(Protocol):
@@ -28,7 +28,7 @@ class ScalingCollector(Collector):
 
     def __init__(self) -> None:
         self._running: dict[int, tuple[str, CountedTokens]] = {}
-        self._prompt: Counter[str] = Counter({DEFAULT: 0})
+        self._prompt: Counter[str] = Counter({DEFAULT_NAME: 0})
         self._generated: Counter[str] = Counter()
         self._serial = 0
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, SHORTEST_PASSAGE, ContextReport, ContextRule, PassageReuse
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, SHORTEST_PASSAGE, ContextRule, PassageReuse
 from windlass.engine.api.context_size import ContextSize, sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request
@@ -81,22 +81,3 @@ def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info:
     size = info.block_size
     most = info.shift_context // size * size - 2 * size
     return replace(rule, keep_tokens=max(0, min(shared, most))) if shared else rule
-
-
-def context_object(report: ContextReport | None, rule: ContextRule) -> dict[str, int] | None:
-    """What became of a context, as answers show it: what applies alone."""
-    if report is None:
-        return None
-    shown: dict[str, int] = {}
-    if rule.attention_window is not None:
-        shown |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
-    elif report.window is not None:
-        shown |= {
-            "window": report.window,
-            "kept_tokens": report.kept_tokens,
-            "dropped_tokens": report.dropped_tokens,
-            "shifts": report.shifts,
-        }
-    if report.reused_passages:
-        shown |= {"reused_tokens": report.reused_tokens, "reused_passages": report.reused_passages}
-    return shown

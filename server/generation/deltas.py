@@ -9,16 +9,16 @@ import asyncio
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import aclosing
-from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
 
+from windlass.engine.api.context import ContextReport, ContextRule
 from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
 from windlass.engine.client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
 from windlass.engine.rotary.policy import RotaryReport
 from windlass.server.exchange.metrics import ServerMetrics
-from windlass.server.generation.context_rules import context_object
 from windlass.server.generation.request_rotation import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer
 from windlass.server.text.line_limits import LineLimits, LineWatch
@@ -62,12 +62,21 @@ class GenerationPlan:
     window: int = 64
 
 
+@dataclass(frozen=True, slots=True)
+class SampleReport:
+    """What one sample ran under. context: what became of it under its rule, None where nothing is known of it."""
+
+    rotary: RotaryReport
+    rule: ContextRule
+    context: ContextReport | None
+
+
 @dataclass(slots=True)
 class Delta:
     """What one engine output adds to one choice (choice = prompt index * samples + sample).
 
     prompt_logprobs comes once per prompt, on its first delta. finish_reason marks the choice's last delta, which also has
-    the rotary report. pieces: the text by token, where there are several. scheduled_at: see `RequestOutput`.
+    the report. pieces: the text by token, where there are several. scheduled_at: see `RequestOutput`.
     """
 
     choice: int
@@ -77,7 +86,7 @@ class Delta:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
-    rotary: RotaryReport | None = None
+    report: SampleReport | None = None
     pieces: tuple[str, ...] = ()
     scheduled_at: float | None = None
 
@@ -90,18 +99,6 @@ class Tally:
     completion_tokens: int = 0
     cached_tokens: int = 0
     reasoning_tokens: int | None = None  # None: thinking is not told apart
-
-    def usage(self) -> dict[str, Any]:
-        """OpenAI's usage object."""
-        usage: dict[str, Any] = {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
-        if self.reasoning_tokens is not None:
-            usage["completion_tokens_details"] = {"reasoning_tokens": self.reasoning_tokens}
-        return usage
 
 
 @dataclass(slots=True)
@@ -162,7 +159,6 @@ class Generation:
                 if sample.finished:
                     continue  # computed before the engine heard that this sample was ended
                 delta = self._push(sample, output, now)
-                delta.choice = prompt_index * plan.samples + output.index
                 if delta.finish_reason is not None:
                     remaining -= 1
                     self._finished(request, sample, delta.finish_reason, now)
@@ -252,21 +248,18 @@ class Generation:
         self.tally.completion_tokens += len(token_ids)
         sample.num_tokens += len(token_ids)
         sample.finished = reason is not None
-        if rotary is not None:
-            rule = self.plan.requests[sample.prompt_index].context
-            rotary = replace(rotary, context=context_object(context, rule))
-        pieces = tuple(detokenizer.pieces) if len(token_ids) > 1 else ()
+        rule = self.plan.requests[sample.prompt_index].context
         return Delta(
-            0,
-            text,
-            token_ids,
-            logprobs,
-            reason,
-            stop_reason,
-            output.prompt_logprobs,
-            rotary,
-            pieces,
-            output.scheduled_at,
+            self.plan.samples * sample.prompt_index + output.index,
+            text=text,
+            token_ids=token_ids,
+            logprobs=logprobs,
+            finish_reason=reason,
+            stop_reason=stop_reason,
+            prompt_logprobs=output.prompt_logprobs,
+            report=None if rotary is None else SampleReport(rotary, rule, context),
+            pieces=tuple(detokenizer.pieces) if len(token_ids) > 1 else (),
+            scheduled_at=output.scheduled_at,
         )
 
     async def _run_many(self) -> AsyncGenerator[Delta]:

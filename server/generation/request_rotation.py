@@ -1,14 +1,13 @@
-"""Rotary scaling in the API process: what a request may ask for, what comes of it, and how both are shown.
+"""Rotary scaling in the API process: what a request may ask for, and what comes of it.
 
 Applies the operator's rules and the model's own numbers, so that the engine never sees a scaling it cannot run. Knows
-neither HTTP nor torch.
+neither HTTP nor torch, nor how answers show it.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.context_size import ContextSize
@@ -16,11 +15,10 @@ from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.fields import KINDS
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
-from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, RotaryLadder
-from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport, make_auto_plan
-from windlass.engine.rotary.scaling import RopeScaling, original_len
-from windlass.server.exchange.scaling_metrics import DEFAULT
-from windlass.server.options.profiles import OPTION
+from windlass.engine.rotary.ladder import AUTO, AUTO_NAME
+from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.options.profiles import DEFAULT_NAME, OPTION
 from windlass.server.options.settings import ServerSettings
 
 if TYPE_CHECKING:
@@ -47,7 +45,7 @@ class Rotation:
         """What it is counted under: the name of a profile, "auto", the kind, or "default". asked: the body's field."""
         if isinstance(asked, str):
             return asked
-        return DEFAULT if self.scaling is None else self.scaling.rope_type
+        return DEFAULT_NAME if self.scaling is None else self.scaling.rope_type
 
     @property
     def longest(self) -> int | None:
@@ -134,75 +132,11 @@ def report_at(plan: RotaryPlan, prompt_tokens: int, tokens: int) -> RotaryReport
     return plan.report(stage, moves)
 
 
-def report_object(report: RotaryReport) -> dict[str, Any]:
-    """A report as answers show it."""
-    shown: dict[str, Any] = {
-        "rope_type": report.rope_type,
-        "parameters": report.parameters,
-        "policy": report.policy,
-        "effective_length": report.effective_length,
-        "fingerprint": report.fingerprint,
-        "moves": report.moves,
-    }
-    if report.groups:
-        shown["groups"] = report.groups
-    if report.context:
-        shown["context"] = report.context
-    if report.auto is not None:
-        shown["auto"] = report.auto
-    return shown
-
-
-def describe_ladder(info: ModelInfo) -> dict[str, Any] | None:
-    """What `auto` chooses from, as answers show it; None for a model that cannot be scaled."""
-    if info.rotary_ladder is None:
-        return None
-    return {"default": info.rotary_auto, "steps": _steps(info.rotary_ladder, info.max_model_len)}
-
-
-@lru_cache(maxsize=8)
-def _steps(ladder: RotaryLadder, longest: int) -> list[dict[str, Any]]:
-    """The stages of a request that grows to `longest` tokens, as far as there are steps for it."""
-    longest = longest if ladder.end is None else min(longest, ladder.end)
-    plan, shown = make_auto_plan(ladder, longest, "recompute"), []
-    length: int | None = 1
-    while length is not None:
-        stage = plan.stage(length)
-        assert stage.choice is not None
-        main = main_group(plan.groups_in(stage))
-        effective = stage.effective_lengths[plan.groups.index(main_group(plan.groups))]
-        step = {"up_to": stage.choice.up_to, "rope_scaling": main.scaling.to_dict(), "effective_length": effective}
-        shown.append(step if stage.choice.step.profile is None else {**step, "profile": stage.choice.step.profile})
-        length = None if stage.last_length is None else stage.last_length + 1
-    return shown
-
-
 def check_rotates(info: ModelInfo) -> None:
     """Raise RequestError for a model none of whose layers rotates."""
     why = main_group(info.rotary_groups).base.unrotated
     if why is not None:
         raise RequestError(f"this model does not rotate: {why}", "model", "no_rotation")
-
-
-def describe_rotation(info: ModelInfo) -> dict[str, Any] | None:
-    """What `/v1/models` tells of it; None for a model that does not rotate."""
-    return describe_groups(info.rotary_groups) if main_group(info.rotary_groups).base.unrotated is None else None
-
-
-def describe_groups(groups: tuple[RotaryGroup, ...]) -> dict[str, Any]:
-    """The main group's scaling and dimensions, and under `groups` every group's."""
-    described = {group.name: _describe(group) for group in groups}
-    return {**described[groups[0].name], "groups": described}
-
-
-def _describe(group: RotaryGroup) -> dict[str, Any]:
-    return {
-        "rope_type": group.scaling.rope_type,
-        **group.parameters(),
-        "rotary_dim": group.base.rotary_dim,
-        "original_max_position_embeddings": original_len(group.scaling, group.base),
-        "max_position_embeddings": group.base.trained_len,
-    }
 
 
 def _check_allowed(rope_scaling: Any, rope_update: RopeUpdateObject | None, settings: ServerSettings) -> None:

@@ -16,6 +16,7 @@ from windlass.engine.rotary.ladder import AUTO_NAME
 from windlass.engine.rotary.scaling import RopeScaling
 
 OPTION = "--rope-profile"
+DEFAULT_NAME = "default"  # what requests run under that ask for nothing
 EXAMPLE = 'long=\'{"rope_type": "yarn", "factor": 4}\''
 
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}")

@@ -11,9 +11,9 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.api.request import ModelInfo
+from windlass.server.answers.rotary_layouts import ladder_object, model_rotation
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
-from windlass.server.generation.request_rotation import describe_ladder, describe_rotation
 from windlass.server.protocol.answers import Model, ModelDraft, ModelList
 from windlass.server.routes.common import answers, state_of
 from windlass.server.text.parsing.reasoning.formats import NONE
@@ -88,10 +88,10 @@ def describe_model(state: ServerState) -> dict[str, Any]:
     described["context"] = {name: getattr(state.settings, name) for name in _CONTEXT_DEFAULTS} | {
         name: None if info is None else getattr(info, name) for name in _CONTEXT_LIMITS
     }
-    described["rotary"] = None if info is None else describe_rotation(info)
+    described["rotary"] = None if info is None else model_rotation(info)
     described["special_tokens"] = state.tokenizer.special_tokens
     described["template"] = _template(state)
-    described["rotary_auto"] = None if info is None else describe_ladder(info)
+    described["rotary_auto"] = None if info is None else ladder_object(info)
     described |= _beyond_generating(info, fills_in=state.text.fill_in is not None)
     described["scored_by"] = None if info is None else _scored_by(info, answers=bool(state.answer_ids))
     return described

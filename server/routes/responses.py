@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-import uuid
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.server.answers.responses import ResponseWriter, unbegun_failure
+from windlass.server.answers.responses import ResponseWriter, begun_response, unbegun_failure
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.response_store import Kept, items_until
@@ -26,7 +25,7 @@ from windlass.server.protocol.responses.events import ResponseEvent
 from windlass.server.protocol.responses.items import INCOMPLETE, CallItem, Item, kept_items, known_items
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, query, state_of
-from windlass.server.routes.conversation import CheckedChat, check_chat, prepare
+from windlass.server.routes.conversation import check_chat, prepare
 from windlass.server.routes.pipeline import run
 from windlass.server.text.service import Prompt
 
@@ -63,7 +62,9 @@ async def create_response(request: Request) -> Response:
             exchange.begin_stream()
         with translated.names.told():
             prompts, job = await prepare(chat)
-            response = _described(state, body, chat)
+            response = begun_response(
+                body, model=job.model_name, sampling=job.sampling, drops_turns=job.overflow == "drop_turns"
+            )
 
             def keep(answer: bytes, output: list[dict[str, Any]]) -> None:
                 _keep(state, owner, str(response["id"]), body, previous, answer, output)
@@ -105,45 +106,6 @@ def _found(state: ServerState, response_id: str, owner: str, *, param: str | Non
             code="previous_response_not_found" if param else "response_not_found",
         )
     return kept
-
-
-def _described(state: ServerState, body: ResponseRequest, chat: CheckedChat) -> dict[str, Any]:
-    """What a response says beside its output: what it was asked for, and what held where that was left out."""
-    sampling, text = chat.job.sampling, body.text
-    reasoning = body.reasoning
-    tools = [tool.model_dump(exclude_none=True, exclude={"defer_loading"}) for tool in body.tools or ()]
-    return {
-        "id": f"resp_{uuid.uuid4().hex}",
-        "object": "response",
-        "created_at": int(time.time()),
-        "status": "in_progress",
-        "background": False,
-        "completed_at": None,
-        "error": None,
-        "incomplete_details": None,
-        "instructions": body.instructions,
-        "max_output_tokens": body.max_output_tokens,
-        "max_tool_calls": None,
-        "model": chat.job.model_name,
-        "output": [],
-        "parallel_tool_calls": body.parallel_tool_calls is not False,
-        "previous_response_id": body.previous_response_id,
-        "prompt_cache_key": body.prompt_cache_key,
-        "reasoning": {"effort": None if reasoning is None else reasoning.effort, "summary": None},
-        "safety_identifier": body.safety_identifier,
-        "service_tier": "default",
-        "store": body.store is not False,
-        "temperature": sampling.temperature,
-        "text": {"format": (None if text is None else text.format) or {"type": "text"}},
-        "tool_choice": body.tool_choice or "auto",
-        "tools": [{"parameters": None, "strict": None, **tool} for tool in tools],
-        "top_logprobs": body.top_logprobs or 0,
-        "top_p": sampling.top_p,
-        "truncation": "auto" if chat.job.overflow == "drop_turns" else "disabled",
-        "usage": None,
-        "user": body.user,
-        "metadata": body.metadata or {},
-    }
 
 
 def _keep(

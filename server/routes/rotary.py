@@ -13,13 +13,12 @@ from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
 from windlass.engine.rotary.scaling import RotarySpec
+from windlass.server.answers.rotary_layouts import groups_object, ladder_object
 from windlass.server.errors import bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import (
     check_rotates,
-    describe_groups,
-    describe_ladder,
     planner_of,
     read_rotation,
 )
@@ -45,14 +44,14 @@ async def rotary(request: Request) -> Response:
     default = planner.plan(1 if planner.auto else info.max_model_len)
     return _json(
         {
-            "model": describe_groups(info.model_rotary_groups),
-            "default": {**describe_groups(info.rotary_groups), "policy": default.policy},
+            "model": groups_object(info.model_rotary_groups),
+            "default": {**groups_object(info.rotary_groups), "policy": default.policy},
             "profiles": {name: scaling.to_dict() for name, scaling in settings.rope_profiles.items()},
             "policy": settings.rope_policy,
             "rope_update": settings.rope_update,
             "rope_exact": settings.rope_exact,
             "max_model_len": info.max_model_len,
-            "auto": describe_ladder(info),
+            "auto": ladder_object(info),
         }
     )
 
