@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+from typer_injector import InjectingTyper
 
 from windlass.clients.conformance.command import conform
 from windlass.engine.rotary.scaling import RopeScaling
@@ -16,7 +17,7 @@ from windlass.server.cli.rope.sweep_command import sweep
 from windlass.server.options.spelling import option
 from windlass.server.startup.hub import resolve_model
 
-app = typer.Typer(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
+app = InjectingTyper(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
 app.command("conform")(conform)
 app.command("sweep")(sweep)
 app.command("picture")(picture)
