@@ -51,11 +51,6 @@ class Places:
         """llama-bench, llama-batched-bench, llama-quantize, llama-perplexity or our llama-depth. program: whose."""
         return _existing(self.work / "peers" / f"{program}-build" / "bin" / name)
 
-    @property
-    def llama_converter(self) -> Path | None:
-        found = sorted((self.work / "peers" / "src").glob("llama_cpp_python-*/vendor/llama.cpp/convert_hf_to_gguf.py"))
-        return found[-1] if found else None
-
 
 def _existing(path: Path) -> Path | None:
     return path if path.exists() else None

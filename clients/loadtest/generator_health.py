@@ -44,10 +44,9 @@ class MeasuredLoop(asyncio.SelectorEventLoop):
 class GeneratorHealth:
     """Start it with the measured part of a run, stop it at its end, then ask for `report`."""
 
-    def __init__(self, tick_seconds: float | None = None) -> None:
+    def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._selector = self._loop.idle if isinstance(self._loop, MeasuredLoop) else None
-        self._tick_seconds = tick_seconds or TICK_SECONDS
         self._lags: list[float] = []
         self._sends: list[float] = []
         self._timer: asyncio.TimerHandle | None = None
@@ -73,7 +72,7 @@ class GeneratorHealth:
         self._taken = (time.monotonic() - self._begin, time.process_time() - self._cpu, waited)
 
     def _schedule(self) -> None:
-        due = self._loop.time() + self._tick_seconds
+        due = self._loop.time() + TICK_SECONDS
         self._timer = self._loop.call_at(due, self._tick, due)
 
     def _tick(self, due: float) -> None:
@@ -89,7 +88,7 @@ class GeneratorHealth:
         lag, sends = _spread(self._lags), _spread(self._sends)
         reasons = []
         # The first tick of a very short run says nothing about its share of the time.
-        if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * self._tick_seconds:
+        if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * TICK_SECONDS:
             reasons.append("its event loop was at work nearly all the time: lower the load, or run several generators")
         if lag["p99"] > LAG_LIMIT_MS:
             reasons.append(

@@ -70,11 +70,6 @@ class Callers:
         self._buckets = {(name, limit): bucket for (name, limit), bucket in self._buckets.items() if name in names}
         self.usage = {name: self.usage.get(name) or CallerUsage() for name in names}
 
-    @property
-    def asked_for(self) -> bool:
-        """Whether callers need a key."""
-        return bool(self._keys)
-
     def find(self, digest: str) -> ApiKey | None:
         """The caller with this digest; all are compared, so that the time tells nothing."""
         found = None

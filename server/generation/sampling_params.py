@@ -48,10 +48,9 @@ def build_sampling(
     samples: int,
     logprobs: int | None,
     prompt_logprobs: int | None,
-    bad_words: tuple[tuple[int, ...], ...] = (),
     defaults: SamplingDefaults = NEUTRAL,
 ) -> SamplingParams:
-    """Parameters of all prompts of a request; raises ApiError naming the field.
+    """Parameters of all prompts of a request, but for what takes tokenizing; raises ApiError naming the field.
 
     samples: outputs per prompt. max_tokens: as asked, not yet clamped (see `fit_to_context`). defaults: what holds where the
     body says nothing.
@@ -80,7 +79,6 @@ def build_sampling(
         repeats=_repeats(body),
         logit_bias=logit_bias,
         allowed_token_ids=None if body.allowed_token_ids is None else tuple(sorted(set(body.allowed_token_ids))),
-        bad_words=bad_words,
         seed=body.seed,
         stop_token_ids=tuple(body.stop_token_ids or ()),
         min_tokens=min_tokens,

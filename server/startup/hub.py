@@ -12,7 +12,7 @@ import importlib.resources
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -148,13 +148,12 @@ def bundled_model() -> Path:
     )
 
 
-def cache_directory(environ: Mapping[str, str] | None = None) -> Path:
+def cache_directory() -> Path:
     """Where huggingface_hub keeps models: HF_HUB_CACHE, else HF_HOME/hub, else ~/.cache/huggingface/hub."""
-    env = os.environ if environ is None else environ
     for variable in ("HF_HUB_CACHE", "HUGGINGFACE_HUB_CACHE"):
-        if env.get(variable):
-            return Path(os.path.expandvars(env[variable])).expanduser()
-    home = env.get("HF_HOME") or str(Path(env.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
+        if os.environ.get(variable):
+            return Path(os.path.expandvars(os.environ[variable])).expanduser()
+    home = os.environ.get("HF_HOME") or str(Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache") / "huggingface")
     return Path(os.path.expandvars(home)).expanduser() / "hub"
 
 

@@ -161,10 +161,10 @@ def embedding_rule(
     )
 
 
-def split_inputs(value: object, param: str = "input") -> list[str] | list[list[int]]:
+def split_inputs(value: object) -> list[str] | list[list[int]]:
     """A list of texts or a list of token-id lists; raises ApiError for mixed kinds, empty and too long lists."""
     if value == "":
-        raise bad_request(f"{param} is empty: give at least one token", param, "empty_prompt")
+        raise bad_request("input is empty: give at least one token", "input", "empty_prompt")
     if isinstance(value, str):
         return [value]
     assert isinstance(value, list)
@@ -173,16 +173,14 @@ def split_inputs(value: object, param: str = "input") -> list[str] | list[list[i
         return [value]
     if len(value) > MAX_INPUTS:
         raise bad_request(
-            f"{param} holds {len(value)} texts, at most {MAX_INPUTS} are taken at once", param, "too_many"
+            f"input holds {len(value)} texts, at most {MAX_INPUTS} are taken at once", "input", "too_many"
         )
     for index, item in enumerate(value):
         if type(item) is not kind:
             name = "string" if kind is str else "list of token ids"
-            raise bad_request(f"{param} mixes kinds: item {index} is not a {name}", f"{param}[{index}]")
+            raise bad_request(f"input mixes kinds: item {index} is not a {name}", f"input[{index}]")
         if not item:
-            raise bad_request(
-                f"{param}[{index}] is empty: give at least one token", f"{param}[{index}]", "empty_prompt"
-            )
+            raise bad_request(f"input[{index}] is empty: give at least one token", f"input[{index}]", "empty_prompt")
     return value
 
 

@@ -82,9 +82,7 @@ class Ended:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """Nothing more comes. by_lane: of what came by Ray, the rest comes by the lane."""
-
-    by_lane: bool = False
+    """Nothing more comes this way."""
 
 
 @dataclass(frozen=True, slots=True)

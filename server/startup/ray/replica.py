@@ -72,7 +72,7 @@ class EngineReplica:
         """
         if (lane := await self._lanes.to(call.lane)) is not None:
             await lane.run(self._generate_by(lane, call))
-            yield Finished(by_lane=True)
+            yield Finished()
             return
         try:
             async for outputs in in_batches(await self._begin(call)):

@@ -218,16 +218,14 @@ class StreamParser(ABC):
         source = self._text
         return self.take(pattern.match(source.data, source.position).end() - source.position)  # type: ignore[union-attr]
 
-    def run_of(self, pattern: re.Pattern[str], most: int = MAX_NAME) -> Generator[None, None, str]:
-        """Take characters while `pattern`, which matches single characters, does; at most `most` of them."""
+    def run_of(self, pattern: re.Pattern[str]) -> Generator[None, None, str]:
+        """Take characters while `pattern`, which matches single characters, does; at most MAX_NAME of them."""
         taken: list[str] = []
-        count = 0
-        while count < most:
+        while len(taken) < MAX_NAME:
             character = yield from self.peek()
             if not character or not pattern.match(character):
                 break
             taken.append(self.take(1))
-            count += 1
         return "".join(taken)
 
     def until(self, markers: Sequence[str], out: Callable[[str], None]) -> Generator[None, None, str]:

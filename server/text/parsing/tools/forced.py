@@ -12,7 +12,6 @@ MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to s
 PARAMETERS_OF = "// parameters of "  # and a function's name: the line above the rule that its parameters are
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
-_FENCE = "\n```json\n"
 _IDENTIFIER = re.compile(r"[A-Za-z_]\w*")
 _COMBINED = ("patternProperties", "unevaluatedProperties", "$ref", "allOf", "anyOf", "oneOf", "if")
 
