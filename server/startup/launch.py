@@ -15,7 +15,7 @@ import signal
 import socket
 import ssl
 from collections.abc import Callable, Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
@@ -63,6 +63,25 @@ if TYPE_CHECKING:
     from windlass.server.http.server import HttpServer
 
 
+@dataclass(frozen=True, slots=True, kw_only=True)
+class _Start:
+    """What a start goes by once its options are checked. template: the operator's. shown: options that are not the defaults."""
+
+    model: str | None
+    engine: EngineOptions
+    server: ServerOptions
+    bounds: ConnectionSettings
+    level: str
+    template: str | None
+    tls: ssl.SSLContext | None
+    shown: list[str]
+
+    @property
+    def stats_interval(self) -> float:
+        """Seconds between lines about what goes on; 0: none."""
+        return self.server.stats_interval if self.level in ("debug", "info") else 0.0
+
+
 def serve(
     model: str | None,
     engine: EngineOptions,
@@ -99,42 +118,48 @@ def _serve(
     tls = _tls(server)
     engine.to_config(Path())
     with contextlib.closing(Engines(engine, level, replicas)) as engines:
-        return _serve_with(engines, model, engine, server, connections, level, template, tls, hung_up)
+        start = _Start(
+            model=model,
+            engine=engine,
+            server=server,
+            bounds=connections.to_settings().within(raise_limit()),
+            level=level,
+            template=template,
+            tls=tls,
+            shown=not_default(engine, server),  # with the draft model as it was named
+        )
+        return _serve_with(engines, start, hung_up)
 
 
-def _serve_with(
-    engines: Engines,
-    model: str | None,
-    engine: EngineOptions,
-    server: ServerOptions,
-    connections: ConnectionOptions,
-    level: str,
-    template: str | None,
-    tls: ssl.SSLContext | None,
-    hung_up: Callable[[], bool],
-) -> int:
-    bounds = connections.to_settings().within(raise_limit())
-    shown = not_default(engine, server)  # with the draft model as it was named
-    path, engine, settings = prepare(model, engine, server, engines.replicas)
+def _serve_with(engines: Engines, start: _Start, hung_up: Callable[[], bool]) -> int:
+    server = start.server
+    path, engine, settings = prepare(start.model, start.engine, server, engines.replicas)
     client = engines.client(engine, path, crash_folder(server))
     if engine.pin_cores:
         pin(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
         client.spawn()
-        url = _url(listener, tls is not None)
+        url = _url(listener, start.tls is not None)
         loading = LoadingDisplay(first=f"loading {settings.served_model_name}; listening on {url}")
         if not _refused_later(engine):
             loading.begin()
         try:
-            app = make_app(client, path, settings, template)
+            app = make_app(client, path, settings, start.template)
             with contextlib.closing(app.state.windlass) as state:
-                http = make_server(app, listener, bounds, settings.max_header_bytes, server.access_log, tls)
+                http = make_server(
+                    app,
+                    listener,
+                    start.bounds,
+                    max_header_bytes=settings.max_header_bytes,
+                    access_log=server.access_log,
+                    tls=start.tls,
+                )
                 state.text.wait_loaded()
                 return_large_pieces()
                 keep_startup_objects()
-                interval = server.stats_interval if level in ("debug", "info") else 0.0
                 keys = KeyFile(server.api_keys, settings.api_keys, state.callers, hung_up)
-                return asyncio.run(_run(app, client, http, loading, url, settings, shown, interval, keys))
+                running = _run(start, app, client, http, loading, url=url, settings=settings, keys=keys)
+                return asyncio.run(running)
         finally:
             client.kill()
 
@@ -266,6 +291,7 @@ def make_server(
     app: FastAPI,
     listener: socket.socket,
     bounds: ConnectionSettings,
+    *,
     max_header_bytes: int,
     access_log: bool,
     tls: ssl.SSLContext | None,
@@ -276,14 +302,14 @@ def make_server(
 
 
 async def _run(
+    start: _Start,
     app: FastAPI,
     client: SupervisedEngine,
     server: HttpServer,
     loading: LoadingDisplay,
+    *,
     url: str,
     settings: ServerSettings,
-    shown_options: list[str],
-    stats_interval: float,
     keys: KeyFile,
 ) -> int:
     ending = Ending(client, settings.grace_seconds)
@@ -292,9 +318,9 @@ async def _run(
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
-    engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
+    engine = asyncio.create_task(_follow(client, loading, settings, url, start.shown), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
-    activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
+    activity = asyncio.create_task(report_activity(app.state.windlass.metrics, start.stats_interval), name="activity")
     watch = LoopWatch(app.state.windlass.beat).start()
     try:
         await asyncio.wait({http, engine, stop}, return_when=asyncio.FIRST_COMPLETED)

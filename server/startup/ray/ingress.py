@@ -49,7 +49,9 @@ class Ingress:
         if start.door is not None:
             bounds = ConnectionOptions().to_settings().within(raise_limit())
             listener = await listener_of(start.door)
-            self._http = make_server(self._app, listener, bounds, settings.max_header_bytes, False, None)
+            self._http = make_server(
+                self._app, listener, bounds, max_header_bytes=settings.max_header_bytes, access_log=False, tls=None
+            )
             self._serving = asyncio.get_running_loop().create_task(self._http.serve(), name="http")
 
     def __serve_build_asgi_app__(self) -> FastAPI:
