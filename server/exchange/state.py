@@ -22,6 +22,7 @@ from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.exchange.recent import OneAtATime, Recent
 from windlass.server.exchange.recording import RecordingCollector, WorkloadRecorder
 from windlass.server.exchange.response_store import ResponseStore
+from windlass.server.http.loop_watch import STALL
 from windlass.server.options.key_file import ApiKey
 from windlass.server.options.settings import ServerSettings
 from windlass.server.text.answer_tokens import answer_ids
@@ -33,7 +34,6 @@ if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
 
-STALL = 1.0  # seconds of an event loop that stands still which `/health` tells of
 MOST_RESPONSES = 16384  # kept for later requests, however small
 
 

@@ -150,7 +150,7 @@ class Exchange(Response):
         self._id = request_id(scope)
         # A task of its own: awaiting a token then passes through our few frames and not through the framework's twenty.
         self._task = loop.create_task(self._run())
-        watcher = loop.create_task(_wait_for_disconnect(receive))
+        watcher = loop.create_task(wait_for_disconnect(receive))
         watcher.add_done_callback(self._on_disconnect)
         timer = None
         if self._deadline is not None:
@@ -259,6 +259,7 @@ class Exchange(Response):
             self._keep_alive_timer = None
 
 
-async def _wait_for_disconnect(receive: Receive) -> None:
+async def wait_for_disconnect(receive: Receive) -> None:
+    """Ends when the client has gone away, and takes what it still sends."""
     while (await receive())["type"] != "http.disconnect":
         pass

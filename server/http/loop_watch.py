@@ -18,7 +18,7 @@ from windlass.server.http.occasional import Occasional
 _logger = logging.getLogger("windlass.server")
 
 BEAT = 0.1  # seconds between two signs of life
-STALL = 1.0  # seconds without one that are worth a line in the log
+STALL = 1.0  # seconds without one that are worth a line in the log, and of which `/health` tells
 _FRAMES = 8  # the innermost ones of a stack
 
 

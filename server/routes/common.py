@@ -8,12 +8,12 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel
 from starlette.requests import Request
-from starlette.types import Receive
 
 from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState
+from windlass.server.exchange.streaming import wait_for_disconnect
 
 T = TypeVar("T")
 
@@ -59,7 +59,7 @@ def require_admin(request: Request) -> None:
 async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
     """The work's result; the work is cancelled when the client goes away. Read the request's body before."""
     task = asyncio.create_task(work)
-    watcher = asyncio.create_task(_gone(request.receive))
+    watcher = asyncio.create_task(wait_for_disconnect(request.receive))
     try:
         await asyncio.wait({task, watcher}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
@@ -69,11 +69,6 @@ async def while_connected(request: Request, work: Coroutine[Any, Any, T]) -> T:
         for each in (task, watcher):
             each.cancel()
         await asyncio.gather(task, watcher, return_exceptions=True)
-
-
-async def _gone(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass
 
 
 def reference(model: type[BaseModel]) -> dict[str, str]:
