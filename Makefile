@@ -94,7 +94,7 @@ test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 # Those of engines and of Triton's programs, on a GPU that all processes share, and those of real servers, a GiB and more each.
 # cuBLAS is as torch's own determinism asks for.
 GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)"
-SERVER_TESTS := tests/server/startup tests/server/cli tests/server/generation tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
+SERVER_TESTS := tests/server/startup tests/server/cli tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
 
 test-gpu: $(VENV)/.installed-dev
 	@echo "== testing on $(DEVICE): engines and kernels"
