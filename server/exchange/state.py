@@ -1,7 +1,8 @@
-"""What one running app holds: the engine client, the tokenizer, settings, and the exchanges in progress.
+"""What one running app holds, made and put together here: the engine client, text work, callers, adapters, kept responses,
+metrics, and the exchanges in progress.
 
-Lives on `app.state.windlass`. `startup` reads `in_flight`, sets `draining` and calls `abort_all`; nothing here
-knows of routes or bodies.
+Lives on `app.state.windlass`. `startup` reads `in_flight`, sets `draining` and calls `abort_all`. Knows no route, and of bodies
+only the model that they name.
 """
 
 from __future__ import annotations
