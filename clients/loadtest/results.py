@@ -95,6 +95,11 @@ class RequestRecord:
         return _share(self.cached_tokens, self.input_tokens)
 
     @property
+    def reused_share(self) -> float | None:
+        """How much of the prompt was taken from passages that stood elsewhere; a part of `cached_share`."""
+        return _share(self.reused_tokens, self.input_tokens)
+
+    @property
     def scheduled(self) -> bool:
         """Whether the schedule says when it is sent, and not, as with later turns of a conversation, an earlier answer."""
         return _LATER_TURN.match(self.label or "") is None

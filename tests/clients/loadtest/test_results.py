@@ -30,7 +30,7 @@ def test_percentiles_are_numpy_s(count):
 
 
 def test_what_came_from_the_cache_is_summed_where_it_is_known():
-    assert GOOD.cached_share == 4 / 7 and LEFT.cached_share is None
+    assert GOOD.cached_share == 4 / 7 and GOOD.reused_share == 3 / 7 and LEFT.cached_share is None
     other = RequestRecord(index=3, intended=0, input_tokens=10, cached_tokens=5)
     summary = RunResult(records=(GOOD, other, FAILED), duration_s=1.0).summary()
     assert (summary["cached_tokens"], summary["reused_tokens"]) == (9, 3)
