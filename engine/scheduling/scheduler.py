@@ -350,6 +350,9 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences run, best rank first, until one finds no place or no room."""
+        if self._turns.has_moved and self._places.is_free:
+            self._places.sort_waiting()
+            self._turns.has_moved = False
         while self._places.is_free:
             chosen = self._admission.choose(self._places.waiting, self._places.running, self.counters.num_steps)
             if chosen is None:
