@@ -17,8 +17,8 @@ _FEW = 64  # callers that are remembered without looking whether they still matt
 
 @dataclass(slots=True)
 class _Caller:
-    """One who is there. count: requests that have not ended. waiting: turns of those not served yet, as they came. earlier: by how
-    much those start earlier than they were counted."""
+    """One who is there. count: requests that have not ended. waiting: turns of those not served yet, as they came.
+    earlier: by how much those start earlier than they were counted."""
 
     count: int = 0
     share: float = 0.0
@@ -28,8 +28,8 @@ class _Caller:
 
 @dataclass(slots=True, eq=False)
 class Turn:
-    """A request's place in virtual time. As long as it waits it comes to start earlier, where others of its caller end sooner than
-    they were counted."""
+    """A request's place in virtual time. As long as it waits it comes to start earlier, where others of its caller end sooner
+    than they were counted."""
 
     _caller: _Caller | None
     _counted: float
@@ -52,13 +52,10 @@ class Turn:
 
 
 class CallerTurns:
-    """Virtual time is counted in tokens of a caller whose share is 1.
-
-    has_moved: some turn starts earlier than it did. Whoever sorts by them sets it back.
-    """
+    """Virtual time is counted in tokens of a caller whose share is 1."""
 
     def __init__(self) -> None:
-        self.has_moved = False
+        self._have_moved = False
         self._now = 0.0
         self._ends: dict[str, tuple[Turn, float]] = {}  # each caller's last request, and where it ends
         self._there: dict[str, _Caller] = {}
@@ -113,9 +110,14 @@ class CallerTurns:
             self._ends.clear()
             self._shares = self._ahead = 0.0  # without what sums have lost of it
 
+    def have_moved(self) -> bool:
+        """Whether some of those that wait start earlier than when this was asked last, so that others may stand before them."""
+        moved, self._have_moved = self._have_moved, False
+        return moved
+
     def give_back(self, caller: str, turn: Turn, tokens: int, share: float = 1.0) -> None:
-        """So many of a request's tokens were not needed after all. What waits of the caller's starts so much earlier, but not before
-        now: all of it alike, so that it keeps its order. A request that was never served moves only those that are still to come.
+        """So many of a request's tokens were not needed after all. What waits of the caller's starts so much earlier, but not
+        before now: all of it alike, so that it keeps its order. A request that was never served moves only what is still to come.
         """
         spared, there = tokens / share, self._there.get(caller)
         self._ahead = max(0.0, self._ahead - spared)
@@ -126,7 +128,7 @@ class CallerTurns:
             first = next(iter(there.waiting))
             moved = min(spared, max(0.0, first.start - self._now))
             there.earlier += moved
-            self.has_moved |= moved > 0 and len(self._there) > 1  # one caller's keep their order
+            self._have_moved |= moved > 0 and len(self._there) > 1  # one caller's keep their order
         if caller in self._ends:
             last, end = self._ends[caller]
             self._ends[caller] = last, end - moved if last.waits else max(last.start, end - spared)

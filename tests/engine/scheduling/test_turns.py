@@ -102,7 +102,7 @@ def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
         turns.begin(turn)
     assert (soon.start, later.start) == (1000, 1500)
     turns.give_back("a", served, 600)
-    assert (soon.start, later.start) == (400, 900) and turns.has_moved
+    assert (soon.start, later.start) == (400, 900) and turns.have_moved() and not turns.have_moved()
     assert turns.take("a", 5).start == 910
     turns.give_back("a", served, 300)
     assert (soon.start, later.start) == (300, 800)

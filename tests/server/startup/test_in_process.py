@@ -225,7 +225,7 @@ def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: st
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == count
     for example in examples:
-        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB"'), {})
+        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB", **place'), {"place": IN_PROCESS})
         assert capsys.readouterr().out.strip()
 
 
