@@ -29,11 +29,12 @@ def test_a_batch_of_every_kind_and_one_of_all(script: ModuleType) -> None:
 
 
 def test_a_step_that_gives_a_stream_several_tokens_is_no_step(script: ModuleType, tmp_path: Path) -> None:
-    from windlass.engine.api.config import CacheConfig, EngineConfig, SchedulerConfig
+    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
 
     model = make_model("llama", tmp_path / "model")
     bursts = SchedulerConfig(max_num_seqs=1, burst_seconds=1.0)
-    config = EngineConfig(model=str(model), max_model_len=128, cache=CacheConfig(memory=1 << 20), scheduling=bursts)
+    sizes = {"compute": ComputeConfig(device="cpu", threads=1), "cache": CacheConfig(memory=1 << 20)}
+    config = EngineConfig(model=str(model), max_model_len=128, scheduling=bursts, **sizes)
     with pytest.raises(RuntimeError, match=r"a step of 1 streams gave \d+ tokens"):
         script.Streams(script.EngineCore(config), 96, 1, 32).step_seconds(["none"])
 
