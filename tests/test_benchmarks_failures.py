@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import re
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -17,6 +18,20 @@ BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
 def module(name: str, monkeypatch: pytest.MonkeyPatch) -> ModuleType:
     monkeypatch.syspath_prepend(str(BENCHMARKS))
     return importlib.import_module(name)
+
+
+def test_every_benchmark_is_named_somewhere() -> None:
+    """By a page, the Makefile or a test, or it serves another one."""
+    root = BENCHMARKS.parent
+    pages = [root / "README.md", root / "Makefile", *(root / "docs").rglob("*.md"), *(root / "tests").rglob("*.py")]
+    said = "\n".join(path.read_text(encoding="utf-8") for path in pages)
+    code = {path.stem: path.read_text(encoding="utf-8") for path in BENCHMARKS.glob("*.py")}
+    for name in code:
+        named = f"benchmarks/{name}.py" in said or f'"{name}"' in said
+        others = (text for other, text in code.items() if other != name)
+        assert named or any(re.search(rf"^(import|from) {name}\b", text, re.M) for text in others), name
+    for name in re.findall(r"benchmarks/(\w+)\.py", said):
+        assert name in code, name
 
 
 FAR_END = """
