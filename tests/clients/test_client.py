@@ -552,7 +552,8 @@ async def test_closing_early_closes_the_connection(make, how):
                     async for _ in stream:
                         break
             assert await asyncio.to_thread(server.disconnects.wait, 5)
-            with pytest.raises(StopAsyncIteration):
+            # Who has left the block knows that the rest is missing; a loop over a closed stream has to be told.
+            with pytest.raises(StreamError if how.startswith("close") else StopAsyncIteration):
                 await anext(stream)
 
 
