@@ -416,6 +416,8 @@ def test_delays_grow_are_bounded_and_spread():
     assert [policy.delay(attempt, None, 1.0) for attempt in range(6)] == [1, 2, 4, 8, 8, 8]
     assert policy.delay(0, 30, 0.5) == pytest.approx(31.5) and policy.delay(0, 31, 0.0) is None
     assert policy.delay(6, 1, 0.0) is None
+    patient = RetryPolicy(max_retries=5000, first_delay=1, longest_delay=8)
+    assert [patient.delay(attempt, None, 1.0) for attempt in (1023, 1024, 4999)] == [8, 8, 8]
 
 
 # ---- streams ---------------------------------------------------------------------------------------------------------
