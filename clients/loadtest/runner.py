@@ -222,13 +222,12 @@ class _Run:
 
     # ---- before ------------------------------------------------------------------------------------------------------
     async def _warm_up(self) -> None:
-        """Requests of the same kind with other prompts; what becomes of them is not counted."""
+        """Requests of the same kind with other prompts: a server that remembers them would know the measured ones."""
         plan, workload = self._plan, self._workload
         if not plan.warmup:
             return
         self._snapshot.phase = "warm-up"
-        other = workload.with_seed(~workload.seed)
-        source = itertools.islice(other.conversations(), plan.warmup)
+        source = itertools.islice(workload.others().conversations(), plan.warmup)
 
         async def client() -> None:
             for conversation in source:
@@ -290,7 +289,12 @@ class _Run:
         while True:
             record = await self._request(conversation.request, intended)
             try:
-                if not record.completed or not conversation.advance(record.text or "", record.token_ids):
+                if not record.completed or not conversation.advance(
+                    record.text or "",
+                    record.token_ids,
+                    input_tokens=record.input_tokens,
+                    output_tokens=record.output_tokens,
+                ):
                     break
             except LoadTestError as error:
                 self._problem = error

@@ -94,6 +94,15 @@ def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
     assert result.generator["monotonic_start"] > llm.performances[1].ended
 
 
+def test_warm_up_asks_nothing_that_a_trace_will_ask():
+    trace = [TraceEntry(line=line, max_tokens=2, prompt=prompt) for line, prompt in enumerate(("hello you", (4, 5)), 1)]
+    with scripted_llm(asked()) as llm:
+        run(llm, count=2, warmup=2, workload={"trace": trace}, vocab_size=1000)
+    warm, measured = [body["prompt"] for body in llm.bodies[:2]], [body["prompt"] for body in llm.bodies[2:]]
+    assert measured == ["hello you", [4, 5]]
+    assert [len(prompt) for prompt in warm] == [2, 2] and not any(prompt in measured for prompt in warm)
+
+
 def test_clients_that_leave_are_neither_completed_nor_failed():
     async def long(performance: Performance) -> None:
         await performance.head()
@@ -191,6 +200,36 @@ def test_turns_of_token_ids_follow_the_server_s():
     assert first["return_token_ids"] is True and first["ignore_eos"] is True
     assert second["prompt"][: len(first["prompt"]) + 3] == [*first["prompt"], 7, 8, 9]
     assert [record.input_tokens for record in result.records] == [5, 13]
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_chats_end_before_their_template_outgrows_the_server(tokenizes):
+    """Whether the server tells beforehand what its template adds to a turn, or only its answers do."""
+
+    def counted(messages) -> int:
+        return sum(len(message["content"].split()) + 4 for message in messages) + 3
+
+    async def counts(exchange) -> None:
+        body = exchange.request.json
+        if "prompt" in body:
+            await tokenizer(True)(exchange)
+        else:
+            await answer({"tokens": [1] * counted(body["messages"])})(exchange)
+
+    async def play(performance: Performance) -> None:
+        body = performance.body
+        await performance.head()
+        await performance.token(" ".join(["one"] * body["max_tokens"]), "length")
+        await performance.usage(counted(body["messages"]), body["max_tokens"])
+        await performance.done()
+
+    others = {"/tokenize": counts} if tokenizes else {}
+    with scripted_llm(play, model={"max_model_len": 200}, others=others) as llm:
+        lengths = {"input_len": Lengths.parse("uniform:12:16"), "output_len": Lengths.parse("uniform:1:9")}
+        result = run(llm, count=6, workload={"chat": True, "turns": 9, **lengths})
+    asked_for = [counted(body["messages"]) + body["max_tokens"] for body in llm.bodies]
+    assert max(asked_for) <= 200 and 6 < len(asked_for) < 54
+    assert result.settings["prompts"] == ("text of known length" if tokenizes else "text")
 
 
 def test_a_server_that_hides_its_token_ids_ends_a_run_of_turns():
