@@ -5,6 +5,7 @@ Reads bytes with httpx; what they mean is `ChunkReader`'s.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -170,7 +171,7 @@ class AsyncStream(_Generated[T, A]):
     async def aclose(self) -> None:
         """End the stream now. Safe to call twice, and from any task: one that waits for a chunk gets its error then."""
         try:
-            if not self._chunks.ag_running:  # else another task is in the generator, and the response wakes it
+            with contextlib.suppress(RuntimeError):  # another task is in the generator: the response wakes it
                 await self._chunks.aclose()
         finally:
             await self._response.aclose()  # a generator that never started has no `finally`

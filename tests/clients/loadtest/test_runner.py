@@ -15,6 +15,7 @@ from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.generator_health import MeasuredLoop
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.metric_changes import changes
 from windlass.clients.loadtest.runner import measure, run_load
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.schedule import Arrivals, Replay
@@ -344,6 +345,19 @@ def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request
     assert llm.server.connections == 2 + 5  # the others are not used again
 
 
+def test_clients_of_a_server_that_is_gone_pause_between_their_tries(monkeypatch):
+    async def refused(pool):
+        raise ConnectionRefusedError(111, "nobody listens")
+
+    monkeypatch.setattr(timed_connections.Pool, "_connect", refused)
+    with scripted_llm(asked()) as llm:
+        paused = run(llm, count=None, duration_s=0.35, concurrency=2)
+        bounded = run(llm, count=500, concurrency=2)  # ends by itself, and soon
+    # Each tries at 0, after 0.1 s, after 0.3 s and perhaps at the very end, later where the machine is slow.
+    assert 2 <= paused.errors["connection"] <= 8
+    assert bounded.errors == {"connection": 500}
+
+
 def test_ignore_eos_goes_only_where_it_is_known_to_be_taken():
     for owner, choice, sent in (
         ("tests", None, False), ("vllm", None, True), ("tests", True, True), ("vllm", False, False)
@@ -525,6 +539,12 @@ def test_metrics_are_scraped_before_and_after():
         "x_seconds_count": 7,
         "x_seconds_sum": 0,
     }
+
+
+def test_counters_of_a_server_that_was_started_anew_begin_anew():
+    before = "# TYPE a counter\na_total 100\n# TYPE b counter\nb_total 3\n# TYPE g gauge\ng 9\n"
+    after = "# TYPE a counter\na_total 5\n# TYPE b counter\nb_total 4\n# TYPE g gauge\ng 2\n"
+    assert changes(before, after) == {"a_total": 5, "b_total": 1, "g": 2}
 
 
 def test_no_metrics_and_unreadable_metrics_are_fine():
