@@ -150,7 +150,7 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
         text = f"no rate kept {limits}"
     ended = {"runs": "; the search ended at its most runs", "interrupted": "; it was interrupted"}
     ended["failed"] = "; it ended as the server no longer answered"
-    ended["generator"] = "; it ended as the load generator had no file left for a connection: raise `ulimit -n`"
+    ended["generator"] = "; it ended as the load generator had no file left for a connection: raise `ulimit -Hn`"
     if sweep.ended == "short":
         last = sweep.judgements[-1]
         ended["short"] = (

@@ -64,7 +64,9 @@ class Exchanges:
             if clock.expired():
                 reader.end("timeout", time.perf_counter(), f"no complete answer within {self._timeout_s:g} s")
             elif error.errno in _NO_FILES:
-                reader.end("unsent", time.perf_counter(), f"the load generator has no file left for a connection: {error}")
+                reader.end(
+                    "unsent", time.perf_counter(), f"the load generator has no file left for a connection: {error}"
+                )
             else:
                 reader.end("connection", time.perf_counter(), f"cannot connect: {error}")
         except asyncio.CancelledError:

@@ -94,7 +94,7 @@ class GeneratorHealth:
         lag, sends = _spread(self._lags), _spread(self._sends)
         reasons = []
         if self._unsent:
-            reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -n`")
+            reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -Hn`")
         # The first tick of a very short run says nothing about its share of the time.
         if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * self._tick_seconds:
             reasons.append("its event loop was at work nearly all the time: lower the load, or run several generators")

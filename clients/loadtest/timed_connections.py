@@ -1,8 +1,8 @@
 """Connections for the measured requests: HTTP/1.1 by h11 on asyncio protocols, kept alive and used again.
 
-Times are taken when bytes arrive, by `time.perf_counter`, as Windows' other clocks tick every 16 ms: the callback that reads the socket hands them to the answer's reader, and no task wakes
-up per chunk. httpx spends nearly three times the processor time on a chunk (benchmarks/load_generator.py). Knows nothing
-of what the bytes mean.
+Times are taken when bytes arrive: the callback that reads the socket hands them to the answer's reader, and no task wakes
+up per chunk. They are of `time.perf_counter`, as the other clock of Windows ticks every 16 ms. httpx spends nearly three
+times the processor time on a chunk (benchmarks/load_generator.py). Knows nothing of what the bytes mean.
 """
 
 from __future__ import annotations

@@ -164,4 +164,4 @@ def test_a_generator_without_files_is_the_limit_and_the_server_did_not_fail(numb
         result = measure(plan(llm.url, count=4, concurrency=4))
     assert result.errors == {} and result.abandoned == {"unsent": 4 - len(result.completed)}
     assert 0 < len(result.completed) < 4 and result.generator["limited"] is True
-    assert "ulimit -n" in result.generator["reasons"][0]
+    assert "ulimit -Hn" in result.generator["reasons"][0]
