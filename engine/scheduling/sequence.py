@@ -17,7 +17,7 @@ from windlass.engine.cache.persist.fetch import Fetch
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.drafting import Drafting
 from windlass.engine.scheduling.shifting import HeldContext
-from windlass.engine.scheduling.turns import Turn
+from windlass.engine.scheduling.turns import CallerTurn
 
 MISSED_ONCE = -1
 
@@ -71,7 +71,7 @@ class Sequence:
     cache: CacheHandle
     held: HeldContext
     stop_ids: frozenset[int]
-    turn: Turn
+    turn: CallerTurn
     arrival_number: int
     arrival_time: float
     rotary_id: int = -1

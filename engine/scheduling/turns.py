@@ -22,12 +22,12 @@ class _Caller:
 
     count: int = 0
     share: float = 0.0
-    waiting: OrderedDict[Turn, None] = field(default_factory=OrderedDict)
+    waiting: OrderedDict[CallerTurn, None] = field(default_factory=OrderedDict)
     earlier: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class Turn:
+class CallerTurn:
     """A request's place in virtual time. As long as it waits it comes to start earlier, where others of its caller end sooner
     than they were counted."""
 
@@ -57,7 +57,7 @@ class CallerTurns:
     def __init__(self) -> None:
         self._have_moved = False
         self._now = 0.0
-        self._ends: dict[str, tuple[Turn, float]] = {}  # each caller's last request, and where it ends
+        self._ends: dict[str, tuple[CallerTurn, float]] = {}  # each caller's last request, and where it ends
         self._there: dict[str, _Caller] = {}
         self._shares = 0.0  # of them together
         self._computed = 0  # tokens, from the beginning
@@ -68,11 +68,11 @@ class CallerTurns:
         """Callers that are remembered."""
         return len(self._ends)
 
-    def take(self, caller: str, tokens: int, share: float = 1.0) -> Turn:
+    def take(self, caller: str, tokens: int, share: float = 1.0) -> CallerTurn:
         """The place of a request of so many tokens. share: what the caller gets beside one of 1."""
         there = self._there.setdefault(caller, _Caller())
         end = self._ends[caller][1] if caller in self._ends else 0.0
-        turn = Turn(there, max(self._now, end) + there.earlier)
+        turn = CallerTurn(there, max(self._now, end) + there.earlier)
         there.waiting[turn] = None
         self._ends[caller] = turn, turn.start + tokens / share
         self._shares += share - there.share
@@ -82,7 +82,7 @@ class CallerTurns:
             self._look_at = max(_FEW, 2 * len(self._ends))
         return turn
 
-    def begin(self, turn: Turn) -> None:
+    def begin(self, turn: CallerTurn) -> None:
         """A request is being served: whoever comes now starts no earlier."""
         turn.settle()
         self._ahead += max(0.0, turn.start - self._now)
@@ -115,7 +115,7 @@ class CallerTurns:
         moved, self._have_moved = self._have_moved, False
         return moved
 
-    def give_back(self, caller: str, turn: Turn, tokens: int, share: float = 1.0) -> None:
+    def give_back(self, caller: str, turn: CallerTurn, tokens: int, share: float = 1.0) -> None:
         """So many of a request's tokens were not needed after all. What waits of the caller's starts so much earlier, but not
         before now: all of it alike, so that it keeps its order. A request that was never served moves only what is still to come.
         """

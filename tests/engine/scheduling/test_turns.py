@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import QueueFullError
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.turns import CallerTurns, Turn
+from windlass.engine.scheduling.turns import CallerTurn, CallerTurns
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
@@ -59,7 +59,7 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100), st.booleans()), min_size=1, max_size=40))
 def test_one_caller_keeps_its_order_whatever_is_given_back(requests: list[tuple[int, int, bool]]) -> None:
     """Whether they wait or are served."""
-    turns, taken, begun = CallerTurns(), list[Turn](), 0
+    turns, taken, begun = CallerTurns(), list[CallerTurn](), 0
     for tokens, spared, served in requests:
         taken.append(turns.take("a", tokens))
         if served:
