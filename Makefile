@@ -94,13 +94,14 @@ test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 # Those of engines and of Triton's programs, on a GPU that all processes share, and those of real servers, a GiB and more each.
 # cuBLAS is as torch's own determinism asks for.
 GPU_TEST := OMP_NUM_THREADS=1 CUBLAS_WORKSPACE_CONFIG=:4096:8 WINDLASS_TEST_DEVICE=$(DEVICE) $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)"
+# Tests of a scope share engines; slow ones are too long for that.
+GPU_DIST := $(if $(findstring not slow,$(MARKS)),loadscope,load)
 SERVER_TESTS := tests/server/startup tests/server/cli tests/e2e/test_end_to_end.py $(wildcard tests/e2e/test_*_over_http.py)
 
 test-gpu: $(VENV)/.installed-dev
-	@echo "== testing on $(DEVICE): engines and kernels"
-	$(GPU_TEST) --dist loadscope tests/kernels/triton tests/engine
-	@echo "== testing on $(DEVICE): real servers"
-	$(GPU_TEST) --dist loadfile $(SERVER_TESTS)
+	@echo "== testing on $(DEVICE): engines and kernels, and then real servers whatever comes of them"
+	$(GPU_TEST) --dist $(GPU_DIST) tests/kernels/triton tests/engine; engines=$$?; \
+	$(GPU_TEST) --dist loadfile $(SERVER_TESTS) && exit $$engines
 
 soak: $(VENV)/.installed-dev
 	@echo "== attacking, fuzzing, simulating and loading, in the long form"

@@ -45,6 +45,8 @@ class BuildKernels(build_ext):
             self.mkpath(str(target.parent))
             self.copy_file(str(kept), str(target))
             return
+        # Nothing takes them any more. Where these do not compile there are to be none: then a compiler that comes makes them.
+        kept.unlink(missing_ok=True)
         compile_files = self.compiler.compile
 
         def side_by_side(sources: list[str], **options: Any) -> list[str]:

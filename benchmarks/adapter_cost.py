@@ -20,6 +20,7 @@ from pathlib import Path
 import torch
 from harness.checkpoint import make_config
 from harness.shape import SHAPES, ModelShape
+from harness.steps import ONE_BY_ONE, step_seconds
 from safetensors.torch import save_file
 
 from windlass.engine.api.adapters import AdapterSource
@@ -69,7 +70,7 @@ def make_engine(folder: Path, options: argparse.Namespace) -> EngineCore:
             compute=ComputeConfig(threads=options.threads, **weights),
             loading=LoadingConfig(format="dummy"),
             cache=CacheConfig(memory=1 << 30, prefix_caching=False),
-            scheduling=SchedulerConfig(max_num_seqs=_ADAPTERS, target_step_seconds=0),
+            scheduling=SchedulerConfig(max_num_seqs=_ADAPTERS, target_step_seconds=0, **ONE_BY_ONE),
             adapters=AdapterConfig(sources=sources, max_loaded=_ADAPTERS, max_rank=max(options.rank, 64)),
         )
     )
@@ -120,10 +121,9 @@ def steps(core: EngineCore, streams: int, options: argparse.Namespace) -> dict[s
         for kind in KINDS:
             for sequence, adapter in zip(live, adapters_of(kind, streams), strict=True):
                 sequence.adapter = adapter
-            begin = time.perf_counter()
-            core.step()
+            seconds = step_seconds(core, streams)
             if i >= 6:
-                found[kind].append(time.perf_counter() - begin)
+                found[kind].append(seconds)
     end(core, streams)
     return found
 

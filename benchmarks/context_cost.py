@@ -103,13 +103,20 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
         for index in range(options.rounds):
             for depth in options.depths:
                 for worker in workers:
+                    if worker.name in left_out:
+                        continue
                     measure = Measure("", "depth", prompt=depth, steps=options.steps)
-                    ((value,), beside), share, _ = quiet(
-                        lambda w=worker, m=measure: machine.beside("read_gb_s", lambda p: w.measure(m, 1, p)),
-                        options.max_foreign,
-                        options.retries,
-                        options.pause,
-                    )
+                    try:
+                        ((value,), beside), share, _ = quiet(
+                            lambda w=worker, m=measure: machine.beside("read_gb_s", lambda p: w.measure(m, 1, p)),
+                            options.max_foreign,
+                            options.retries,
+                            options.pause,
+                        )
+                    except WorkerError as error:
+                        left_out[worker.name] = f"round {index + 1} at {depth:,}: {error}"
+                        print(f"left out: {worker.name}: {left_out[worker.name]}", flush=True)
+                        continue
                     foreign = max(foreign, share)
                     samples[worker.name][depth].append((1 / value, beside))
                     print(
@@ -134,14 +141,21 @@ def measure_curves(options: argparse.Namespace) -> dict[str, Any]:
         "versions": {"Windlass": version},
         "model": options.shape,
         "weights": "bf16" if options.quantization == "none" else options.quantization,
+        "kv_cache_dtypes": {name: known["kv_cache_dtype"] for name, known in info.items()},
         "left_out": left_out,
         "curves": {},
         "slopes": {},
     }
-    for name, by_depth in samples.items():
-        per_token = info[name]["kv_bytes_per_token"]
-        report["curves"][name] = curve_of(by_depth, info[name]["weight_bytes"], per_token)
-        report["slopes"][name] = slopes_of(by_depth, per_token)
+    for name, known in info.items():
+        taken, per_token = (
+            {depth: found for depth, found in samples[name].items() if found},
+            known["kv_bytes_per_token"],
+        )
+        if len(taken) > 1:  # one that has failed leaves what it had
+            report["curves"][name] = curve_of(taken, known["weight_bytes"], per_token)
+            report["slopes"][name] = slopes_of(taken, per_token)
+    if not report["curves"]:
+        raise SystemExit("error: nothing was measured: " + "; ".join(left_out.values()))
     return report
 
 

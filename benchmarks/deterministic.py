@@ -12,10 +12,12 @@ import argparse
 import json
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
+from harness.steps import ONE_BY_ONE, step_seconds
 from rotary_kernels import summary, take_turns
 
 from windlass import kernels
@@ -47,7 +49,7 @@ def engine(folder: Path, weights: str) -> EngineCore:
         compute=ComputeConfig(device="cpu"),
         loading=LoadingConfig(format="dummy"),
         cache=CacheConfig(memory=512 << 20, prefix_caching=False),
-        scheduling=SchedulerConfig(max_num_seqs=8, target_step_seconds=0.0),
+        scheduling=SchedulerConfig(max_num_seqs=8, target_step_seconds=0.0, **ONE_BY_ONE),
     )
     return EngineCore(config)
 
@@ -94,7 +96,9 @@ def measure(core: EngineCore, repeats: int, steps: int) -> dict[str, Any]:
             ask(core, str(i), 512, 2 * steps + 40)
         for _ in range(8):  # all prompts are through, in any order
             core.step()
-        results[f"decode {count}"] = both(core, core.step, steps, f"decode step of {count} at 512 tokens on")
+        results[f"decode {count}"] = both(
+            core, partial(step_seconds, core, count), steps, f"decode step of {count} at 512 tokens on"
+        )
         for i in range(count):
             core.abort(str(i))
     return results

@@ -26,6 +26,7 @@ from typing import Any
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness.machine import describe
 from harness.quiet import quiet
+from harness.steps import ONE_BY_ONE, step_seconds
 
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
@@ -76,9 +77,7 @@ class Streams:
             begun |= self._begun()
         seconds = []
         for _ in range(self._steps - len(self._prompts)):
-            start = time.perf_counter()
-            self._core.step()
-            seconds.append(time.perf_counter() - start)
+            seconds.append(step_seconds(self._core, len(self._prompts)))
         self._run()
         return statistics.median(seconds)
 
@@ -107,7 +106,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         compute=ComputeConfig(device="cpu", quantization=options.quantization, threads=options.threads),
         cache=CacheConfig(dtype=options.kv_cache_dtype, memory=options.kv_cache_memory << 30),
         # As many pages as hold the prompts under every kind, of which some keep their keys twice.
-        scheduling=SchedulerConfig(max_num_seqs=2 * options.streams * len(options.kinds)),
+        scheduling=SchedulerConfig(max_num_seqs=2 * options.streams * len(options.kinds), **ONE_BY_ONE),
     )
     core = EngineCore(config)
     sizes = {"one stream": (options.context, 1), "batch": (options.batch_context, options.streams)}

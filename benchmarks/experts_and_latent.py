@@ -1,6 +1,7 @@
 """Mixtures of experts and latent attention: speed of a GGUF file with random weights, here and in llama.cpp if it is there.
 
-    python benchmarks/experts_and_latent.py [--only moe mla] [--rounds 5] [--llama-bench work/peers/llama.cpp/bin/llama-bench]
+    python benchmarks/experts_and_latent.py [--only moe mla] [--rounds 5]
+        [--llama-bench work/peers/llama.cpp-build/bin/llama-bench]
 
 --llama-bench, and --llama-name and --llama-options with it, may be given again for forks and other settings.
 
@@ -8,8 +9,9 @@ Two shapes with about a billion weights active for a token, all in Q8_0: `moe`, 
 DeepSeek V2 with 6 of 16 experts and two that everybody meets. The file is written once, under --work, and both programs read
 that one. Contestants take turns. The bound of one stream is the bytes that one token has to read (all weights but the table
 of the embedding, of the experts only those chosen) over the read bandwidth measured right before and right after each
-sample. Several streams choose several experts, so they have no such bound. OpenVINO has no reader for these files and no
-row. Random routers choose evenly; a trained one repeats itself more, which a cache would like.
+sample, of llama.cpp around its whole command. Several streams choose several experts, so they have no such bound. OpenVINO
+has no reader for these files and no row. Random routers choose evenly; a trained one repeats itself more, which a cache would
+like.
 """
 
 from __future__ import annotations
@@ -219,19 +221,24 @@ def their_samples(
     """Tokens per second of llama-bench, by what it measured. options: more of its own."""
     asked = {"-m": file, "-t": threads, "-p": prompt, "-n": steps, "-r": 1, "-o": "json"}
     command = [str(tool), *options, *(str(part) for pair in asked.items() for part in pair)]
-    ended = subprocess.run(command, capture_output=True, text=True, timeout=3600)
-    if ended.returncode:
-        print(f"{tool.name} cannot: {(ended.stderr.strip().splitlines() or ['it says nothing'])[-1]}", flush=True)
+    try:
+        ended = subprocess.run(command, capture_output=True, text=True, timeout=3600)
+        if ended.returncode:
+            raise ValueError((ended.stderr.strip().splitlines() or ["it says nothing"])[-1])
+        rows = json.loads(ended.stdout)
+    except (OSError, ValueError, subprocess.TimeoutExpired) as error:  # the others' rows are kept
+        print(f"{tool.name} cannot: {error}", flush=True)
         return {}
-    output = ended.stdout
-    return {"prefill" if row["n_prompt"] else "decode 1": float(row["avg_ts"]) for row in json.loads(output)}
+    return {"prefill" if row["n_prompt"] else "decode 1": float(row["avg_ts"]) for row in rows}
 
 
 def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Rounds of every contestant: tokens per second by program and measure, and the bandwidth beside one stream."""
+    """Rounds of every contestant: tokens per second by program and measure, and by program the bandwidth beside each sample of
+    one stream.
+    """
     rates = Rates(options.threads)
     samples: dict[str, dict[str, list[float]]] = {}
-    bandwidth: list[float] = []
+    beside: dict[str, list[float]] = {}
 
     def note(program: str, name: str, value: float | None) -> None:
         if value is not None:
@@ -250,12 +257,15 @@ def measure(shape: Shape, file: Path, options: argparse.Namespace) -> dict[str, 
                 else:
                     note("Windlass Q8_0", "prefill", filled)
                 if streams == 1 and prompt == 32:
-                    bandwidth.append((before + rates.now("read_gb_s")) / 2)
+                    beside.setdefault("Windlass Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
             for tool, called, more in peers_of(options):
+                before = rates.now("read_gb_s")
                 found = their_samples(tool, file, options.prompt, options.steps, options.threads, more.split())
                 for name, value in found.items():
                     note(f"{called} Q8_0", name, value)
-    return {"active_bytes": shape.active_bytes(), "read_gb_s": bandwidth, "samples": samples}
+                if "decode 1" in found:
+                    beside.setdefault(f"{called} Q8_0", []).append((before + rates.now("read_gb_s")) / 2)
+    return {"active_bytes": shape.active_bytes(), "read_gb_s": beside, "samples": samples}
 
 
 def peers_of(options: argparse.Namespace) -> list[tuple[Path, str, str]]:
@@ -268,11 +278,12 @@ def peers_of(options: argparse.Namespace) -> list[tuple[Path, str, str]]:
 
 
 def share_of_bound(result: dict[str, Any], program: str) -> float | None:
-    """Of what the active bytes allow one stream at the bandwidth beside it; by medians."""
+    """Of what the active bytes allow one stream: the median of each sample over its own bound."""
     taken = result["samples"].get(program, {}).get("decode 1")
     if not taken:
         return None
-    return float(statistics.median(taken) * result["active_bytes"] / (statistics.median(result["read_gb_s"]) * 1e9))
+    pairs = zip(taken, result["read_gb_s"][program], strict=True)
+    return statistics.median(rate * result["active_bytes"] / (read * 1e9) for rate, read in pairs)
 
 
 def table(name: str, result: dict[str, Any]) -> str:
@@ -307,28 +318,30 @@ def main() -> None:
     parser.add_argument("--work", type=Path, default=Path("work"))
     parser.add_argument("--out", type=Path, default=Path("work/experts_and_latent.json"))
     options = parser.parse_args()
+    for tool, *_ in peers_of(options):
+        if not os.access(tool, os.X_OK):
+            parser.error(f"--llama-bench: there is no program {tool}")
     torch.set_num_threads(options.threads)
-    results = {}
+    report: dict[str, Any] = {
+        "date": time.strftime("%Y-%m-%d %H:%M"),
+        "machine": describe(),
+        "threads": options.threads,
+        "results": {},
+    }
+    options.out.parent.mkdir(parents=True, exist_ok=True)
     for name in options.only:
         shape, file = SHAPES[name](), options.work / "bench-experts" / f"{name}-q8_0.gguf"
         if not file.exists():
             print(f"writing {file}", flush=True)
             write_file(shape, file)
-        results[name] = measure(shape, file, options)
+        result = report["results"][name] = measure(shape, file, options)
+        options.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
         print(
-            f"{shape.active_bytes() / 1e9:.2f} GB of weights are read for a token\n\n{table(name, results[name])}\n",
+            f"{shape.active_bytes() / 1e9:.2f} GB of weights are read for a token\n\n{table(name, result)}\n",
             flush=True,
         )
     if not options.llama_bench:
         print("llama.cpp: not measured, give --llama-bench")
-    report = {
-        "date": time.strftime("%Y-%m-%d %H:%M"),
-        "machine": describe(),
-        "threads": options.threads,
-        "results": results,
-    }
-    options.out.parent.mkdir(parents=True, exist_ok=True)
-    options.out.write_text(json.dumps(report, indent=1), encoding="utf-8")
 
 
 if __name__ == "__main__":

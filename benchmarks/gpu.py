@@ -1,11 +1,14 @@
 """Every figure that is asked of a GPU, each beside its bound measured in the same run, and which of them are missed.
 
     python benchmarks/gpu.py [--device cuda] [--shapes 1b,8b,30b-a3b] [--parts agreement,attention,streams,growth,tier,peer]
-                             [--out gpu.json] [--plot gpu.png] [--tiny]
+                             [--cases dynamic,shift] [--out gpu.json] [--plot gpu.png] [--tiny]
 
 From a checkout on a machine with a GPU that nothing else uses. Weights are random and made on the device; the 30B shape takes
-61 GB. `--tiny` runs the same on small shapes, on a CPU too: its numbers mean nothing. Ends with 1 where a figure is missed.
-Tests on the GPU are not part of it.
+61 GB. `--tiny` runs the same on small shapes, on a CPU too: its numbers mean nothing. `--cases` picks those of the part agreement
+whose names hold a word. Tests on the GPU are not part of it.
+
+What fails is said, and the rest goes on; --out is written anew after each figure, so a run that is cut short leaves what it had.
+Ends with 1 where a figure is missed, else with 3 where something failed.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ import gc
 import json
 import sys
 import tempfile
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -24,10 +28,11 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness import machine
 from harness.charts import BOUND, COLOURS, new_figure, style
-from harness.gpu_agreement import agreement
+from harness.gpu_agreement import agreement, chosen
 from harness.gpu_attention import attention_figures
 from harness.gpu_figures import Bounds, Figure
 from harness.gpu_peer import seconds_of_token
+from harness.gpu_report import Growing
 from harness.gpu_streams import Streams, growth, step_figures, stream_figures
 from harness.gpu_tier import tier_figures
 
@@ -95,11 +100,13 @@ def write_config(name: str, directory: Path, *, tiny: bool) -> Path:
     return found
 
 
-def measure(options: argparse.Namespace) -> dict[str, Any]:
-    """Everything that is asked for, as plain data; prints each figure when it is there."""
+def measure(options: argparse.Namespace) -> Growing:
+    """Everything that is asked for; what fails is noted, and the rest goes on."""
     device, tiny = torch.device(options.device), options.tiny
+    if device.index is not None:
+        torch.cuda.set_device(device)  # work is captured on the current device
     bounds = Bounds.measure(device, torch.float32 if device.type == "cpu" else torch.bfloat16, tiny=tiny)
-    report: dict[str, Any] = {
+    head: dict[str, Any] = {
         "date": datetime.date.today().isoformat(),
         "machine": machine.describe(),
         "device": torch.cuda.get_device_name(device) if device.type == "cuda" else "cpu",
@@ -107,67 +114,70 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "tiny": tiny,
         "copy_bytes_per_second": bounds.bandwidth,
         "matrix_operations_per_second": bounds.matrix,
-        "figures": [],
     }
+    report = Growing(head, options.out)
     print(
-        f"{report['device']}: a copy {bounds.bandwidth / 1e9:,.0f} GB/s, a product {bounds.matrix / 1e12:,.2f} TFLOP/s\n"
+        f"{head['device']}: a copy {bounds.bandwidth / 1e9:,.0f} GB/s, a product {bounds.matrix / 1e12:,.2f} TFLOP/s\n"
     )
-
-    def add(figures: list[Figure]) -> None:
-        for figure in figures:
-            print(figure.line(), flush=True)
-            report["figures"].append(figure.as_dict())
-
     with tempfile.TemporaryDirectory() as made:
         directory = Path(made)
         if "agreement" in options.parts:
-            report["agreement"] = agreement(device, directory, ["llama"] if tiny else None)
-            for case in report["agreement"]:
-                print(
-                    f"| {case['name']}: as on the CPU | {case['nats']:.2g} nats | {case['bound']:g} | {case['verdict']} |"
-                )
+            with report.guarded("agreement"):
+                for case in agreement(device, directory, options.cases):
+                    report.agreed(case)
         print("\n| figure | measured | bound | share | wanted | |\n|---|--:|--:|--:|--:|---|")
         if "attention" in options.parts:
-            add(attention_figures(bounds, tiny=tiny))
+            with report.guarded("attention"):
+                report.add(attention_figures(bounds, tiny=tiny))
         for name in options.shapes:
-            model = write_config(name, directory, tiny=tiny)
-            _of_shape(name, model, bounds, options, report, add)
+            _of_shape(name, write_config(name, directory, tiny=tiny), bounds, options, report)
     return report
 
 
-def _of_shape(
-    name: str, model: Path, bounds: Bounds, options: argparse.Namespace, report: dict[str, Any], add: Any
-) -> None:
+def _of_shape(name: str, model: Path, bounds: Bounds, options: argparse.Namespace, report: Growing) -> None:
     tiny = options.tiny
     prompt, far, steps, many = (8, 64, 8, 8) if tiny else (128, 8192, 256, 64)
     contexts = [16, 64, 256] if tiny else [1024 << i for i in range(8)]
     counts = [1, 4] if tiny else [1 << i for i in range(9)]
-    longest = (contexts[-1] if "growth" in options.parts and name == options.shapes[0] else far) + steps + 128
+    grows = "growth" in options.parts and name == options.shapes[0]
+    longest = (contexts[-1] if grows else far) + steps + 128
     sizes: dict[str, Any] = {"max_model_len": longest, "shift_context": 2 * far if 2 * far < longest else far}
     sizes |= {"max_num_seqs": counts[-1] * 2 if tiny else 256, "max_num_batched_tokens": 64 if tiny else 8192}
     if tiny:
         sizes["kv_cache_memory"] = 8 << 20
-    if {"streams", "growth"} & set(options.parts):
-        streams = Streams(model, bounds, **sizes)
+
+    def streams() -> None:
+        engine = Streams(model, bounds, **sizes)
         if "streams" in options.parts:
-            add(stream_figures(name, streams, WANTED.get(name), many=many, prompt=prompt, far=far, steps=steps))
-        if "growth" in options.parts and name == options.shapes[0]:
-            report["growth"] = growth(streams, contexts, counts, 1024 if not tiny else prompt, steps)
-        del streams
-        _give_back(bounds.device)
-        if "streams" in options.parts:
-            # With a step for each token: what is beside the graph shows.
-            add(step_figures(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt=prompt, steps=steps))
-            _give_back(bounds.device)
+            with report.guarded(f"{name}: streams"):
+                figures = stream_figures(name, engine, WANTED.get(name), many=many, prompt=prompt, far=far, steps=steps)
+                report.add(figures)
+        if grows:
+            cases = [(1, length) for length in contexts]
+            for count, length in cases + [(count, prompt if tiny else 1024) for count in counts]:
+                with report.guarded(f"{name}: growth, {count} stream(s) behind {length:,} tokens"):
+                    report.grew(growth(engine, count, length, steps))
+
+    def steps_alone() -> None:
+        """With a step for each token: what is beside the graph shows."""
+        report.add(step_figures(name, Streams(model, bounds, **sizes, burst_seconds=0.0), prompt=prompt, steps=steps))
+
+    def peer() -> None:
+        seconds = seconds_of_token(model, bounds, prompt, steps)
+        report.add([Figure(f"{name}: transformers, static cache, compiled where it does that: a token", seconds)])
+
+    works: dict[str, Callable[[], None]] = {}
+    if grows or "streams" in options.parts:
+        works["streams and growth"] = streams
+    if "streams" in options.parts:
+        works["steps"] = steps_alone
     if "tier" in options.parts:
-        add(tier_figures(name, model, bounds, far=far, tiny=tiny))
-        _give_back(bounds.device)
+        works["tier"] = lambda: report.add(tier_figures(name, model, bounds, far=far, tiny=tiny))
     if "peer" in options.parts:
-        try:
-            seconds, note = seconds_of_token(model, bounds, prompt, steps), ""
-        except (ImportError, RuntimeError, ValueError) as error:
-            seconds, note = None, str(error).splitlines()[0]
-        add([Figure(f"{name}: transformers, static cache, compiled where it does that: a token", seconds, note=note)])
+        works["peer, transformers"] = peer
+    for part, work in works.items():
+        with report.guarded(f"{name}: {part}"):
+            work()
         _give_back(bounds.device)
 
 
@@ -177,18 +187,13 @@ def _give_back(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
-def missed(report: dict[str, Any]) -> list[str]:
-    """The names of what was missed."""
-    return [one["name"] for one in [*report.get("agreement", []), *report["figures"]] if one["verdict"] == "missed"]
-
-
 def draw(report: dict[str, Any], path: Path) -> None:
     """Seconds of a token over contexts and over streams, each with its bound. Needs matplotlib."""
     figure = new_figure(10, 3.6)
     panels = figure.subplots(1, 2)
     for axes, kind in zip(panels, ("context", "streams"), strict=True):
         rows = [row for row in report["growth"] if kind == "streams" or row["streams"] == 1]
-        shortest = min(row["context"] for row in rows)
+        shortest = min((row["context"] for row in rows), default=0)
         rows = [row for row in rows if kind == "context" or row["context"] == shortest]
         rows.sort(key=lambda row: row[kind])
         x = [row[kind] for row in rows]
@@ -207,6 +212,9 @@ def main() -> int:
     parser.add_argument("--device", default="cuda")
     parser.add_argument("--shapes", type=lambda x: x.split(","), default=list(SHAPES))
     parser.add_argument("--parts", type=lambda x: x.split(","), default=list(PARTS))
+    parser.add_argument(
+        "--cases", type=lambda x: x.split(","), default=[], help="words of names: only these of the part agreement"
+    )
     parser.add_argument("--out", type=Path)
     parser.add_argument("--plot", type=Path)
     parser.add_argument("--tiny", action="store_true", help="small shapes: to see that it runs, on a CPU too")
@@ -214,14 +222,16 @@ def main() -> int:
     for given, known in ((options.shapes, SHAPES), (options.parts, PARTS)):
         if wrong := [one for one in given if one not in known]:
             parser.error(f"there is no {', '.join(wrong)}: choose from {', '.join(known)}")
+    if not chosen(options.cases):
+        parser.error(f"no case of the part agreement has {' or '.join(options.cases)} in its name")
     report = measure(options)
-    names = missed(report)
-    if options.out is not None:
-        options.out.write_text(json.dumps(report, indent=2) + "\n")
-    if options.plot is not None and "growth" in report:
-        draw(report, options.plot)
+    if options.plot is not None and report.data.get("growth"):
+        draw(report.data, options.plot)
+    names = report.missed()
+    if report.failed:
+        print(f"\nnot measured: {'; '.join(report.failed)}")
     print(f"\nmissed: {'; '.join(names) or 'nothing'}")
-    return 1 if names else 0
+    return 1 if names else 3 if report.failed else 0
 
 
 if __name__ == "__main__":

@@ -43,7 +43,7 @@ async def _read(url: str, tokens: int, counted: list[int]) -> None:
     """One stream, whose chunks are counted as they come."""
     parts = urlsplit(url)
     reader, writer = await asyncio.open_connection(parts.hostname, parts.port)
-    body = {"prompt": [50, 7], "max_tokens": tokens, "stream": True}
+    body = {"prompt": [50, 7], "max_tokens": tokens, "stream": True, "temperature": 1}
     data = json.dumps(body).encode()
     head = f"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     writer.write(head.encode() + data)

@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
+from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
 from windlass.engine.api.context import PassageReuse
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
@@ -51,6 +51,7 @@ class Answers:
             max_model_len=8192,
             compute=ComputeConfig(device="cpu", quantization=options.quantization),
             cache=CacheConfig(dtype=options.kv_cache_dtype, memory=14 << 30),
+            scheduling=SchedulerConfig(burst_seconds=0.0),  # each token is drawn where its logits are looked at
         )
         self.core = EngineCore(config)
         self.core.warm_up()

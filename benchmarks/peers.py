@@ -5,8 +5,8 @@
 Every contestant runs in a process of its own and answers in turns, A B A B. A sample taken while others used the machine
 is thrown away and taken again. What the machine could do right before and right after a sample stands beside it, since
 that may change within seconds; bounds come from there. The report grows by a run each time, so that parts can be measured
-at different hours; ratios and pictures stay within a run. docs/benchmarks.md says how to install the peers;
-benchmarks/prepare_peers.py makes their models.
+at different hours, and within a run by each measure; ratios and pictures stay within a run. docs/benchmarks.md says how to
+install the peers; benchmarks/prepare_peers.py makes their models.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from typing import Any, TypeVar
 from harness import charts
 from harness.contestants import STARTUP_KV_BYTES, Contestant, contestants_for
 from harness.machine import describe
-from harness.measures import GROUPS, Measure, measures_of
+from harness.measures import GROUPS, MOST_STREAMS, Measure, measures_of
 from harness.places import Places
 from harness.quiet import quiet
 from harness.rates import Rates
@@ -54,8 +54,10 @@ _Value = TypeVar("_Value")
 class Run:
     """One run of some groups: collects samples and what became of them."""
 
-    def __init__(self, options: argparse.Namespace) -> None:
-        self.options = options
+    def __init__(self, options: argparse.Namespace, keep: abc.Callable[[Run], None] = lambda run: None) -> None:
+        """keep: called when there is more to keep."""
+        self.options, self._keep = options, keep
+        self._before = os.getloadavg()[0]
         self.places = Places(options.work.resolve(), options.shape)
         self.shape = SHAPES[options.shape]
         self.results: list[dict[str, Any]] = []
@@ -64,11 +66,14 @@ class Run:
         self.rates: dict[str, list[float]] = {}
 
     def carry_out(self) -> dict[str, Any]:
-        before = os.getloadavg()[0]
         self.measure_rates()
         for kind in self.options.only:
             self._group(kind)
             self.measure_rates()  # again, so that their spread shows what the machine did meanwhile
+        return self.so_far()
+
+    def so_far(self) -> dict[str, Any]:
+        """What the report says of the run."""
         run = {
             "date": time.strftime("%Y-%m-%d %H:%M"),
             "machine": describe(),
@@ -76,7 +81,7 @@ class Run:
             "rounds": self.options.rounds,
             "max_foreign": self.options.max_foreign,
             "rates": {name: spread(samples) for name, samples in self.rates.items()},
-            "load": {"before": before, "after": os.getloadavg()[0]},
+            "load": {"before": self._before, "after": os.getloadavg()[0]},
             "versions": self.versions,
             "results": self.results,
             "left_out": self.left_out,
@@ -166,8 +171,11 @@ class Run:
                 result.update(kind=measure.kind, streams=measure.streams, prompt=measure.prompt)
                 result.update(foreign=foreign[contestant.name], discarded=discarded[contestant.name])
                 result["weight_bytes"] = contestant.weight_bytes()
+                if cache := contestant.cache():
+                    result["kv_cache_dtype"], result["kv_bytes_per_token"] = cache
                 result["rates"] = {rate: beside[contestant.name]}
                 add_bound(result, self.shape)
+        self._keep(self)
 
     def _startups(self, contestants: list[Contestant]) -> None:
         seconds: dict[str, list[float]] = {}
@@ -205,6 +213,7 @@ class Run:
                 if contestant.program == "Windlass":
                     allowed = self.shape.weight_bytes(contestant.weights) + STARTUP_KV_BYTES + 400e6
                     memory["allowed_gb"] = allowed / 1e9
+        self._keep(self)
 
     def _add(self, contestant: Contestant, measure: str, unit: str, samples: list[float]) -> dict[str, Any]:
         result: dict[str, Any] = {
@@ -277,8 +286,8 @@ def parse_arguments(arguments: abc.Sequence[str] | None = None) -> argparse.Name
     options.depths = options.depths or ([512, 4096] if options.shape in REAL else [4096, 8192])
     if min(options.rounds, options.threads, *options.depths, *options.streams) < 1:
         parser.error("--rounds, --threads, --depths and --streams must be at least 1")
-    if max(options.streams) > 64:
-        parser.error("--streams must be at most 64")
+    if max(options.streams) > MOST_STREAMS:
+        parser.error(f"--streams must be at most {MOST_STREAMS}")
     if max(options.depths) + 1024 > SHAPES[options.shape].context:
         parser.error(f"--depths must stay below {SHAPES[options.shape].context - 1024}")
     options.out = options.out or options.work / (
@@ -300,10 +309,17 @@ def main() -> None:
         check(report)
         if report["model"] != options.shape:
             raise SystemExit(f"error: {options.out} is about the {report['model']} shape: name another file with --out")
-    run = Run(options).carry_out()
-    report["runs"].append(run)
-    check(report)
-    options.out.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    earlier = report["runs"]
+
+    def keep(run: dict[str, Any]) -> None:
+        report["runs"] = [*earlier, run]
+        check(report)
+        partial = options.out.with_name(options.out.name + ".partial")
+        partial.write_text(json.dumps(report, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+        partial.replace(options.out)
+
+    run = Run(options, lambda run: keep(run.so_far())).carry_out()
+    keep(run)
     print("\n" + table(run) + "\n\n" + by_contestant(run))
     picture = options.picture or options.out.with_suffix(".png")
     try:

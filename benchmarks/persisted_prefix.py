@@ -35,7 +35,7 @@ _MARK = "result: "
 
 def measure(options: argparse.Namespace) -> None:
     """In a process of its own: one line of JSON."""
-    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
+    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
     from windlass.engine.api.request import EngineRequest, SamplingParams
     from windlass.engine.core.engine_core import EngineCore
     from windlass.server.startup.gguf_directory import derive_directory, is_gguf
@@ -48,6 +48,7 @@ def measure(options: argparse.Namespace) -> None:
             max_model_len=options.tokens + 512,
             compute=ComputeConfig(device="cpu"),
             cache=CacheConfig(dtype=options.kv_cache_dtype[0], memory=2 << 30, persist=persist, persist_size=None),
+            scheduling=SchedulerConfig(burst_seconds=0.0),  # a step is a token
         )
     )
     core.warm_up()

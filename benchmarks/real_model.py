@@ -1,11 +1,12 @@
 """Everything that is measured on long texts, for one model: which scaling holds where, hidden numbers, stale keys, caches.
 
-    python benchmarks/real_model.py MODEL [--texts FOLDER] [--work work/real] [--docs docs] [--only sweep …]
+    python benchmarks/real_model.py MODEL [--texts FOLDER] [--work work/real] [--docs work/real/docs] [--only sweep …]
 
 Runs, one after the other and most telling first, `windlass rope sweep` to twice the trained length, `kv_by_position.py` to
 the trained length, `passkeys.py` to twice and `stale_keys_model.py` to 1.4 times the trained length, over the texts that
-`long_texts.py` makes, and writes their numbers (`real_model_*.json`) and the page `real-model.md` into --docs. After an
-interruption it goes on: finished passes lie under --work. --page-only writes the page from the numbers that are there.
+`long_texts.py` makes, and writes their numbers (`real_model_*.json`) and a page of tables, `real-model.md`, into --docs. After an
+interruption it goes on: finished passes lie under --work. --page-only writes the page from the numbers that are there. A page
+that somebody else has written, and the numbers beside it, are not touched.
 On two cores, 135 million parameters trained on 8,192 tokens take about an hour and a half. Nothing is timed.
 """
 
@@ -28,6 +29,7 @@ import stale_keys_model  # noqa: E402
 STEPS = ("sweep", "kv", "passkeys", "stale")
 # The texts of each step; all are read by the sweep.
 FEW = ("novel", "handbook")
+_MARK = "<!-- made by benchmarks/real_model.py -->"
 SWEPT = (
     {"rope_type": "yarn", "factor": 2},
     {"rope_type": "dynamic", "factor": 2},
@@ -92,8 +94,10 @@ def page(docs: Path) -> str:
     """The page, from what has been measured; parts that are not there yet are left out."""
     found = {step: docs / f"real_model_{step}.json" for step in STEPS}
     reports = {step: json.loads(path.read_text("utf-8")) for step, path in found.items() if path.exists()}
+    if not reports:
+        raise SystemExit(f"error: there are no numbers in {docs}")
     first = next(iter(reports.values()))
-    lines = ["# Long texts and a real model", ""]
+    lines = [_MARK, "# Long texts and a real model", ""]
     lines += [
         f"The same questions as on the bundled model ([scalings](rope_sweep.md), [stale keys](stale-keys.md)), asked of "
         f"{first['model']}. Texts are whole documents of Debian packages, each read from its beginning; "
@@ -152,21 +156,25 @@ def main() -> None:
     parser.add_argument("model", type=Path, nargs="?", help="Hugging Face directory")
     parser.add_argument("--texts", type=Path, default=Path("texts"), help="folder of *.txt")
     parser.add_argument("--work", type=Path, default=Path("work/real"), help="folder for finished passes")
-    parser.add_argument("--docs", type=Path, default=Path("docs"), help="folder for numbers and page")
+    parser.add_argument("--docs", type=Path, default=Path("work/real/docs"), help="folder for numbers and page")
     parser.add_argument("--only", nargs="+", choices=STEPS, default=STEPS, help="some of the measurements")
     parser.add_argument("--page-only", action="store_true", help="measure nothing")
     options = parser.parse_args()
+    made = options.docs / "real-model.md"
+    if made.exists() and not made.read_text("utf-8").startswith(_MARK):
+        parser.error(f"{made} was not made by this program: name another folder with --docs")
     if not options.page_only:
         if options.model is None:
             parser.error("name a model")
         options.work.mkdir(parents=True, exist_ok=True)
+        options.docs.mkdir(parents=True, exist_ok=True)
         config = json.loads((options.model / "config.json").read_text("utf-8"))
         texts = sorted(options.texts.glob("*.txt"))
         for step in STEPS:
             if step in options.only:
                 subprocess.run(command(step, options, config["max_position_embeddings"], texts), check=True)
-                (options.docs / "real-model.md").write_text(page(options.docs), encoding="utf-8")
-    (options.docs / "real-model.md").write_text(page(options.docs), encoding="utf-8")
+                made.write_text(page(options.docs), encoding="utf-8")
+    made.write_text(page(options.docs), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.steps import ONE_BY_ONE, step_seconds
 
 import windlass
 from windlass.engine.api.request import EngineRequest, SamplingParams
@@ -157,7 +158,9 @@ def decoding(core: EngineCore, kinds: list[dict[str, Any]], steps: int) -> None:
 
 
 def mixing(directory: Path, name: str, steps: int, pairs: int, **options: Any) -> dict[str, Any]:
-    config = from_flat(str(directory), {"device": "cpu", "max_num_seqs": 8, "prefix_caching": False, **options})
+    config = from_flat(
+        str(directory), {"device": "cpu", "max_num_seqs": 8, "prefix_caching": False, **ONE_BY_ONE, **options}
+    )
     cores = {"one scaling": EngineCore(config), "eight scalings": EngineCore(config)}
     first, second = cores.values()
     second.runner.decoder = first.runner.decoder
@@ -167,7 +170,7 @@ def mixing(directory: Path, name: str, steps: int, pairs: int, **options: Any) -
     specs = [core.stats().rotary_specs_live for core in cores.values()]
     if specs != [1, 8]:
         raise RuntimeError(f"{specs} live scalings, not 1 and 8")
-    seconds = take_turns({name: core.step for name, core in cores.items()}, steps)
+    seconds = take_turns({name: lambda c=core: step_seconds(c, 8) for name, core in cores.items()}, steps)
     result: dict[str, Any] = {name: summary(values) for name, values in seconds.items()}
     differences = [b - a for a, b in zip(*seconds.values(), strict=True)]
     result["added_us"] = statistics.median(differences) * 1e6

@@ -24,6 +24,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from harness.steps import ONE_BY_ONE, check_tokens
 
 from windlass.engine.api.config import CacheConfig, EngineConfig, SchedulerConfig
 from windlass.engine.api.request import EngineRequest, SamplingParams
@@ -93,7 +94,7 @@ def build(model: str, streams: int, context: int, *, temperature: float, top_p: 
             model=model,
             max_model_len=context + 4096,
             cache=CacheConfig(memory=4 << 30),
-            scheduling=SchedulerConfig(max_num_seqs=max(streams, 8), target_step_seconds=0),
+            scheduling=SchedulerConfig(max_num_seqs=max(streams, 8), target_step_seconds=0, **ONE_BY_ONE),
         )
     )
     rng = random.Random(seed)
@@ -107,7 +108,9 @@ def build(model: str, streams: int, context: int, *, temperature: float, top_p: 
     return core
 
 
-def measure(core: EngineCore, clock: Clock, empty: dict[str, float], steps: int) -> dict[str, dict[str, float]]:
+def measure(
+    core: EngineCore, clock: Clock, empty: dict[str, float], steps: int, streams: int
+) -> dict[str, dict[str, float]]:
     """Microseconds per step by part: median and minimum."""
     parts: dict[str, list[float]] = defaultdict(list)
     runner, scheduler = core.runner, core.scheduler
@@ -131,6 +134,7 @@ def measure(core: EngineCore, clock: Clock, empty: dict[str, float], steps: int)
             middle = NOW[0]()
             encode(StepDone(tuple(outputs), 0.0, None))
             end = NOW[0]()
+            check_tokens(sum(len(output.token_ids) for output in outputs), streams)
             calling = sum(
                 empty[name.removeprefix("kernel ")] * n for name, n in clock.calls.items() if name[:7] == "kernel "
             )
@@ -181,7 +185,7 @@ def main(argv: list[str] | None = None) -> int:
         )
         for _ in range(20):
             core.step()
-        found = measure(core, clock, empty, options.steps)
+        found = measure(core, clock, empty, options.steps, options.streams)
         report["contexts"][context] = found
         print(
             f"\n{options.streams} streams, {context} tokens of context, {options.threads} threads: microseconds per step"

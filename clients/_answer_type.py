@@ -6,14 +6,13 @@ pydantic is not imported: a class with its two methods is taken for one of its m
 from __future__ import annotations
 
 import dataclasses
-import json
 import re
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, Union, get_args, get_origin
 
-from windlass.clients._parse import parse
+from windlass.clients._parse import loads, parse
 
 AnswerType = Mapping[str, Any] | type
 
@@ -30,11 +29,11 @@ def response_format(answer_type: AnswerType) -> dict[str, Any]:
 def reader(answer_type: AnswerType) -> Callable[[str], Any]:
     """From the text of an answer to the value; that raises ValueError where the text does not hold."""
     if isinstance(answer_type, Mapping):
-        return json.loads
+        return loads
     if hasattr(answer_type, "model_validate_json"):
         validate: Callable[[str], Any] = answer_type.model_validate_json
         return validate
-    return lambda text: parse(answer_type, json.loads(text), nulls=True)
+    return lambda text: parse(answer_type, loads(text), nulls=True)
 
 
 def _schema(answer_type: AnswerType) -> dict[str, Any]:

@@ -59,7 +59,7 @@ def status_error(response: httpx.Response) -> APIStatusError:
     fields: dict[str, str | None] = {"message": None, "type": None, "param": None, "code": None}
     try:
         data = response.json()
-    except ValueError:
+    except (ValueError, RecursionError):
         data = None
     if isinstance(data, dict) and isinstance(data.get("error"), dict):
         fields = {name: _text(data["error"].get(name)) for name in fields}

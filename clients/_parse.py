@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 import types
 import typing
 from collections.abc import Callable, Mapping
 from typing import Any, Literal, TypeVar, Union, get_args, get_origin
 
 T = TypeVar("T")
+
+
+def loads(text: str) -> Any:
+    """`json.loads` that raises nothing but ValueError, also for what is nested deeper than Python reads."""
+    try:
+        return json.loads(text)
+    except RecursionError:
+        raise ValueError("this JSON is nested too deeply") from None
 
 
 def parse(cls: type[T], data: Any, *, nulls: bool = False) -> T:
@@ -44,7 +53,10 @@ def _reader(hint: Any, nulls: bool) -> Callable[[Any, str], Any]:
     def check(value: Any, where: str) -> Any:
         if not isinstance(value, plain) or (isinstance(value, bool) and hint is not bool):
             raise ValueError(f"{where} should be of type {getattr(hint, '__name__', hint)}")
-        return float(value) if hint is float else value
+        try:
+            return float(value) if hint is float else value
+        except OverflowError:  # a whole number beyond all floats
+            raise ValueError(f"{where} is too large for a number of type float") from None
 
     return check
 

@@ -103,7 +103,7 @@ class CallRules:
         yield from self._read(response)
         try:
             return call.answer(response)
-        except ValueError as error:  # of the JSON decoder, or of a field
+        except (ValueError, RecursionError) as error:  # of the JSON decoder, or of a field
             raise not_understood(response, str(error)) from error
 
     def open(self, call: StreamCall[T, A]) -> Steps[tuple[httpx.Response, ChunkReader[T, A]]]:

@@ -53,10 +53,14 @@ class ChunkReader(Generic[T, A]):
         if not self.done:
             raise self._error(f"the stream ended without {self.whole.ending}: the answer is incomplete")
 
-    def answer(self) -> A:
-        """The whole answer; raises StreamError unless the stream ended well."""
+    def check_done(self) -> None:
+        """Raise StreamError unless the stream ended well."""
         if not self.done:
             raise self._error("the stream was closed or failed before its end: the answer is incomplete")
+
+    def answer(self) -> A:
+        """The whole answer; raises StreamError unless the stream ended well."""
+        self.check_done()
         return self.whole.answer(self.request_id)
 
     def _read(self, text: str) -> T:

@@ -5,11 +5,11 @@ Knows what each event adds to; knows nothing of bytes.
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, TypeVar
 
 from windlass.clients._accumulate import joined_text
+from windlass.clients._parse import loads
 from windlass.clients.chat_types import FunctionCall, ToolCall
 from windlass.clients.message_types import ContentBlock, Message, MessageEvent, MessageUsage
 from windlass.clients.response_types import Response, ResponseEvent
@@ -212,7 +212,7 @@ class MessageAccumulator(_InBlocks):
 def _content(block: _BlockPieces) -> ContentBlock:
     if block.kind == "call":
         try:
-            found = json.loads(block.text) if block.text else {}
+            found = loads(block.text) if block.text else {}
         except ValueError:
             found = {}
         given = found if isinstance(found, dict) else {}

@@ -5,10 +5,11 @@ Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
+
+from windlass.clients._parse import loads
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -21,7 +22,7 @@ class FunctionCall:
     @property
     def values(self) -> Any:
         """The arguments as values, an object as a dict; raises ValueError where they are not JSON, such as cut ones."""
-        return json.loads(self.arguments)
+        return loads(self.arguments)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -44,7 +44,8 @@ class RetryPolicy:
         if retry_after is not None:
             # Everybody who was turned away got the same number: spread the second tries.
             return retry_after * (1 + 0.1 * draw) if retry_after <= self.longest_retry_after else None
-        return min(self.longest_delay, self.first_delay * 2.0**attempt) * (0.5 + 0.5 * draw)
+        doubled = self.first_delay * 2.0 ** min(attempt, 1000)  # a higher power is no float
+        return min(self.longest_delay, doubled) * (0.5 + 0.5 * draw)
 
 
 class SharedOptions(TypedDict, total=False):

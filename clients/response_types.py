@@ -5,10 +5,10 @@ Knows field names; knows nothing of HTTP. Fields a newer server adds are ignored
 
 from __future__ import annotations
 
-import json
 from dataclasses import dataclass, field
 from typing import Any
 
+from windlass.clients._parse import loads
 from windlass.clients.rotary_types import Rotary
 
 
@@ -71,7 +71,7 @@ class ResponseItem:
     @property
     def values(self) -> Any:
         """The arguments of a call as values; raises ValueError where they are not JSON, such as cut ones."""
-        return json.loads(self.arguments or "")
+        return loads(self.arguments or "")
 
     def reply(self, output: str) -> dict[str, Any]:
         """The item that brings the result of this call back to the model."""

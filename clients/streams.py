@@ -6,7 +6,6 @@ Reads bytes with httpx; what they mean is `ChunkReader`'s.
 from __future__ import annotations
 
 import contextlib
-import socket
 from collections.abc import AsyncGenerator, Generator
 from types import TracebackType
 from typing import Any, Generic, Self, TypeVar
@@ -17,9 +16,8 @@ from windlass.clients._failures import broken_answer
 from windlass.clients._stream import ChunkReader
 from windlass.clients.chat_types import ToolCall
 from windlass.clients.rotary_types import Rotary
-from windlass.clients.types import (
-    Usage,
-)
+from windlass.clients.stream_rest import read_rest, read_rest_async, wake_reader
+from windlass.clients.types import Usage
 
 T = TypeVar("T")
 A = TypeVar("A")
@@ -29,6 +27,12 @@ class _Generated(Generic[T, A]):
     """What both streams say of the generation while it runs."""
 
     _reader: ChunkReader[T, A]
+    _left = False  # its `with` block is over
+
+    def _check_end(self) -> None:
+        """Raise StreamError where no chunk comes any more though the generation has not ended."""
+        if not self._left:
+            self._reader.check_done()
 
     @property
     def request_id(self) -> str | None:
@@ -78,7 +82,8 @@ class Stream(_Generated[T, A]):
     """Chunks of a running generation, as they come. Iterate it once, best inside `with`.
 
     Leaving the `with` block, `close`, an error and the end all close the HTTP response, and a server stops generating
-    when its client is gone. Raises StreamError when the stream does not end well, APIConnectionError when it breaks.
+    when its client is gone. Raises StreamError when the stream does not end well, APIConnectionError when it breaks. One
+    that was cut off, by an error that was caught or by `close`, raises StreamError again when it is asked for more.
     """
 
     def __init__(self, response: httpx.Response, reader: ChunkReader[T, A]) -> None:
@@ -90,7 +95,10 @@ class Stream(_Generated[T, A]):
         return self
 
     def __next__(self) -> T:
-        return next(self._chunks)
+        for chunk in self._chunks:
+            return chunk
+        self._check_end()
+        raise StopIteration
 
     def __enter__(self) -> Self:
         return self
@@ -98,11 +106,12 @@ class Stream(_Generated[T, A]):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._left = True
         self.close()
 
     def until_done(self) -> Self:
         """Read what is left; then everything about the stream is known."""
-        for _ in self._chunks:
+        for _ in self:
             pass
         return self
 
@@ -118,7 +127,7 @@ class Stream(_Generated[T, A]):
         try:
             self._chunks.close()
         except ValueError:  # another thread is in the generator
-            _wake_reader(self._response)
+            wake_reader(self._response)
         finally:
             self._response.close()  # a generator that never started has no `finally`
 
@@ -135,7 +144,10 @@ class AsyncStream(_Generated[T, A]):
         return self
 
     async def __anext__(self) -> T:
-        return await anext(self._chunks)
+        async for chunk in self._chunks:
+            return chunk
+        self._check_end()
+        raise StopAsyncIteration
 
     async def __aenter__(self) -> Self:
         return self
@@ -143,11 +155,12 @@ class AsyncStream(_Generated[T, A]):
     async def __aexit__(
         self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None
     ) -> None:
+        self._left = True
         await self.aclose()
 
     async def until_done(self) -> Self:
         """See `Stream.until_done`."""
-        async for _ in self._chunks:
+        async for _ in self:
             pass
         return self
 
@@ -156,30 +169,23 @@ class AsyncStream(_Generated[T, A]):
         return (await self.until_done())._reader.answer()
 
     async def aclose(self) -> None:
-        """End the stream now. Safe to call twice."""
+        """End the stream now. Safe to call twice, and from any task: one that waits for a chunk gets its error then."""
         try:
-            await self._chunks.aclose()
+            with contextlib.suppress(RuntimeError):  # another task is in the generator: the response wakes it
+                await self._chunks.aclose()
         finally:
             await self._response.aclose()  # a generator that never started has no `finally`
-
-
-def _wake_reader(response: httpx.Response) -> None:
-    """End the connection under a thread that waits for its next bytes: one whose socket is only closed waits on."""
-    network = response.extensions.get("network_stream")
-    shared = response.http_version == "HTTP/2"  # with the streams of other requests
-    found = None if network is None or shared or response.is_closed else network.get_extra_info("socket")
-    if isinstance(found, socket.socket):
-        with contextlib.suppress(OSError):  # it is gone already
-            socket.socket.shutdown(found, socket.SHUT_RDWR)  # that of TLS forgets its keys, which the reader still uses
 
 
 # Not methods: a generator that held its stream would keep a forgotten one, and its connection, alive until the garbage
 # collector comes by.
 def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T, None, None]:
     try:
-        for data in response.iter_bytes():
+        pieces = response.iter_bytes()
+        for data in pieces:
             yield from reader.feed(data)
             if reader.done:
+                read_rest(response, pieces)
                 return
         reader.end()
     except (httpx.HTTPError, httpx.StreamClosed) as error:  # the latter where another thread was quicker
@@ -190,13 +196,15 @@ def _chunks(response: httpx.Response, reader: ChunkReader[T, A]) -> Generator[T,
 
 async def _chunks_async(response: httpx.Response, reader: ChunkReader[T, A]) -> AsyncGenerator[T, None]:
     try:
-        async for data in response.aiter_bytes():
+        pieces = response.aiter_bytes()
+        async for data in pieces:
             for chunk in reader.feed(data):
                 yield chunk
             if reader.done:
+                await read_rest_async(response, pieces)
                 return
         reader.end()
-    except httpx.HTTPError as error:
+    except (httpx.HTTPError, httpx.StreamClosed) as error:  # the latter where another task was quicker
         raise broken_answer(error, response) from error
     finally:
         await response.aclose()

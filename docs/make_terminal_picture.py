@@ -17,7 +17,7 @@ from rich.text import Text
 
 WINDLASS = Path(sys.executable).with_name("windlass")
 OUT = Path(__file__).with_name("terminal.svg")
-DYNAMIC = '{"rope_type": "dynamic", "factor": 2}'
+YARN = '{"rope_type": "yarn", "factor": 4}'
 
 
 def main() -> None:
@@ -38,14 +38,12 @@ def main() -> None:
         ["generate", "Name the capital of Japan.", "--chat", "--temperature", "0"],
         [
             "generate",
-            "What is the opposite of cold?",
+            "Name the capital of Italy.",
             "--chat",
-            "--max-tokens",
-            "60",
             "--temperature",
             "0",
             "--rope-scaling",
-            DYNAMIC,
+            YARN,
         ],
     ):
         shown = shlex.join(arguments)

@@ -245,7 +245,6 @@ def test_a_number_is_found_when_every_digit_is(model: Path, texts: Path) -> None
 @pytest.mark.slow  # five programs, each of which imports torch
 def test_all_of_it_for_one_model(model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step runs as a person would run it, and the page shows every table."""
-    (tmp_path / "docs").mkdir()
     module = load("real_model")
     monkeypatch.setattr(sys, "argv", ["x", str(model), "--texts", str(texts), *_folders(tmp_path)])
     monkeypatch.setenv("PYTHONPATH", str(BENCHMARKS.parent / "src"))
@@ -259,6 +258,27 @@ def test_all_of_it_for_one_model(model: Path, texts: Path, tmp_path: Path, monke
     monkeypatch.setattr(sys, "argv", ["x", "--page-only", *_folders(tmp_path)])
     module.main()
     assert (tmp_path / "docs" / "real-model.md").read_text() == page
+
+
+def test_a_page_that_somebody_wrote_is_not_written_over(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    module, docs = load("real_model"), tmp_path / "docs"
+    docs.mkdir()
+    before = {
+        name: (docs / name).write_bytes((BENCHMARKS.parent / "docs" / name).read_bytes())
+        for name in ("real-model.md", "real_model_sweep.json")
+    }
+    for words in (["--page-only"], [str(tmp_path / "model")]):
+        monkeypatch.setattr(sys, "argv", ["x", *words, *_folders(tmp_path)])
+        with pytest.raises(SystemExit):
+            module.main()
+        assert "real-model.md was not made by this program" in capsys.readouterr().err
+    assert {path.name: path.stat().st_size for path in docs.iterdir()} == before
+    monkeypatch.chdir(tmp_path)  # by default it is not docs/ that is written to
+    monkeypatch.setattr(sys, "argv", ["x", "--page-only"])
+    with pytest.raises(SystemExit, match="there are no numbers in work/real/docs"):
+        module.main()
 
 
 def _folders(tmp_path: Path) -> list[str]:

@@ -175,7 +175,7 @@ def test_quality_stands_beside_speed(report_module: ModuleType, report: dict[str
 def test_a_real_model_s_shape_is_counted(report_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = module("harness.shape", monkeypatch).SMOLLM2
     assert shape.weight_bytes("int8") == pytest.approx(134.5e6, rel=0.001)
-    bound, _ = report_module.bound_of(shape, "decode", 1, 32, 143.0e6, "auto", 28.6)
+    bound, _ = report_module.bound_of(shape, "decode", 1, 32, 143.0e6, "float16", 28.6)
     assert bound == pytest.approx(200)  # what a program says it holds counts, scales and all
 
 
@@ -186,6 +186,9 @@ def test_a_depth_is_one_command_for_all_repeats_with_a_quantized_cache(monkeypat
     assert "-r 3 " in line and "-d 4096" in line and "-ctk q8_0 -ctv q8_0" in line and "-p 0 -n 8" in line
     short, long = measures.measures_of("prefill", ())
     assert "-p 512 -n 0" in " ".join(llama.bench_command(Path("b"), Path("m"), short, 2, 1))
+    for dialect, cold in zip(llama.DIALECTS.values(), ("--no-warmup", "-w 0"), strict=True):
+        lines = [" ".join(llama.bench_command(Path("b"), Path("m"), one, 2, 1, dialect)) for one in (short, long)]
+        assert cold not in lines[0] and cold in lines[1]  # the others are warm; a long prompt twice would take minutes
     assert long.prompt == 4096
 
 
@@ -235,14 +238,58 @@ def test_the_attention_rate_is_found_in_two_prefills(
 
 def test_bounds_are_bytes_over_bandwidth(report_module: ModuleType, monkeypatch: pytest.MonkeyPatch) -> None:
     shape = module("harness.shape", monkeypatch).ONE_B
-    bound, _ = report_module.bound_of(shape, "decode", 8, 32, "int8", "auto", 20.0)
+    bound, _ = report_module.bound_of(shape, "decode", 8, 32, "int8", "float16", 20.0)
     assert bound == pytest.approx(8 * 20e9 / shape.weight_bytes("int8"))
     deep, reason = report_module.bound_of(shape, "depth", 1, 8192, "int8", "int8", 20.0)
     assert 1 / deep == pytest.approx(1 / (bound / 8) + 8192 * shape.kv_bytes_per_token("int8") / 20e9)
     assert "int8 KV" in reason
-    wide, _ = report_module.bound_of(shape, "depth", 1, 8192, "int8", "auto", 20.0)
-    assert wide < deep
+    wide, reason = report_module.bound_of(shape, "depth", 1, 8192, "int8", "float16", 20.0)
+    assert wide < deep and "float16 KV" in reason
+    told, _ = report_module.bound_of(shape, "depth", 1, 8192, "int8", "float16", 20.0, 1e4)
+    assert 1 / told == pytest.approx((shape.weight_bytes("int8") + 8192 * 1e4) / 20e9)
     assert report_module.bound_of(shape, "prefill", 1, 512, "int8", "auto", 20.0) is None
+    with pytest.raises(KeyError):  # what the engine chose has to be known
+        report_module.bound_of(shape, "depth", 1, 8192, "int8", "auto", 20.0)
+
+
+def test_the_bound_at_depth_is_that_of_the_cache_that_the_engine_has(
+    report_module: ModuleType, report: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A program that reads at nine tenths of what there is, from the float16 cache that "auto" came to."""
+    shape = module("harness.shape", monkeypatch).SMOLLM2
+    read = 143e6 + 4096 * shape.kv_bytes_per_token("float16")
+    found = result("decode at 4,096", "Windlass int8", [0.9 * 40e9 / read], kind="depth", streams=1, prompt=4096)
+    found |= {"weight_bytes": 143e6, "kv_cache_dtype": "float16", "rates": {"read_gb_s": [[40.0, 40.0]]}}
+    report_module.add_bound(found, shape)
+    assert found["share"] == pytest.approx(0.9) and "float16 KV" in found["bound_reason"]
+    run = report["runs"][0]
+    run["results"] = [found]
+    assert "impossible" not in report_module.table(run)
+    wrong = found | {"kv_cache_dtype": "float32"}
+    report_module.add_bound(wrong, shape)
+    run["results"] = [wrong]
+    assert wrong["share"] > 1.2 and "126% of 121 (impossible: the bound is wrong)" in report_module.table(run)
+
+
+def test_no_published_share_is_impossible(report_module: ModuleType) -> None:
+    for name in ("peers.json", "peers_135m.json", "peers_1b.json"):
+        published = json.loads((BENCHMARKS.parent / "docs" / name).read_text(encoding="utf-8"))
+        for run in published["runs"]:
+            shares = {(r["measure"], r["contestant"]): report_module.share_of(r) or 0 for r in run["results"]}
+            assert max(shares.values()) < 1, (name, run["date"], shares)
+
+
+def test_published_bounds_follow_from_the_caches_that_are_named(
+    report_module: ModuleType, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    shapes = module("harness.shape", monkeypatch).SHAPES
+    published = json.loads((BENCHMARKS.parent / "docs" / "peers_135m.json").read_text(encoding="utf-8"))
+    told = [r for run in published["runs"] for r in run["results"] if "kv_cache_dtype" in r]
+    assert len(told) == 7
+    for found in told:
+        again = dict(found)
+        report_module.add_bound(again, shapes["135m"])
+        assert again == found
 
 
 def beside(report_module: ModuleType, shape: Any, samples: list[float], pairs: list[list[float]]) -> dict[str, Any]:
@@ -570,6 +617,7 @@ SamplingParams = types.SimpleNamespace
 class LLM:
     def __init__(self, model, **options):
         assert not options["enable_prefix_caching"] and options["dtype"] == "bfloat16"
+        self.most = options["max_num_seqs"]
         self.llm_engine = self
         self.left = {}
     def add_request(self, name, prompt, sampling):
@@ -583,8 +631,9 @@ class LLM:
             del self.left[name]
     def step(self):
         assert self.left, "a step without requests waits forever"
+        assert len(self.left) <= self.most, "streams that wait for others are not timed"
         outputs = []
-        for name, entry in list(self.left.items()):
+        for name, entry in list(self.left.items())[:self.most]:
             if entry[0] > 0:
                 entry[0] -= 64
                 continue
@@ -602,14 +651,16 @@ def test_the_vllm_worker_counts_tokens_by_request(monkeypatch: pytest.MonkeyPatc
     (tmp_path / "vllm" / "__init__.py").write_text(FAKE_VLLM)
     (tmp_path / "vllm" / "sampling_params.py").write_text("class RequestOutputKind:\n    DELTA = 1\n")
     worker = module("harness.worker", monkeypatch)
-    options = json.dumps({"dtype": "bfloat16", "eager": True, "max_model_len": 512, "vocab": 50})
+    contestants, places = module("harness.contestants", monkeypatch), module("harness.places", monkeypatch)
+    peer = contestants.VLLMContestant(places.Places(tmp_path), "bf16", 2, 50, eager=True)
+    options = json.dumps(peer._options)
     script = str(BENCHMARKS / "harness" / "vllm_worker.py")
     near = worker.Worker(
         [sys.executable, script, "model", options], log=tmp_path / "log", environment={"PYTHONPATH": str(tmp_path)}
     )
     try:
         assert near.info == {"version": "0.0"}
-        for request in ({"kind": "prefill", "prompt": 512}, {"kind": "decode", "prompt": 32, "streams": 8}):
+        for request in ({"kind": "prefill", "prompt": 512}, {"kind": "decode", "prompt": 32, "streams": 64}):
             events: list[str] = []
             (value,) = near.measure({"streams": 1, "steps": 12, **request}, lambda seen=events: seen.append("prepared"))
             assert value > 0 and events == ["prepared"]
@@ -674,6 +725,9 @@ def test_every_sample_of_a_group_has_rates_beside_it(
         def weight_bytes(self) -> float | None:
             return None
 
+        def cache(self) -> tuple[str, float] | None:
+            return "float16", 2048.0
+
         def measure(self, measure: Any, repeats: int, prepared: Any) -> list[float]:
             prepared()
             return [20.0, 24.0] if measure.streams == 8 else [10.0]  # the one as a command that repeats by itself
@@ -689,6 +743,7 @@ def test_every_sample_of_a_group_has_rates_beside_it(
     one, eight = run.results
     assert one["samples"] == [10.0, 10.0] and one["rates"] == {"read_gb_s": [(30.0, 31.0), (32.0, 33.0)]}
     assert eight["samples"] == [20.0, 24.0] and eight["rates"] == {"read_gb_s": [(34.0, 35.0), (34.0, 35.0)]}
+    assert (one["kv_dtype"], one["kv_cache_dtype"], one["kv_bytes_per_token"]) == ("auto", "float16", 2048.0)
     assert one["share"] > 0 and one["bound"] == pytest.approx(31.5e9 / run.shape.weight_bytes("int8"))
     report_module._check_rates(json.loads(json.dumps(one)))
 

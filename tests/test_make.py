@@ -81,9 +81,11 @@ def test_kernels_are_compiled_once_a_compiler_has_come(tmp_path: Path) -> None:
 def test_engines_kernels_and_servers_are_tested_on_the_gpu_that_is_named(tmp_path: Path) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")
     for words, device in ((), "cuda"), (("DEVICE=cuda:1",), "cuda:1"):
-        lines = [line for line in commands(venv, "test-gpu", "TESTERS=14", *words) if "pytest" in line]
+        printed = commands(venv, "test-gpu", "TESTERS=14", *words)
+        lines = [line for line in printed if "pytest" in line]
+        assert lines[0].endswith("; engines=$?; \\") and lines[1].endswith(" && exit $engines"), "both, whatever fails"
         assert all(f" WINDLASS_TEST_DEVICE={device} " in line and "-n 14" in line for line in lines)
-        first, second = ([word for word in line.split() if word.startswith("tests/")] for line in lines)
+        first, second = ([w for w in line.replace(";", "").split() if w.startswith("tests/")] for line in lines)
         assert first == ["tests/kernels/triton", "tests/engine"]
         assert "tests/server/startup" in second and len(second) > 8
         assert all((Path(__file__).parents[1] / word).exists() for word in second)
@@ -136,3 +138,4 @@ def test_a_build_takes_compiled_kernels_and_compiles_changed_ones(tmp_path: Path
     earlier = compiled.stat().st_mtime - 10
     os.utime(header, (earlier, earlier))
     assert 'building extension "windlass.kernels.cpu._windlass_cpu" failed' in build()
+    assert not compiled.exists(), "what came from other sources is not taken for compiled once there is a compiler"

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from harness import llama_cpp
-from harness.measures import Measure
+from harness.measures import MOST_STREAMS, Measure
 from harness.places import Places
 from harness.serving import time_to_ready
 from harness.shape import REAL
@@ -23,6 +23,7 @@ from harness.worker import Worker, WorkerError
 
 _BENCHMARKS = Path(__file__).resolve().parents[1]
 STARTUP_KV_BYTES = 512 << 20
+_COMMAND_SECONDS = 7200
 Prepared = Callable[[], None]
 
 
@@ -32,6 +33,7 @@ class Contestant(Protocol):
     slow: takes so long to start that it takes part only when it is named.
 
     weight_bytes: of what a decode step reads, None where the program does not say.
+    cache: the dtype that its cache has now and its bytes of a token, None where the program does not say.
     measure returns up to `repeats` samples in tokens per second; more than one where repeating costs extra. It calls
     `prepared` when only the timed part remains, or before its command where it cannot be held there.
     startup returns seconds until ready and peak bytes, or None where the program has no such thing.
@@ -46,6 +48,7 @@ class Contestant(Protocol):
     def start(self) -> None: ...
     def version(self) -> str: ...
     def weight_bytes(self) -> float | None: ...
+    def cache(self) -> tuple[str, float] | None: ...
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]: ...
     def startup(self) -> tuple[float, int] | None: ...
     def close(self) -> None: ...
@@ -68,6 +71,9 @@ class _InWorker(ABC):
         return str(self._started().info["version"])
 
     def weight_bytes(self) -> float | None:
+        return None
+
+    def cache(self) -> tuple[str, float] | None:
         return None
 
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
@@ -116,7 +122,7 @@ class WindlassContestant(_InWorker):
             self.name += f", computed in {dtype}"
         self._places, self._threads = places, threads
         self._options: dict[str, Any] = {"threads": threads, "kv_cache_memory": int(kv_gb * (1 << 30))}
-        self._options["max_num_seqs"] = 64
+        self._options["max_num_seqs"] = MOST_STREAMS
         if quantization != "none":
             self._options["quantization"] = quantization
         if kv_dtype != "auto":
@@ -138,6 +144,9 @@ class WindlassContestant(_InWorker):
 
     def weight_bytes(self) -> float | None:
         return float(self.info()["weight_bytes"])
+
+    def cache(self) -> tuple[str, float] | None:
+        return self.info()["kv_cache_dtype"], float(self.info()["kv_bytes_per_token"])
 
     def startup(self) -> tuple[float, int] | None:
         options = ["--kv-cache-memory", str(STARTUP_KV_BYTES), "--threads", str(self._threads)]
@@ -202,6 +211,9 @@ class LlamaCppContestant:
     def weight_bytes(self) -> float | None:
         return float(self._places.gguf(self.weights).stat().st_size)  # but for some megabytes of vocabulary
 
+    def cache(self) -> tuple[str, float] | None:
+        return None
+
     def measure(self, measure: Measure, repeats: int, prepared: Prepared) -> list[float]:
         model = self._places.gguf(self.weights)
         if measure.kind == "depth" and (deep := self._filled(measure)):
@@ -249,16 +261,21 @@ class LlamaCppContestant:
         """What it prints. errors_too: also what it prints as if it were an error, such as results."""
         log = _log(self._places, self.name)
         with log.open("ab") as errors:  # some tools leave a file of their own where they run
-            done = subprocess.run(
-                command,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT if errors_too else errors,
-                text=True,
-                timeout=7200,
-                cwd=log.parent,
-            )
+            try:
+                done = subprocess.run(
+                    command,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.STDOUT if errors_too else errors,
+                    text=True,
+                    timeout=_COMMAND_SECONDS,
+                    cwd=log.parent,
+                )
+            except subprocess.TimeoutExpired:
+                raise WorkerError(f"{command[0]} took longer than {_COMMAND_SECONDS} s: see {log}") from None
+            except OSError as error:
+                raise WorkerError(f"{command[0]} cannot be started: {error}") from None
         if done.returncode:
-            raise WorkerError(f"{command[0]} exited with {done.returncode}: see {_log(self._places, self.name)}")
+            raise WorkerError(f"{command[0]} exited with {done.returncode}: see {log}")
         return done.stdout
 
 
@@ -274,7 +291,8 @@ class VLLMContestant(_InWorker):
         self.name, self.weights = f"vLLM {weights}" + (", eager" if eager else ""), weights
         self.kv_dtype = {"bf16": "bfloat16", "fp32": "float32"}[weights]
         self._places, self._threads = places, threads
-        self._options = {"dtype": self.kv_dtype, "eager": eager, "max_model_len": 8192, "vocab": vocab}
+        self._options: dict[str, Any] = {"dtype": self.kv_dtype, "eager": eager, "max_model_len": 8192, "vocab": vocab}
+        self._options["max_num_seqs"] = MOST_STREAMS
 
     def _launch(self) -> Worker:
         python = self._places.vllm_python

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Iterator
 from functools import partial
 
 import torch
@@ -15,13 +16,14 @@ from windlass.kernels import AttentionCall, KVPages, bind
 _BLOCK, _HEADS, _KV_HEADS, _DIM = 16, 32, 8, 128  # of an 8B Llama
 
 
-def attention_figures(bounds: Bounds, *, tiny: bool) -> list[Figure]:
+def attention_figures(bounds: Bounds, *, tiny: bool) -> Iterator[Figure]:
     """One layer's. Keys and values of decode are larger than any cache of a GPU."""
     cases = ((2, 64), (1, 256)) if tiny else ((64, 8192), (1, 131_072), (8, 32_768))
-    found = [_decode(bounds, streams, length) for streams, length in cases]
+    for streams, length in cases:
+        yield _decode(bounds, streams, length)
     for length in (128,) if tiny else (2048, 8192, 32_768):
-        found += [_prompt(bounds, length), _prompt_of_torch(bounds, length)]
-    return found
+        yield _prompt(bounds, length)
+        yield _prompt_of_torch(bounds, length)
 
 
 def _pages(bounds: Bounds, streams: int, length: int) -> tuple[KVPages, torch.Tensor]:

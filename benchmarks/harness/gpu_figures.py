@@ -94,6 +94,12 @@ class Bounds:
         return cls(device, dtype, 2 * source.nbytes / copied, 2 * size**3 / multiplied)
 
 
+def reason_of(error: BaseException) -> str:
+    """One line for a table: the type of an error and the first line of what it says, if it says anything."""
+    said = str(error).strip().splitlines()
+    return ": ".join([type(error).__name__, *said[:1]]).replace("|", "/")
+
+
 def wait(device: torch.device) -> None:
     """Until the device has done all that it was asked for."""
     if device.type == "cuda":

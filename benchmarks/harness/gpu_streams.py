@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -72,16 +72,18 @@ class Streams:
     def decode(self, each: list[dict[str, Any]], prompt: int, steps: int) -> float:
         """Seconds in which each of the streams gets a token. each: fields of their requests, `draw` how they draw."""
         ids = [self.add(prompt, steps + 64, **fields) for fields in each]
-        waiting = set(ids)
-        while waiting:
-            waiting -= self._step()[1]
-        for _ in range(4):  # how long steps take is learnt
-            self._step()
-        tokens, begin = 0, time.perf_counter()
-        while tokens < steps * len(ids):
-            tokens += self._step()[0]
-        seconds = time.perf_counter() - begin
-        self._end(ids)
+        try:
+            waiting = set(ids)
+            while waiting:
+                waiting -= self._step()[1]
+            for _ in range(4):  # how long steps take is learnt
+                self._step()
+            tokens, begin = 0, time.perf_counter()
+            while tokens < steps * len(ids):
+                tokens += self._step()[0]
+            seconds = time.perf_counter() - begin
+        finally:
+            self._end(ids)  # what failed leaves no streams beside the next ones
         return seconds * len(ids) / tokens
 
     def prefill(self, length: int) -> float:
@@ -177,21 +179,21 @@ class Streams:
 
 def stream_figures(
     name: str, streams: Streams, wanted: float | None, *, many: int, prompt: int, far: int, steps: int
-) -> list[Figure]:
+) -> Iterator[Figure]:
     """Of a shape: one stream, one over a long context, many, a prompt, mixed scalings."""
-    bounds, found = streams.bounds, list[Figure]()
+    bounds = streams.bounds
     for count, length, least in ((1, prompt, wanted), (1, far, wanted), (many, prompt, None)):
         seconds = streams.decode([{}] * count, length, steps)
         bound = streams.bytes_of_step(count, length + steps // 2) / bounds.bandwidth
-        found.append(Figure(f"{name}: {count} stream(s) behind {length:,} tokens, a token", seconds, bound, least))
+        yield Figure(f"{name}: {count} stream(s) behind {length:,} tokens, a token", seconds, bound, least)
     seconds = streams.prefill(far)
     bound = streams.operations_of_prompt(far) / bounds.matrix
-    found.append(Figure(f"{name}: a prompt of {far:,} tokens", seconds, bound, 0.55))
+    yield Figure(f"{name}: a prompt of {far:,} tokens", seconds, bound, 0.55)
     scalings: list[dict[str, Any]] = [
         {"rope_scaling": RopeScaling.from_dict({"rope_type": "linear", "factor": 1.0 + i / 4})} for i in range(8)
     ]
     same, mixed = (streams.decode(each, prompt, steps) for each in (scalings[1:2] * 8, scalings))
-    found.append(Figure(f"{name}: 8 scalings mixed, over one for all", mixed / same, wanted=1.02, plain=True))
+    yield Figure(f"{name}: 8 scalings mixed, over one for all", mixed / same, wanted=1.02, plain=True)
     for draw in (
         {"temperature": 1.0},
         {"temperature": 0.8, "top_k": 40, "top_p": 0.95},
@@ -199,28 +201,22 @@ def stream_figures(
     ):
         seconds = streams.decode([{"draw": draw}], prompt, steps)
         drawn = ", ".join(f"{key} {value:g}" for key, value in draw.items())
-        found.append(Figure(f"{name}: 1 stream behind {prompt:,} tokens, drawn with {drawn}, a token", seconds))
-    return found
+        yield Figure(f"{name}: 1 stream behind {prompt:,} tokens, drawn with {drawn}, a token", seconds)
 
 
-def step_figures(name: str, streams: Streams, *, prompt: int, steps: int) -> list[Figure]:
+def step_figures(name: str, streams: Streams, *, prompt: int, steps: int) -> Iterator[Figure]:
     """Of an engine that takes a step for each token: what is beside the graph, and what a full context's shift adds."""
     beyond = streams.beyond_graphs(prompt, steps)
     note = "" if beyond is not None else "no graphs on this device"
+    yield Figure(f"{name}: a step beyond its graph", beyond, wanted=150e-6, note=note)
     shift, shifted = streams.shift(steps)
     bound = streams.bytes_of_step(1, streams.core.info.shift_context) / streams.bounds.bandwidth
-    return [
-        Figure(f"{name}: a step beyond its graph", beyond, wanted=150e-6, note=note),
-        Figure(f"{name}: a shift, beyond a step", shift, wanted=1e-3),
-        Figure(f"{name}: 1 stream whose context was shifted, a token", shifted, bound),
-    ]
+    yield Figure(f"{name}: a shift, beyond a step", shift, wanted=1e-3)
+    yield Figure(f"{name}: 1 stream whose context was shifted, a token", shifted, bound)
 
 
-def growth(streams: Streams, contexts: list[int], counts: list[int], prompt: int, steps: int) -> list[dict[str, Any]]:
-    """Seconds of a token beside the bound: over contexts with one stream, over streams behind one length."""
-    bounds, rows = streams.bounds, []
-    for count, length in [(1, length) for length in contexts] + [(count, prompt) for count in counts]:
-        seconds = streams.decode([{}] * count, length, steps)
-        bound = streams.bytes_of_step(count, length + steps // 2) / bounds.bandwidth
-        rows.append({"streams": count, "context": length, "seconds": seconds, "bound": bound})
-    return rows
+def growth(streams: Streams, count: int, length: int, steps: int) -> dict[str, Any]:
+    """Seconds of a token beside the bound, of so many streams behind so many tokens."""
+    seconds = streams.decode([{}] * count, length, steps)
+    bound = streams.bytes_of_step(count, length + steps // 2) / streams.bounds.bandwidth
+    return {"streams": count, "context": length, "seconds": seconds, "bound": bound}

@@ -73,19 +73,16 @@ def _pinned(bounds: Bounds, num_bytes: int) -> tuple[float, float]:
     return num_bytes / out, num_bytes / back
 
 
-def tier_figures(name: str, model: Path, bounds: Bounds, *, far: int, tiny: bool) -> list[Figure]:
+def tier_figures(name: str, model: Path, bounds: Bounds, *, far: int, tiny: bool) -> Iterator[Figure]:
     """Of a shape; far: tokens of the prompt."""
     to_host, to_device = _pinned(bounds, 1 << 20 if tiny else 256 << 20)
-    found = [
-        Figure(f"pinned memory: a gigabyte to the host, {to_host / 1e9:.1f} GB/s", 1e9 / to_host),
-        Figure(f"pinned memory: a gigabyte to the device, {to_device / 1e9:.1f} GB/s", 1e9 / to_device),
-    ]
+    yield Figure(f"pinned memory: a gigabyte to the host, {to_host / 1e9:.1f} GB/s", 1e9 / to_host)
+    yield Figure(f"pinned memory: a gigabyte to the device, {to_device / 1e9:.1f} GB/s", 1e9 / to_device)
     token_bytes = _token_bytes(model, bounds)
     with _copies_everywhere(bounds.device), tempfile.TemporaryDirectory() as folder:
-        found += _ways(name, bounds, token_bytes * _BLOCK, to_host, to_device, 8 if tiny else 256)
-        found += _prompts(name, model, bounds, far, token_bytes, to_device)
-        found += _from_files(name, model, bounds, far, token_bytes, Path(folder))
-    return found
+        yield from _ways(name, bounds, token_bytes * _BLOCK, to_host, to_device, 8 if tiny else 256)
+        yield from _prompts(name, model, bounds, far, token_bytes, to_device)
+        yield from _from_files(name, model, bounds, far, token_bytes, Path(folder))
 
 
 def _token_bytes(model: Path, bounds: Bounds) -> int:
@@ -124,10 +121,10 @@ def _ways(name: str, bounds: Bounds, block_bytes: int, to_host: float, to_device
     for turn in range(4):  # each takes the places of the one before
         keys = [BlockKey(0, (turn * count + i).to_bytes(32, "big")) for i in range(count)]
         before = [plane[:, order].clone() for plane in planes]
-        out.append(_timed(lambda keys=keys: save(keys)))  # type: ignore[misc]
+        out.append(_timed(lambda keys=keys: save(keys), bounds.device))  # type: ignore[misc]
         for plane in planes:
             plane[:, order] = 0
-        back.append(_timed(lambda keys=keys: bring(keys)))  # type: ignore[misc]
+        back.append(_timed(lambda keys=keys: bring(keys), bounds.device))  # type: ignore[misc]
         if not all(torch.equal(plane[:, order], one) for plane, one in zip(planes, before, strict=True)):
             raise RuntimeError("other bytes came back")
     megabytes = f"{size >> 20:,} MiB in blocks"
@@ -137,7 +134,8 @@ def _ways(name: str, bounds: Bounds, block_bytes: int, to_host: float, to_device
     ]
 
 
-def _timed(work: Callable[[], None]) -> float:
+def _timed(work: Callable[[], None], device: torch.device) -> float:
+    wait(device)  # for what was asked of it before
     begin = time.perf_counter()
     work()
     return time.perf_counter() - begin

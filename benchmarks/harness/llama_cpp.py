@@ -22,6 +22,7 @@ class Dialect:
     always: tuple[str, ...] = ()
 
 
+_WARMED = 512  # longest prompt that is computed once before it is timed; of a longer one the first pages hardly count
 _SPEED_COLUMN = 7  # S_TG of llama-batched-bench's table
 
 # ik_llama.cpp lays weights out for its quickest products when it is told to.
@@ -38,7 +39,8 @@ def bench_command(
     command = [str(tool), "-m", str(model), "-t", str(threads), "-o", dialect.output, "-r", str(repeats)]
     command += dialect.always
     if measure.kind == "prefill":
-        return [*command, "-p", str(measure.prompt), "-n", "0", *dialect.no_warmup]
+        cold = dialect.no_warmup if measure.prompt > _WARMED else ()
+        return [*command, "-p", str(measure.prompt), "-n", "0", *cold]
     if measure.kind != "depth":
         return [*command, "-p", "0", "-n", str(measure.steps)]
     cache = ["-ctk", "q8_0", "-ctv", "q8_0", "-fa", "1"]

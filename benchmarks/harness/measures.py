@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 Kind = Literal["decode", "prefill", "depth", "startup"]
+MOST_STREAMS = 64  # at once, of any contestant
 GROUPS: tuple[Kind, ...] = ("decode", "prefill", "depth", "startup")
 
 

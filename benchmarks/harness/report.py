@@ -17,6 +17,7 @@ from typing import Any, Literal
 from harness.shape import ModelShape
 
 SCHEMA = 1
+MOST_SHARE = 1.05  # of a bound; more does not come from rates that swing
 _RUN_KEYS = ("date", "machine", "threads", "rounds", "rates", "load", "versions", "results", "left_out")
 _RESULT_KEYS = ("measure", "contestant", "program", "weights", "unit", "samples", "foreign", "discarded")
 
@@ -97,10 +98,11 @@ def bound_of(
     weights: str | float,
     kv_dtype: str,
     read_gb_s: float,
+    kv_bytes: float | None = None,
 ) -> tuple[float, str] | None:
     """Tokens per second the memory allows a decode step, and why; None for a prompt, whose products are not float32 only.
 
-    weights: a key of WEIGHT_BITS, or bytes.
+    weights: a key of WEIGHT_BITS, or bytes. kv_bytes: of a token in the cache, None for what kv_dtype takes.
     A step reads every weight once for all streams, and at depth also every key and value of its stream.
     """
     if kind not in ("decode", "depth"):
@@ -108,17 +110,21 @@ def bound_of(
     read = shape.weight_bytes(weights) if isinstance(weights, str) else weights
     reason = "weights"
     if kind == "depth":
-        cached = {"u8": "int8", "auto": "float32"}.get(kv_dtype, "int8" if "q8_0" in kv_dtype else kv_dtype)
-        read += prompt * shape.kv_bytes_per_token(cached)
+        cached = "int8" if kv_dtype == "u8" or "q8_0" in kv_dtype else kv_dtype
+        read += prompt * (kv_bytes or shape.kv_bytes_per_token(cached))
         reason = f"weights and {cached} KV"
     return streams * read_gb_s * 1e9 / read, f"{reason} at the read bandwidth beside each sample"
 
 
 def add_bound(result: dict[str, Any], shape: ModelShape) -> None:
-    """Give a result its `bound` and `share`, if its kind has any: the medians over its samples, each beside its own rate."""
+    """Give a result its `bound` and `share`, if its kind has any: the medians over its samples, each beside its own rate.
+
+    What the program said of its cache (`kv_cache_dtype`, `kv_bytes_per_token`) goes before what it was asked for.
+    """
     weights = result.get("weight_bytes") or result["weights"]
-    numbers = (result["kind"], result["streams"], result["prompt"], weights, result["kv_dtype"])
-    per_gb_s = bound_of(shape, *numbers, 1.0)
+    cache = result.get("kv_cache_dtype") or result["kv_dtype"]
+    numbers = (result["kind"], result["streams"], result["prompt"], weights, cache)
+    per_gb_s = bound_of(shape, *numbers, 1.0, result.get("kv_bytes_per_token"))
     if per_gb_s:
         rates = rates_beside(result, "read_gb_s")
         result["bound"], result["bound_reason"] = statistics.median(rates) * per_gb_s[0], per_gb_s[1]
@@ -276,6 +282,8 @@ def table(run: dict[str, Any]) -> str:
     for result in run["results"]:
         share = share_of(result)
         bounded = f"{share:.0%} of {three_digits(result['bound'])}" if share else "–"
+        if share and share > MOST_SHARE:
+            bounded += " (impossible: the bound is wrong)"
         beside = (
             f"{three_digits(statistics.median(rates_beside(result, name)))} {unit}"
             for name, unit in (("read_gb_s", "GB/s"), ("fp32_gflop_s", "Gflop/s"))

@@ -113,5 +113,7 @@ def _complete(port: int, seed: int) -> int:
         response = connection.getresponse()
         response.read()
         return response.status
+    except (OSError, http.client.HTTPException) as error:
+        raise WorkerError(f"a request failed: {type(error).__name__}: {error}") from None
     finally:
         connection.close()

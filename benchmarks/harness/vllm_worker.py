@@ -1,6 +1,6 @@
 """vLLM's offline engine on a CPU in a worker process, with its own scheduler. Runs in that peer's own environment.
 
-python benchmarks/harness/vllm_worker.py MODEL '{"dtype": "bfloat16", "eager": false, "max_model_len": 8192}'
+python benchmarks/harness/vllm_worker.py MODEL '{"dtype": "bfloat16", "eager": false, "max_model_len": 8192, "max_num_seqs": 64}'
 
 Run by its path: were benchmarks/ on the module path, transformers would take kernels.py there for Hugging Face's package.
 Threads and the size of its cache are told to vLLM by environment variables, which whoever starts this sets.
@@ -29,7 +29,7 @@ class VLLMHandler:
             dtype=options["dtype"],
             enforce_eager=options["eager"],
             max_model_len=options["max_model_len"],
-            max_num_seqs=8,
+            max_num_seqs=options["max_num_seqs"],
             enable_prefix_caching=False,
             skip_tokenizer_init=True,
         ).llm_engine

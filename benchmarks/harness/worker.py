@@ -7,6 +7,7 @@ Whatever else the far end prints goes to its standard error, and from there to a
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import selectors
@@ -53,7 +54,10 @@ def serve(make: abc.Callable[[], Handler]) -> None:
 
 
 class Worker:
-    """The near end. Raises WorkerError when the process cannot start, refuses or takes longer than its limit."""
+    """The near end. Raises WorkerError when the process cannot start, refuses or takes longer than its limit.
+
+    A process that took longer is ended: what it answered late would be taken for the answer to what is asked next.
+    """
 
     def __init__(
         self, command: list[str], *, log: Path, environment: dict[str, str] | None = None, load_seconds: float = 600.0
@@ -61,13 +65,16 @@ class Worker:
         started = time.perf_counter()
         self.log = log
         with log.open("ab") as errors:
-            self.process = subprocess.Popen(
-                command,
-                stdin=subprocess.PIPE,
-                stdout=subprocess.PIPE,
-                stderr=errors,
-                env={**os.environ, **(environment or {})},
-            )
+            try:
+                self.process = subprocess.Popen(
+                    command,
+                    stdin=subprocess.PIPE,
+                    stdout=subprocess.PIPE,
+                    stderr=errors,
+                    env={**os.environ, **(environment or {})},
+                )
+            except OSError as error:
+                raise WorkerError(f"{command[0]} cannot be started: {error}") from None
         try:
             answer = self._read(load_seconds)
             if not answer.get("ready"):
@@ -95,7 +102,8 @@ class Worker:
     def close(self) -> None:
         """End the process, gently first."""
         if self.process.stdin:
-            self.process.stdin.close()
+            with contextlib.suppress(OSError):  # it may have ended with a request unread
+                self.process.stdin.close()
         try:
             self.process.wait(10)
         except subprocess.TimeoutExpired:
@@ -109,7 +117,7 @@ class Worker:
         try:
             self.process.stdin.write(json.dumps(message).encode() + b"\n")
             self.process.stdin.flush()
-        except BrokenPipeError:
+        except OSError:
             raise WorkerError(f"the process has ended: see {self.log}") from None
 
     def _read(self, seconds: float) -> dict[str, Any]:
@@ -117,6 +125,8 @@ class Worker:
         with selectors.DefaultSelector() as selector:
             selector.register(self.process.stdout, selectors.EVENT_READ)
             if not selector.select(seconds):
+                self.process.kill()
+                self.process.wait()
                 raise WorkerError(f"no answer within {seconds:.0f} s: see {self.log}")
         line = self.process.stdout.readline()
         if not line:

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
-import sys
 import time
 from typing import TYPE_CHECKING, Any
 
 from windlass.clients.loadtest.results import RunResult
 from windlass.clients.loadtest.runner import RunProgress
 from windlass.clients.loadtest.sweep import SweepResult
+from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.streams import on_terminal
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -36,7 +38,7 @@ class ProgressDisplay:
     """The callback of a run: a bar on a terminal, else a line when a phase begins and every few seconds."""
 
     def __init__(self, terminal: bool | None = None, name: str = "") -> None:
-        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._terminal = on_terminal() if terminal is None else terminal
         self._name = f"{name}: " if name else ""
         self._progress: Progress | None = None
         self._task: TaskID | None = None
@@ -47,16 +49,18 @@ class ProgressDisplay:
     def __call__(self, snapshot: RunProgress) -> None:
         now = time.monotonic()
         if self._terminal:
-            self._draw(snapshot, now)
+            with contextlib.suppress(OSError):  # a terminal that is gone ends no measurement
+                self._draw(snapshot, now)
         elif snapshot.phase != self._phase or now - self._said >= _QUIET_SECONDS:
             self._said = now
-            print(self._name + _line(snapshot), file=sys.stderr, flush=True)
+            say(self._name + _line(snapshot))
         self._phase = snapshot.phase
 
     def stop(self) -> None:
         """Take the bar away."""
         if self._progress is not None:
-            self._progress.stop()
+            with contextlib.suppress(OSError):
+                self._progress.stop()
             self._progress = None
 
     def _draw(self, snapshot: RunProgress, now: float) -> None:
@@ -146,6 +150,7 @@ def print_sweep(sweep: SweepResult, console: Console) -> None:
         text = f"no rate kept {limits}"
     ended = {"runs": "; the search ended at its most runs", "interrupted": "; it was interrupted"}
     ended["failed"] = "; it ended as the server no longer answered"
+    ended["generator"] = "; it ended as the load generator had no file left for a connection: raise `ulimit -Hn`"
     if sweep.ended == "short":
         last = sweep.judgements[-1]
         ended["short"] = (

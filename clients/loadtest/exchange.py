@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
 from collections.abc import Callable
 from typing import Any
@@ -14,6 +15,8 @@ from windlass.clients.loadtest.workload import PreparedRequest
 
 # After these the rest of the answer is not waited for; after others the connection ends by itself, or is used again.
 _CUT_OFF = frozenset({"timeout", "disconnected", "interrupted", "aborted", "malformed"})
+# Of this process, and of its machine: what the generator lacks is no failure of the server.
+_NO_FILES = (errno.EMFILE, errno.ENFILE)
 
 
 class Exchanges:
@@ -40,9 +43,9 @@ class Exchanges:
     ) -> RequestRecord:
         """Send `request`; `done` gets its record whatever happens, cancellation included.
 
-        intended: seconds since `start`, which is on the monotonic clock. Never raises but for cancellation.
+        intended: seconds since `start`, by `time.perf_counter`. Never raises but for cancellation.
         """
-        sent = time.monotonic()
+        sent = time.perf_counter()
         finished: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
         def notice() -> None:
@@ -59,11 +62,15 @@ class Exchanges:
                 await finished
         except OSError as error:  # TimeoutError is one: the system's own is a connection that cannot be made
             if clock.expired():
-                reader.end("timeout", time.monotonic(), f"no complete answer within {self._timeout_s:g} s")
+                reader.end("timeout", time.perf_counter(), f"no complete answer within {self._timeout_s:g} s")
+            elif error.errno in _NO_FILES:
+                reader.end(
+                    "unsent", time.perf_counter(), f"the load generator has no file left for a connection: {error}"
+                )
             else:
-                reader.end("connection", time.monotonic(), f"cannot connect: {error}")
+                reader.end("connection", time.perf_counter(), f"cannot connect: {error}")
         except asyncio.CancelledError:
-            reader.end("interrupted", time.monotonic(), "the run was stopped")
+            reader.end("interrupted", time.perf_counter(), "the run was stopped")
             raise
         finally:
             record = self._close(reader, connection, request, index, intended, sent, start)

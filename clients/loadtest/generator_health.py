@@ -26,11 +26,11 @@ class IdleSelector(selectors.DefaultSelector):
     waited = 0.0
 
     def select(self, timeout: float | None = None) -> Any:
-        begin = time.monotonic()
+        begin = time.perf_counter()
         try:
             return super().select(timeout)
         finally:
-            self.waited += time.monotonic() - begin
+            self.waited += time.perf_counter() - begin
 
 
 class MeasuredLoop(asyncio.SelectorEventLoop):
@@ -52,10 +52,11 @@ class GeneratorHealth:
         self._timer: asyncio.TimerHandle | None = None
         self._begin = self._cpu = self._waited = 0.0
         self._taken: tuple[float, float, float] | None = None
+        self._unsent = 0
 
     def start(self) -> None:
         """Begin to watch."""
-        self._begin, self._cpu = time.monotonic(), time.process_time()
+        self._begin, self._cpu = time.perf_counter(), time.process_time()
         self._waited = self._selector.waited if self._selector else 0.0
         self._schedule()
 
@@ -63,13 +64,17 @@ class GeneratorHealth:
         """A request went out this many seconds later than it could have."""
         self._sends.append(late_seconds)
 
+    def out_of_files(self) -> None:
+        """A request did not go out, as there was no file left for its connection."""
+        self._unsent += 1
+
     def stop(self) -> None:
         """The measured part is over."""
         if self._timer is not None:
             self._timer.cancel()
             self._timer = None
         waited = (self._selector.waited if self._selector else 0.0) - self._waited
-        self._taken = (time.monotonic() - self._begin, time.process_time() - self._cpu, waited)
+        self._taken = (time.perf_counter() - self._begin, time.process_time() - self._cpu, waited)
 
     def _schedule(self) -> None:
         due = self._loop.time() + TICK_SECONDS
@@ -87,6 +92,8 @@ class GeneratorHealth:
         busy = 1 - waited / wall if self._selector else None
         lag, sends = _spread(self._lags), _spread(self._sends)
         reasons = []
+        if self._unsent:
+            reasons.append(f"it had no file left for {self._unsent} connections: lower the load, or raise `ulimit -Hn`")
         # The first tick of a very short run says nothing about its share of the time.
         if max(cpu / wall, busy or 0.0) > BUSY_LIMIT and wall > 10 * TICK_SECONDS:
             reasons.append("its event loop was at work nearly all the time: lower the load, or run several generators")

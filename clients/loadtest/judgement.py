@@ -1,4 +1,4 @@
-"""Judges a run at an offered rate: met, missed, fallen behind, or too short to tell.
+"""Judges a run at an offered rate: met, missed, fallen behind, or nothing that could be told.
 
 Knows one result at a time: no search, no options.
 """
@@ -22,18 +22,20 @@ class Judgement:
     """offered, achieved: requests per second, achieved None where it cannot be told. attainment: the share of requests
     within every SLO. sending_s: how long requests were sent; needed_s: how long they have to be, by the rate and by the
     latency of the answers. verdict: "met"; "missed" where too few requests were within the SLOs; "behind" where the server
-    did not keep up with the rate; "short" where neither showed in a run that is too short to show it."""
+    did not keep up with the rate; "short" where neither showed in a run that is too short to show it; None where the run
+    was interrupted, or the load generator could not send all of it."""
 
     offered: float
     achieved: float | None
     attainment: float
     sending_s: float
     needed_s: float
-    verdict: Verdict
+    verdict: Verdict | None
 
     def line(self) -> str:
         """For a person: "64 requests per second: 20.9 achieved, the server falls behind"."""
         says = {
+            None: "no verdict",
             "met": "meets the SLOs",
             "missed": f"misses the SLOs ({self.attainment:.1%} of the requests within them)",
             "behind": "the server falls behind",
@@ -60,8 +62,10 @@ def judge(run: RunResult, share: float, least_seconds: float) -> Judgement:
     slow = achieved is not None and achieved < KEPT_UP * run.offered_rate
     # A queue that grows makes answers late, so a longer run is no help: it shows in a short one, too.
     surely = slow and pace is not None and pace.slope - 2 * pace.error > 1 / KEPT_UP
-    verdict: Verdict = "met"
-    if attained < share:
+    verdict: Verdict | None = "met"
+    if run.interrupted or run.abandoned.get("unsent"):
+        verdict = None
+    elif attained < share:
         verdict = "missed"
     elif surely or (slow and sending >= needed):
         verdict = "behind"

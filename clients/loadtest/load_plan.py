@@ -10,7 +10,7 @@ from typing import Any
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.schedule import Schedule
 from windlass.clients.loadtest.target import Target
-from windlass.clients.loadtest.workload import WorkloadSpec
+from windlass.clients.loadtest.workload_spec import WorkloadSpec
 
 SLO_MEASURES = ("ttft", "tpot", "itl", "e2el")
 

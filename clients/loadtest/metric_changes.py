@@ -15,13 +15,16 @@ _KINDS = ("counter", "gauge", "histogram", "summary")
 def changes(before: str | None, after: str | None) -> dict[str, float]:
     """Differences of counters (and of the sums and counts of histograms), last values of gauges, by metric name.
 
+    Of a server that was started anew in between, what it has counted since.
+
     Samples that differ in labels only are added up. Empty where the server has no metrics or they cannot be read.
     """
     first, last = _read(before), _read(after)
     result = {}
     for name, (kind, value) in last.items():
         if kind != "gauge":
-            value -= first.get(name, (kind, 0.0))[1]
+            begun = first.get(name, (kind, 0.0))[1]
+            value -= begun if begun <= value else 0.0  # a counter that is lower began anew with its server
         if math.isfinite(value):
             result[name] = value
     return result

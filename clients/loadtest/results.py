@@ -22,8 +22,8 @@ PERCENTILES = (50, 90, 95, 99)
 
 _LATER_TURN = re.compile(r"turn (?!1\b)\d")
 
-# Requests that this side ended on purpose: neither completed nor failed.
-ABANDONED = frozenset({"disconnected", "interrupted"})
+# Requests that this side ended, or could not send: neither completed nor failed.
+ABANDONED = frozenset({"disconnected", "interrupted", "unsent"})
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -172,7 +172,7 @@ class RunResult:
 
     @property
     def abandoned(self) -> dict[str, int]:
-        """Requests that this side ended on purpose, by kind."""
+        """Requests that this side ended or could not send, by kind."""
         return self._count(lambda outcome: outcome in ABANDONED)
 
     @property
@@ -278,7 +278,8 @@ def _total(counts: Iterable[int | None]) -> int | None:
 
 
 def _served(record: RequestRecord) -> bool:
-    return record.ended is not None and (record.completed or record.outcome in ABANDONED)
+    """Whether the server did all it was asked for: of clients that left, as much as they wanted."""
+    return record.ended is not None and (record.completed or record.outcome == "disconnected")
 
 
 def _record(entry: Mapping[str, Any]) -> RequestRecord:

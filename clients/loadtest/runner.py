@@ -39,6 +39,9 @@ __all__ = ["LoadPlan", "Progress", "RunProgress", "measure", "prepare", "run_loa
 _PREPARED_REQUESTS = 4096
 _PREPARED_BYTES = 256 * 2**20
 _PROGRESS_SECONDS = 0.5
+# After a connection that failed, doubled with each further one.
+_FIRST_PAUSE_S = 0.1
+_LONGEST_PAUSE_S = 1.0
 _STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
 
 
@@ -117,13 +120,13 @@ async def sweep_load(
 ) -> SweepResult:
     """A run of the plan per rate, with the schedule that `arrivals` makes of it, until the highest rate is found.
 
-    Each run draws other prompts of the same kind. Where the plan has no duration, a run sends more than its count if its
-    rate needs more to show a queue. Raises LoadTestError.
+    Each run draws other prompts of the same kind. A run sends more than its count if its rate needs more to show a queue;
+    its duration bounds it all the same. Raises LoadTestError.
     """
 
     async def run(rate: float, number: int, seconds: float) -> RunResult:
         count = plan.count
-        if plan.duration_s is None:
+        if count is not None or plan.duration_s is None:
             count = max(count or 0, math.ceil(rate * seconds))
         own = dataclasses.replace(plan, schedule=arrivals(rate), seed=plan.seed + number, count=count)
         other = workload.with_seed(own.seed)
@@ -155,7 +158,7 @@ class _Run:
         self._numbers = itertools.count()
         self._slots: asyncio.Semaphore | None = None
         self._problem: LoadTestError | None = None
-        self._start = time.monotonic()
+        self._start = time.perf_counter()
 
     async def run(self) -> RunResult:
         ticker = asyncio.create_task(self._tell())
@@ -181,7 +184,7 @@ class _Run:
         before = await self._control.metrics()
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._snapshot.phase = "running"
-        self._start = time.monotonic()
+        self._start = time.perf_counter()
         self._health.start()
         finished = await self._unless_stopped(
             self._closed_loop(source) if times is None else self._open_loop(source, times)
@@ -222,13 +225,12 @@ class _Run:
 
     # ---- before ------------------------------------------------------------------------------------------------------
     async def _warm_up(self) -> None:
-        """Requests of the same kind with other prompts; what becomes of them is not counted."""
+        """Requests of the same kind with other prompts: a server that remembers them would know the measured ones."""
         plan, workload = self._plan, self._workload
         if not plan.warmup:
             return
         self._snapshot.phase = "warm-up"
-        other = workload.with_seed(~workload.seed)
-        source = itertools.islice(other.conversations(), plan.warmup)
+        source = itertools.islice(workload.others().conversations(), plan.warmup)
 
         async def client() -> None:
             for conversation in source:
@@ -242,16 +244,16 @@ class _Run:
         source = self._workload.conversations()
         ready: deque[Conversation] = deque()
         size, most = 0, _PREPARED_REQUESTS if total is None else min(total, _PREPARED_REQUESTS)
-        pause = time.monotonic() + _STEP_SECONDS
+        pause = time.perf_counter() + _STEP_SECONDS
         while len(ready) < most and size < _PREPARED_BYTES and not self._stop.is_set():
             conversation = next(source, None)
             if conversation is None:
                 break
             ready.append(conversation)
             size += len(conversation.request.body)
-            if time.monotonic() > pause:
+            if time.perf_counter() > pause:
                 await asyncio.sleep(0)
-                pause = time.monotonic() + _STEP_SECONDS
+                pause = time.perf_counter() + _STEP_SECONDS
         return _draining(ready, source)
 
     # ---- the two loops -----------------------------------------------------------------------------------------------
@@ -261,6 +263,7 @@ class _Run:
         numbers = itertools.count()
 
         async def client() -> None:
+            pause = 0.0
             while plan.duration_s is None or self._now() < plan.duration_s:
                 if self._snapshot.total is not None and next(numbers) >= self._snapshot.total:
                     return
@@ -268,7 +271,11 @@ class _Run:
                 conversation = next(source, None)
                 if conversation is None:
                     return
-                await self._converse(conversation, intended)
+                failed = await self._converse(conversation, intended) in ("connection", "unsent")
+                # A server that is gone fails at once: without a pause it would be asked thousands of times a second.
+                pause = min(_LONGEST_PAUSE_S, 2 * pause or _FIRST_PAUSE_S) if failed else 0.0
+                if pause and plan.duration_s is not None:  # a run that ends by its count alone ends soon
+                    await asyncio.sleep(max(0.0, min(pause, plan.duration_s - self._now())))
 
         await _together(client() for _ in range(min(plan.concurrency, self._snapshot.total or plan.concurrency)))
 
@@ -284,13 +291,18 @@ class _Run:
                     return
                 group.create_task(self._converse(conversation, intended))
 
-    async def _converse(self, conversation: Conversation, intended: float) -> None:
-        """All turns of one conversation, the first of them at `intended`."""
+    async def _converse(self, conversation: Conversation, intended: float) -> str:
+        """All turns of one conversation, the first of them at `intended`; how the last of them ended."""
         self._snapshot.begun += 1
         while True:
             record = await self._request(conversation.request, intended)
             try:
-                if not record.completed or not conversation.advance(record.text or "", record.token_ids):
+                if not record.completed or not conversation.advance(
+                    record.text or "",
+                    record.token_ids,
+                    input_tokens=record.input_tokens,
+                    output_tokens=record.output_tokens,
+                ):
                     break
             except LoadTestError as error:
                 self._problem = error
@@ -300,6 +312,7 @@ class _Run:
             intended = record.ended + conversation.think_s
             await asyncio.sleep(max(0.0, intended - self._now()))
         self._snapshot.ended += 1
+        return record.outcome
 
     async def _request(self, request: PreparedRequest, intended: float) -> RequestRecord:
         index = next(self._numbers)
@@ -319,10 +332,12 @@ class _Run:
         self._records.append(record)
         self._snapshot.completed += record.completed
         self._snapshot.failed += not record.completed and record.outcome not in ABANDONED
+        if record.outcome == "unsent":
+            self._health.out_of_files()
 
     # ---- helpers -----------------------------------------------------------------------------------------------------
     def _now(self) -> float:
-        return time.monotonic() - self._start
+        return time.perf_counter() - self._start
 
     async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
         """Do the work unless told to stop; whether it was done to its end."""
@@ -347,7 +362,10 @@ class _Run:
         while self._progress is not None:
             self._snapshot.seconds = self._now()
             self._snapshot.chunks = self._exchanges.chunks
-            self._progress(self._snapshot)
+            with contextlib.suppress(
+                OSError
+            ):  # whoever shows it has lost its terminal or its disk, and the run goes on
+                self._progress(self._snapshot)
             await asyncio.sleep(_PROGRESS_SECONDS)
 
 

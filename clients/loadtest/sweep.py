@@ -50,7 +50,8 @@ class SweepSpec:
 class SweepResult:
     """What a sweep found. highest_rate: the highest rate that met the SLOs, None for none. runs: in the order they were
     made, and what each of them says of its rate. ended: why it ended ("found", "runs", "short" where a run could not be as
-    long as its rate needs, "interrupted", or "failed" where nothing was answered any more)."""
+    long as its rate needs, "interrupted", "generator" where that could not send a rate, or "failed" where nothing was
+    answered any more)."""
 
     runs: tuple[RunResult, ...]
     judgements: tuple[Judgement, ...] = ()
@@ -121,6 +122,9 @@ async def find_highest_rate(
             ended = "failed" if set(result.errors) <= {"connection"} else ended
             if ended == "failed":
                 break
+        if judged.verdict is None:
+            ended = "generator"
+            break
         if judged.verdict == "short":
             if judged.sending_s < seconds * _NEARLY:
                 ended = "short"

@@ -1,8 +1,8 @@
 """Connections for the measured requests: HTTP/1.1 by h11 on asyncio protocols, kept alive and used again.
 
 Times are taken when bytes arrive: the callback that reads the socket hands them to the answer's reader, and no task wakes
-up per chunk. httpx spends nearly three times the processor time on a chunk (benchmarks/load_generator.py). Knows nothing
-of what the bytes mean.
+up per chunk. They are of `time.perf_counter`, as the other clock of Windows ticks every 16 ms. httpx spends nearly three
+times the processor time on a chunk (benchmarks/load_generator.py). Knows nothing of what the bytes mean.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class TimedConnection(asyncio.Protocol):
         """Send a request; its answer goes to `reader`."""
         assert self._transport is not None
         if not self.open:
-            reader.broken(time.monotonic(), "the server closed the connection")
+            reader.broken(time.perf_counter(), "the server closed the connection")
             return
         self._reader = reader
         parts = [self._http.send(request), self._http.send(h11.Data(data=body)), self._http.send(h11.EndOfMessage())]
@@ -63,7 +63,7 @@ class TimedConnection(asyncio.Protocol):
         self._pool.opened(self)
 
     def data_received(self, data: bytes) -> None:
-        when = time.monotonic()
+        when = time.perf_counter()
         try:
             self._http.receive_data(data)
             self._take_events(when)
@@ -71,7 +71,7 @@ class TimedConnection(asyncio.Protocol):
             self._fail("malformed", f"the answer is no proper HTTP: {error}", when)
 
     def eof_received(self) -> bool:
-        when = time.monotonic()
+        when = time.perf_counter()
         try:
             self._http.receive_data(b"")
             self._take_events(when)  # the end of a body without a length
@@ -81,7 +81,7 @@ class TimedConnection(asyncio.Protocol):
 
     def connection_lost(self, error: Exception | None) -> None:
         self._pool.closed(self)
-        self._lost(time.monotonic(), f"the connection broke: {error or 'closed by the server'}")
+        self._lost(time.perf_counter(), f"the connection broke: {error or 'closed by the server'}")
 
     # ---- the parts ---------------------------------------------------------------------------------------------------
     def _take_events(self, when: float) -> None:
@@ -180,7 +180,7 @@ class Pool:
         self._open.add(connection)
 
     def idle(self, connection: TimedConnection) -> None:
-        connection.idle_since = time.monotonic()
+        connection.idle_since = time.perf_counter()
         if self._kept is False:
             connection.abort()
         else:
@@ -211,4 +211,4 @@ class Pool:
 
 def _idle_seconds(connection: TimedConnection) -> float:
     """How long ago its last answer ended; 0 before the first."""
-    return 0.0 if connection.idle_since is None else time.monotonic() - connection.idle_since
+    return 0.0 if connection.idle_since is None else time.perf_counter() - connection.idle_since

@@ -32,7 +32,8 @@ class Vocabulary:
 
     ids: whether the pieces are token ids, else words. exact: whether a prompt of n pieces is known to be n + `overhead`
     tokens. overhead: tokens that the server adds around a prompt (a template's, a beginning-of-text). first: the word
-    every text begins with; its place at the start is counted in `overhead`.
+    every text begins with; its place at the start is counted in `overhead`. turn_overhead: tokens that a chat's template
+    adds around each further answer and message; 0 where that is not known.
     """
 
     pieces: Sequence[bytes]
@@ -40,6 +41,7 @@ class Vocabulary:
     exact: bool
     overhead: int = 0
     first: bytes = b""
+    turn_overhead: int = 0
 
     def draw(self, random: Random, count: int) -> bytes:
         """`count` pieces at random, joined."""
@@ -121,12 +123,18 @@ async def _words(control: Control, server: Server, chat: bool) -> Vocabulary:
     counted = await control.count(model=server.model, **asked)
     if counted is None:
         return everything
+    turn = 0
+    if chat:
+        further = " ".join(single[:probe])
+        asked["messages"] += [{"role": role, "content": further} for role in ("assistant", "user")]
+        turn = max(0, (await control.count(model=server.model, **asked) or 0) - counted - 2 * probe)
     return Vocabulary(
         pieces=[word.encode() for word in single],
         ids=False,
         exact=True,
         overhead=counted - probe,
         first=first.encode(),
+        turn_overhead=turn,
     )
 
 

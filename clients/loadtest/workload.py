@@ -8,86 +8,21 @@ from __future__ import annotations
 
 import itertools
 import json
-import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from random import Random
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
-from windlass.clients.loadtest.finite import fits_json
-from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.trace import TraceEntry
 from windlass.clients.loadtest.vocabulary import Vocabulary
+from windlass.clients.loadtest.workload_spec import WorkloadSpec
+
+# WorkloadSpec too: whoever makes a workload needs both, and docs/load-testing.md imports it from here.
+__all__ = ["Conversation", "PreparedRequest", "Workload", "WorkloadSpec"]
 
 LADDER_START = 1024
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class WorkloadSpec:
-    """What to ask.
-
-    input_len, output_len: tokens of a prompt (of one turn's own message in a chat) and of an answer. chat: use the chat
-    endpoint. prefix_groups, prefix_len: every prompt begins with one of so many texts of so many tokens.
-    documents, document_len, document_offset: every prompt holds `documents_per_prompt` of so many documents, each of a length
-    of its own, in an order of its own, after `document_offset` fresh tokens and before `input_len` fresh ones. Documents that
-    no longer fit the server are left out, but for the first. turns, think_s: messages of one conversation, and the seconds
-    between an answer and the next message. ladder: lengths from 1,024 tokens, doubling, to the server's limit, in turn.
-    scalings: rotary scalings that requests draw from. trace: recorded requests instead of drawn lengths.
-    disconnect_share, disconnect_after: the share of clients that go away after so many chunks.
-    temperature: None to leave it to the server. ignore_eos: ask for answers of exactly `output_len` tokens;
-    None where the server is known to take the field.
-    extra_body: further fields of every request, which win over ours; null takes a field out.
-    """
-
-    input_len: Lengths = field(default_factory=lambda: Lengths.fixed(128))
-    output_len: Lengths = field(default_factory=lambda: Lengths.fixed(64))
-    chat: bool = False
-    prefix_groups: int = 0
-    prefix_len: int = 0
-    documents: int = 0
-    document_len: Lengths = field(default_factory=lambda: Lengths.fixed(0))
-    documents_per_prompt: Lengths = field(default_factory=lambda: Lengths.fixed(1))
-    document_offset: Lengths = field(default_factory=lambda: Lengths.fixed(0))
-    turns: int = 1
-    think_s: float = 0.0
-    ladder: bool = False
-    scalings: Sequence[WeightedScaling] = ()
-    trace: Sequence[TraceEntry] = ()
-    disconnect_share: float = 0.0
-    disconnect_after: int = 1
-    temperature: float | None = 0.0
-    ignore_eos: bool | None = None
-    include_usage: bool = True
-    extra_body: Mapping[str, Any] = field(default_factory=dict)
-
-    def __post_init__(self) -> None:
-        if bool(self.prefix_groups) != bool(self.prefix_len):
-            raise LoadTestError("shared prefixes want both a number of groups and a length: give both, or neither")
-        if bool(self.documents) != bool(self.document_len.least):
-            raise LoadTestError("documents want both a number and a length: give both, or neither")
-        if self.documents_per_prompt != Lengths.fixed(1) and self.documents < self.documents_per_prompt.least:
-            raise LoadTestError(
-                f"prompts of {self.documents_per_prompt} documents want as many to choose from: there are {self.documents}"
-            )
-        if not 0 <= self.disconnect_share <= 1:
-            raise LoadTestError(
-                f"the share of clients that go away lies between 0 and 1, got {self.disconnect_share:g}"
-            )
-        if self.trace and (self.ladder or self.prefix_groups or self.documents or self.turns > 1):
-            raise LoadTestError("a trace brings its own lengths: leave prefixes, documents, turns and the ladder out")
-        if self.ladder and (self.prefix_groups or self.documents or self.turns > 1):
-            raise LoadTestError("the ladder sets the lengths itself: leave prefixes, documents and turns out")
-        if not fits_json(self.temperature):
-            raise LoadTestError(f"the temperature must be a number, got {self.temperature:g}")
-        if not fits_json(self.extra_body):
-            raise LoadTestError("the further fields of requests (--extra-body) hold NaN or infinity, which no JSON has")
-        least = {"prefix_groups": 0, "prefix_len": 0, "documents": 0, "turns": 1, "think_s": 0}
-        least |= {"disconnect_after": 1}
-        for name, bound in least.items():
-            if not (getattr(self, name) >= bound and math.isfinite(getattr(self, name))):
-                raise LoadTestError(f"{name.replace('_', ' ')} must be at least {bound}, got {getattr(self, name):g}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -110,8 +45,18 @@ class Conversation:
     def __init__(self, request: PreparedRequest) -> None:
         self.request = request
 
-    def advance(self, text: str, token_ids: Sequence[int] | None) -> bool:
-        """Go on after this answer; False when that was the last turn. Raises LoadTestError where it cannot go on."""
+    def advance(
+        self,
+        text: str,
+        token_ids: Sequence[int] | None,
+        *,
+        input_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> bool:
+        """Go on after this answer; False when that was the last turn. Raises LoadTestError where it cannot go on.
+
+        input_tokens, output_tokens: of the prompt and of the answer as they were counted; None for as planned.
+        """
         return False
 
 
@@ -140,6 +85,15 @@ class Workload:
     def with_seed(self, seed: int) -> Workload:
         """The same kind of load, drawn from another seed."""
         return Workload(self.spec, model=self._model, vocabulary=self.vocabulary, limit=self.limit, seed=seed)
+
+    def others(self) -> Workload:
+        """The same kind of load with other prompts; those that a trace holds become drawn ones of about their lengths."""
+        trace = [
+            entry if entry.prompt is None else replace(entry, prompt=None, input_len=self._length_of(entry))
+            for entry in self.spec.trace
+        ]
+        spec = replace(self.spec, trace=trace)
+        return Workload(spec, model=self._model, vocabulary=self.vocabulary, limit=self.limit, seed=~self.seed)
 
     def conversations(self) -> Iterator[Conversation]:
         """The conversations in order, the same ones each time. Endless, but for a trace."""
@@ -231,7 +185,9 @@ class Workload:
         if self._documents:
             chosen = self._choose_documents(share, self._room(output, shared + spec.input_len.least))
             length = sum(length for _, length in chosen)
-            offset = spec.document_offset.draw(share, least=0, most=self._room(output, shared + length + 1))
+            offset = spec.document_offset.draw(
+                share, least=0, most=self._room(output, shared + length + spec.input_len.least, least=0)
+            )
             parts += [self.vocabulary.draw(tokens, offset), *(document for document, _ in chosen)]
             shared += offset + length
         own = spec.input_len.draw(streams["input"], most=self._room(output, shared))
@@ -260,8 +216,14 @@ class Workload:
         document = max((length for _, length in self._documents), default=0)
         return spec.prefix_len + document + offset + spec.input_len.least
 
-    def _room(self, output: int, used: int) -> int | None:
-        return None if self.limit is None else max(1, self.limit - output - used)
+    def _room(self, output: int, used: int, least: int = 1) -> int | None:
+        return None if self.limit is None else max(least, self.limit - output - used)
+
+    def _length_of(self, entry: TraceEntry) -> int:
+        """Tokens of a prompt of a trace; of a text its words, as far as the server has room for them."""
+        length = len(entry.prompt.split() if isinstance(entry.prompt, str) else entry.prompt or ())
+        room = self._room(entry.max_tokens, 0)
+        return max(1, length if room is None else min(length, room))
 
     def _laddered(self, rung: int, output: int, streams: Mapping[str, Random]) -> PreparedRequest:
         assert self.limit is not None
@@ -313,7 +275,8 @@ class Workload:
                 )
         if spec.trace:
             return
-        own, output = spec.input_len.least * (spec.turns - 1), spec.output_len.least * spec.turns
+        around = self.vocabulary.turn_overhead if spec.chat else 0
+        own, output = (spec.input_len.least + around) * (spec.turns - 1), spec.output_len.least * spec.turns
         needed = self._least_prompt() + own + output
         if needed > limit:
             parts = [f"--input-len {spec.input_len}"]
@@ -346,6 +309,9 @@ class _Chat(Conversation):
         self._turn = 1
         self._tokens = tokens
         spec, vocabulary = workload.spec, workload.vocabulary
+        # What the server adds to a turn: by the vocabulary, until an answer tells more.
+        self._around = vocabulary.turn_overhead if spec.chat else 0
+        self._known = 0  # of this turn's prompt, without that; 0 for the first turn
         if spec.chat:
             self._history = b'{"role":"user","content":%b}' % vocabulary.prompt(joined)
         else:
@@ -353,7 +319,14 @@ class _Chat(Conversation):
         self.think_s = spec.think_s
         super().__init__(self._make(output))
 
-    def advance(self, text: str, token_ids: Sequence[int] | None) -> bool:
+    def advance(
+        self,
+        text: str,
+        token_ids: Sequence[int] | None,
+        *,
+        input_tokens: int | None = None,
+        output_tokens: int | None = None,
+    ) -> bool:
         workload, vocabulary = self._workload, self._workload.vocabulary
         spec, limit = workload.spec, workload.limit
         if self._turn == spec.turns:
@@ -362,7 +335,8 @@ class _Chat(Conversation):
         own = spec.input_len.draw(self._streams["input"])
         output = spec.output_len.draw(self._streams["output"])
         message = vocabulary.draw(self._streams["tokens"], own)
-        answered = self.request.output_tokens
+        counted = self._tokens if input_tokens is None else input_tokens
+        answered = self.request.output_tokens if output_tokens is None else output_tokens
         if spec.chat:
             said = json.dumps(text).encode()
             self._history += b',{"role":"assistant","content":%b},{"role":"user","content":"%b"}' % (said, message)
@@ -373,7 +347,10 @@ class _Chat(Conversation):
             self._history = vocabulary.join(self._history, vocabulary.from_ids(token_ids), message)
         else:
             self._history += json.dumps(text).encode()[1:-1] + b" " + message
-        self._tokens += answered + own
+        if self._known:
+            self._around = max(self._around, counted - self._known)
+        self._known = counted + answered + own
+        self._tokens = self._known + self._around
         if limit is not None and self._tokens + output > limit:
             return False  # the conversation no longer fits the server: it ends
         self.request = self._make(output)

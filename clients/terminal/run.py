@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import errno
+import io
 import os
 import sys
 from collections.abc import Callable, Sequence
@@ -35,6 +36,8 @@ def run_app(
     words: puts such a message into the program's own words.
     """
     open_standard_streams()
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")  # not every console's encoding has every sign
     mendable: tuple[type[Exception], ...] = (CommandError, *errors)
     try:
         code = app(args=None if arguments is None else list(arguments), prog_name=name, standalone_mode=False)

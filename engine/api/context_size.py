@@ -22,7 +22,8 @@ class ContextSize:
 
     longest: tokens at which the sequence ends. window: slots it holds at most under `shift`, None where none are dropped.
     kept_blocks: leading blocks that a rule asks to stay. seen: keys that a token sees under an attention window, None for all.
-    cut_blocks: blocks of a multiple of which those stay and others go under an attention window.
+    cut_blocks: blocks of a multiple of which those stay and others go under an attention window. sinks: tokens that are seen
+    besides.
     """
 
     longest: int
@@ -31,13 +32,19 @@ class ContextSize:
     kept_blocks: int = 0
     seen: int | None = None
     cut_blocks: int = 1
+    sinks: int = 0
 
     @property
     def rotary_length(self) -> int:
         """Tokens that stand in sight of each other at most: what frequencies that depend on a length go by."""
         if self.seen is not None:
-            return min(self.longest, self.kept_blocks * self.block_size + self.seen)
+            return min(self.longest, self.sinks + self.seen)
         return self.longest if self.window is None else min(self.longest, self.window)
+
+    @property
+    def sinks_window(self) -> int:
+        """Tokens of a layer's own window beyond which it sees sinks however far the text goes: they stand within it."""
+        return ENDLESS if self.seen is None or not self.sinks else self.seen
 
     @property
     def staying_blocks(self) -> int:
@@ -116,7 +123,8 @@ class ContextSizes:
                     "invalid_value",
                 )
             kept = -(-rule.attention_sinks // size)
-            return ContextSize(longest, size, None, kept, rule.attention_window, self.cut_blocks)
+            sinks = rule.attention_sinks
+            return ContextSize(longest, size, None, kept, rule.attention_window, self.cut_blocks, sinks)
         if not endless:
             return ContextSize(longest, size)
         window = self.shift_context // size * size

@@ -44,15 +44,17 @@ class BlockManager:
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
-    def min_blocks(self, num_slots: int, *, shifts: bool = False) -> list[int]:
+    def min_blocks(self, num_slots: int, *, shifts: bool = False, sinks_window: int = OPEN_END) -> list[int]:
         """Per group the blocks a lone sequence must be able to hold at once to take `num_slots` slots.
 
         A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks wherever it lies. shifts: whether
-        tokens are dropped, which brings others nearer by a block.
+        tokens are dropped, which brings others nearer by a block. sinks_window: see `CacheHandle.window_in`.
         """
         total = -(-num_slots // self.block_size)
         return [
-            total if p.window is None else min(total, (p.window + self.block_size - 2) // self.block_size + 1 + shifts)
+            total
+            if p.window is None or p.window > sinks_window
+            else min(total, (p.window + self.block_size - 2) // self.block_size + 1 + shifts)
             for p in self.pools
         ]
 
@@ -69,10 +71,10 @@ class BlockManager:
             copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
             coming = sum(len(passage.blocks[group]) for passage in handle.passages)  # held already
             count = total - held - coming + copy
-            if pool.window is not None:
+            if (window := handle.window_in(pool.window)) is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
-                most = (pool.window + chunk + self.block_size - 2) // self.block_size + 1 + (handle.floor < OPEN_END)
+                most = (window + chunk + self.block_size - 2) // self.block_size + 1 + (handle.floor < OPEN_END)
                 count = min(count, most - held)
             if rerotates:
                 count += total - (len(handle.originals[group].blocks) if handle.originals else 0)
@@ -117,7 +119,7 @@ class BlockManager:
     def _match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         size, digests = self.block_size, handle.chain.digests
         handle.chain.extend(token_ids, num_shareable)
-        groups = [(pool.cached, pool.window) for pool in self.pools]
+        groups = [(pool.cached, handle.window_in(pool.window)) for pool in self.pools]
         hit = longest_hit(digests, num_shareable // size, groups, size)
         if hit * size < len(token_ids):
             return hit, False
@@ -131,7 +133,7 @@ class BlockManager:
         num_tokens = num_blocks * self.block_size
         tables = []
         for pool in self.pools:
-            low = first_visible_block(num_tokens, pool.window, self.block_size)
+            low = first_visible_block(num_tokens, handle.window_in(pool.window), self.block_size)
             blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
             tables.append(BlockTable([-1] * low + blocks, low))
         # What it takes over is offered once more where it may be found as a passage by others than those before.
@@ -304,8 +306,10 @@ class BlockManager:
         """Release the blocks of window groups that no query still to come can see."""
         for group in self._window_groups:
             pool, table = self.pools[group], handle.tables[group]
-            assert pool.window is not None
-            visible = handle.layout.first_seen(min(handle.num_slots, handle.floor), pool.window) // self.block_size
+            window = handle.window_in(pool.window)
+            if window is None:
+                continue
+            visible = handle.layout.first_seen(min(handle.num_slots, handle.floor), window) // self.block_size
             first, visible = table.num_dropped, min(visible, len(table.blocks))
             if first >= visible:
                 continue

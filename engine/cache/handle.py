@@ -34,6 +34,7 @@ class CacheHandle:
     tables: per KV group; none while nothing is held. num_computed_tokens: leading tokens whose keys were computed and stand
     in the cache, but for those dropped. layout: which slot holds which position. num_shifts: times that tokens were dropped.
     floor: slots that dropping never brings it below, so that what it leaves behind a window beyond them stays behind.
+    sinks_window: see `window_in`.
     specs: what the cached keys stand under, one per rotary group.
     originals: per KV group the keys as computed; none before the first re-rotation. num_rerotations: of the keys held now
     or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
@@ -62,6 +63,7 @@ class CacheHandle:
         "_trail",
         "far",
         "floor",
+        "sinks_window",
     )
 
     def __init__(
@@ -72,8 +74,10 @@ class CacheHandle:
         private: bool = False,
         first_position: int = 0,
         floor: int = OPEN_END,
+        sinks_window: int = OPEN_END,
     ) -> None:
         self.floor = floor
+        self.sinks_window = sinks_window
         self._chain = chain
         self._specs = specs
         self._private = private
@@ -183,6 +187,13 @@ class CacheHandle:
         if self._parked is not None:
             return [length - dropped for length, dropped in self._parked[1]]
         return [len(table.blocks) - table.num_dropped for table in self._tables]
+
+    def window_in(self, window: int | None) -> int | None:
+        """By which window it gives blocks up in a KV group of this one; None where all stay until they are cut out.
+
+        In a window that is wider than `sinks_window` sinks stay in sight, as they stand nearer than they lie.
+        """
+        return None if window is None or window > self.sinks_window else window
 
     def take_changes(self, *, whole: bool = False) -> TableChanges:
         """What has happened to the tables since this was last called; everything if it is new, held nothing since, or `whole`.

@@ -22,13 +22,13 @@ def root_digest(
     """Digest from which a chain starts: everything but the tokens that a key or value depends on.
 
     namespace: weights, dtypes and layout version, as the core digests them. fingerprints: of the rotary specs, one per
-    rotary group. seen: the attention window and sinks of a request that brings its own. adapter: what
+    rotary group. seen: the attention window and sinks of a request that brings its own, adapter: what
     tells its adapter from others. Parts are written with their lengths, so no two different inputs run together.
     """
     digest = hashlib.sha256(b"windlass prefix chain 1")
     salt = b"-" if cache_salt is None else b"+" + cache_salt.encode("utf-8", "surrogatepass")
     marks = [fingerprint.encode() for fingerprint in fingerprints]
-    rule = () if seen is None else (struct.pack("<qq", *seen),)
+    rule = () if seen is None else (struct.pack("<qq", *seen), *([b"sinks in every window"] if seen[1] else []))
     if adapter is not None:
         rule = (*rule, b"adapter", adapter)
     for part in (namespace, struct.pack("<qq", first_position, len(marks)), *marks, salt, *rule):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections import abc
 from dataclasses import dataclass
+from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
@@ -26,9 +27,9 @@ _NOTHING = -1  # the row of a range in which nothing is seen
 class SlotSpan:
     """A part of a sequence's slots that its queries meet alike. offset: position where a key stands minus its slot.
 
-    sink: whether its tokens stay in sight, at the edge of the window. chunks_back: whole chunks between it and the query's own,
-    where keys seem as far as a rule of distances says; 2 for all older ones. far: its keys are kept as they seem from far away.
-    reach: see `AttentionCall`; None: as far as windows let it.
+    sink: whether its tokens stay in sight, at the edge of the window; first_sink: which of the sinks is its first.
+    chunks_back: whole chunks between it and the query's own, where keys seem as far as a rule of distances says; 2 for all older
+    ones. far: its keys are kept as they seem from far away. reach: see `AttentionCall`; None: as far as windows let it.
     """
 
     end_slot: int
@@ -39,6 +40,7 @@ class SlotSpan:
     chunks_back: int = 0
     far: bool = False
     reach: int | None = None
+    first_sink: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +93,7 @@ def query_ranges(
     before them, so that kept tokens meet them as they are and those behind do not.
     """
     spans = [
-        _spans_under(rule, live, position, count, far)
+        _spans_under(rule, live, windows, position, count, far)
         for (live, position, count), rule, far in zip(chunks, rules, far_slots or [0] * len(chunks), strict=True)
     ]
     most = max(map(len, spans))
@@ -155,8 +157,20 @@ def reaches_of(span: SlotSpan, gap: int, live: LiveSequence, windows: abc.Sequen
     own, reaches = None if span.sink else live.window, []
     for window in windows:
         bounds = [bound for bound in (window, own) if bound is not None]
-        reaches.append(max(min(bounds) - gap, 0) if bounds else NO_BOUND)
+        if not bounds or (span.sink and span.first_sink >= first_lasting_sink(live, window)):
+            reaches.append(NO_BOUND)
+        else:
+            reaches.append(max(min(bounds) - gap, 0))
     return reaches
+
+
+def first_lasting_sink(live: LiveSequence, window: int | None) -> int:
+    """The first of its sinks that layers with such a window see however far the text goes; as many as there are for none.
+
+    Sink i comes to stand `live.window + live.sinks - 1 - i` before the query, and no further away.
+    """
+    assert live.window is not None
+    return 0 if window is None else min(live.sinks, max(0, live.window + live.sinks - window))
 
 
 def last_turned(span: SlotSpan, live: LiveSequence) -> int:
@@ -167,13 +181,20 @@ def last_turned(span: SlotSpan, live: LiveSequence) -> int:
     return live.layout.first_position + live.sinks + live.window - 1
 
 
-def _spans_under(rule: Distances, live: LiveSequence, position: int, count: int, far_slots: int) -> list[SlotSpan]:
+def _spans_under(
+    rule: Distances,
+    live: LiveSequence,
+    windows: abc.Sequence[int | None],
+    position: int,
+    count: int,
+    far_slots: int,
+) -> list[SlotSpan]:
     """The parts that `count` queries from a position on meet."""
     if rule.chunk is not None:
         return _chunk_spans(position // rule.chunk, rule.chunk)
     if rule.near is not None:
         return _far_spans(rule.near, position + count - rule.near, far_slots)
-    return spans_of(live)
+    return spans_of(live, windows)
 
 
 def _far_spans(near: int, end: int, far_slots: int) -> list[SlotSpan]:
@@ -198,18 +219,31 @@ def _turns_back(rule: Distances, positions: NDArray[np.int64], chunks_back: int)
     return farthest - within if chunks_back > 1 else np.minimum(within + rule.chunk, farthest) - within
 
 
-def spans_of(live: LiveSequence) -> list[SlotSpan]:
-    """The parts of a sequence's slots, in order; the last is open. They are those of every token until its layout changes."""
-    layout, window, sinks = live.layout, live.window, live.sinks
+def spans_of(live: LiveSequence, windows: abc.Sequence[int | None]) -> list[SlotSpan]:
+    """The parts of a sequence's slots, in order; the last is open. They are those of every token until its layout changes.
+
+    windows: the kinds that layers have. Sinks that one of them sees and others before them that it loses are parts of their own.
+    """
+    layout = live.layout
     spans: list[SlotSpan] = []
-    end, last_sink = 0, layout.first_position + sinks if window is not None else 0
+    end, sinks = 0, _sinks_apart(live, windows)
     for run in layout.runs:
         if run.first_slot > end:
             spans.append(SlotSpan(run.first_slot, 0, 0, empty=True))
-        end = run.end_slot
-        edge = last_sink - run.offset  # the first slot behind the sinks
-        if window is not None and sinks and edge > run.first_slot:
-            spans.append(SlotSpan(min(edge, run.end_slot), run.offset, run.shift, sink=True))
-        if window is None or not sinks or edge < run.end_slot:
-            spans.append(SlotSpan(run.end_slot, run.offset, run.shift))
+        first, end = run.first_slot, run.end_slot
+        for first_sink, last_sink in sinks:
+            edge = min(layout.first_position + last_sink - run.offset, end)  # the first slot behind them
+            if edge > first:
+                spans.append(SlotSpan(edge, run.offset, run.shift, sink=True, first_sink=first_sink))
+                first = edge
+        if first < end:
+            spans.append(SlotSpan(end, run.offset, run.shift))
     return spans
+
+
+def _sinks_apart(live: LiveSequence, windows: abc.Sequence[int | None]) -> list[tuple[int, int]]:
+    """First and end of the sinks that all kinds of windows see alike, in order; none where a sequence has none."""
+    if live.window is None or not live.sinks:
+        return []
+    edges = sorted({0, live.sinks, *(first_lasting_sink(live, window) for window in windows)})
+    return list(pairwise(edges))

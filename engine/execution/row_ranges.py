@@ -61,7 +61,7 @@ class RangeNumbers:
         return RowRanges(found)
 
     def _numbers_of(self, live: LiveSequence) -> NDArray[np.int64]:
-        spans, layout = spans_of(live), live.layout
+        spans, layout = spans_of(live, self._windows), live.layout
         back = layout.num_closed if self._anchored else 0
         versions = {(0, NO_BOUND): 0}  # by how they are turned
         told: list[tuple[int, int]] = []  # version and gap of each span

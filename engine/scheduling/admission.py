@@ -61,7 +61,9 @@ class Admission:
         turns = rotation.policy == "rotate" and last is not None and longest > last
         copies = 2 if turns or far else 1
         for need, pool in zip(
-            self._blocks.min_blocks(longest, shifts=held.window is not None), self._blocks.pools, strict=True
+            self._blocks.min_blocks(longest, shifts=held.window is not None, sinks_window=held.sinks_window),
+            self._blocks.pools,
+            strict=True,
         ):
             if need * copies > pool.num_blocks:
                 static = (

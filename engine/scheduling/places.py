@@ -57,6 +57,10 @@ class Places:
         seq.status = SequenceStatus.WAITING
         insort(self._waiting, seq, key=rank_of)
 
+    def sort_waiting(self) -> None:
+        """Bring those that wait in order, where ranks have become better meanwhile."""
+        self._waiting.sort(key=rank_of)
+
     def start(self, seq: Sequence) -> None:
         """Let a sequence run, from the queue or as a new sample."""
         if seq.status is SequenceStatus.WAITING:

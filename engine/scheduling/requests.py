@@ -102,7 +102,7 @@ class LiveRequests:
     def forget(self, seq: Sequence) -> None:
         """A sample has ended; the last one takes its request along."""
         del self._sequences[seq.seq_id]
-        self._turns.give_back(seq.request.caller, _tokens_spared(seq), seq.request.share)
+        self._turns.give_back(seq.request.caller, seq.turn, _tokens_spared(seq), seq.request.share)
         live = self._samples[seq.request.request_id]
         live.remove(seq)
         if not live:

@@ -142,8 +142,9 @@ class Restoring:
 
     def _hit(self, parts: abc.Sequence[CacheHandle], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
         """Leading blocks of all parts, given per KV group which blocks there are."""
-        groups = [(blocks, pool.window) for blocks, pool in zip(there, self._blocks.pools, strict=True)]
+        pools = list(zip(there, self._blocks.pools, strict=True))
         for part in parts:
+            groups = [(blocks, part.window_in(pool.window)) for blocks, pool in pools]
             limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
         return limit
 
@@ -157,7 +158,7 @@ class Restoring:
         """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
         size = self._blocks.block_size
         for group, pool in enumerate(self._blocks.pools):
-            first = first_visible_block(num_blocks * size, pool.window, size)
+            first = first_visible_block(num_blocks * size, handle.window_in(pool.window), size)
             for index in range(first, num_blocks):
                 digest = handle.chain.digests[index]
                 if digest not in pool.cached:

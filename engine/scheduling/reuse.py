@@ -1,8 +1,8 @@
 """When sequences take up passages that stand in the cache already, and what is counted of it.
 
 A sequence takes its cached prefix first and looks for passages behind it when it is admitted. It computes up to the first of
-them, goes on behind it, and so on to the last; the last token of a prompt is always computed. One that loses its place
-gives them back and looks again.
+them, goes on behind it, and so on to the last; the last token of a prompt is always computed. One that loses its place gives
+them back, and looks again unless it has begun to answer: the rest of an answer does not come to stand on other keys for that.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class PassageReuser:
     def look(self, seq: Sequence) -> None:
         """Let a sequence that has just got its prefix, but not all of its tokens, hold the passages it will take up.
 
-        Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, and where tokens see a
-        window of their own.
+        Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, where tokens see a window of
+        their own, and where the answer has begun.
         """
         limits, rule = self._limits_of(seq), seq.request.reuse
         if limits is not None and rule is not None:
@@ -50,6 +50,8 @@ class PassageReuser:
     def _limits_of(self, seq: Sequence) -> ReuseLimits | None:
         rule, held = seq.request.reuse, seq.held
         if rule is None or seq.needs_every_row or seq.prompt_logprobs is not None or held.seen is not None:
+            return None
+        if seq.num_output_tokens:
             return None
         if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
             return None

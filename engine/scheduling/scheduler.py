@@ -350,10 +350,10 @@ class Scheduler:
 
     def _admit(self) -> None:
         """Let waiting sequences run, best rank first, until one finds no place or no room."""
-        while self._places.is_free:
-            chosen = self._admission.choose(self._places.waiting, self._places.running, self.counters.num_steps)
-            if chosen is None:
-                return
+        if self._turns.have_moved():
+            self._places.sort_waiting()
+        waiting, running = self._places.waiting, self._places.running
+        while self._places.is_free and (chosen := self._admission.choose(waiting, running, self.counters.num_steps)):
             seq, full = chosen
             self._places.start(seq)
             self._turns.begin(seq.turn)

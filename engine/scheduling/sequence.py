@@ -17,6 +17,7 @@ from windlass.engine.cache.persist.fetch import Fetch
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.drafting import Drafting
 from windlass.engine.scheduling.shifting import HeldContext
+from windlass.engine.scheduling.turns import CallerTurn
 
 MISSED_ONCE = -1
 
@@ -39,7 +40,7 @@ class Sequence:
     rotation, stage: how frequencies depend on the length, and those that the cached keys are under now.
     rotary_id: row of the rotary tables, -1 while not running.
     turn: where its request stands among those of all callers (see `turns`).
-    arrival_number: order of arrival among requests; (priority, turn, arrival_number, index) ranks sequences, lower is better.
+    arrival_number: order of arrival among requests; (priority, where the turn starts, arrival_number, index) ranks sequences.
     num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
@@ -70,7 +71,7 @@ class Sequence:
     cache: CacheHandle
     held: HeldContext
     stop_ids: frozenset[int]
-    turn: float
+    turn: CallerTurn
     arrival_number: int
     arrival_time: float
     rotary_id: int = -1
@@ -93,14 +94,17 @@ class Sequence:
     last_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
-    rank: tuple[int, float, int, int] = field(init=False)
 
     def __post_init__(self) -> None:
         sampling = self.request.sampling
-        self.rank = (self.request.priority, self.turn, self.arrival_number, self.index)
         if self.prompt_logprobs is None and sampling.prompt_logprobs is not None and self.index == 0:
             # The first token has no context.
             self.prompt_logprobs = [None] * min(max(1, sampling.prompt_logprobs_from), self.num_prompt_tokens)
+
+    @property
+    def rank(self) -> tuple[int, float, int, int]:
+        """Lower is better. It becomes better while it waits, where its turn does."""
+        return (self.request.priority, self.turn.start, self.arrival_number, self.index)
 
     @property
     def num_tokens(self) -> int:

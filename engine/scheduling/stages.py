@@ -44,8 +44,10 @@ class StageChanges:
 
     def new_handle(self, request: EngineRequest, stage: RotaryStage) -> CacheHandle:
         """For a sample whose keys are computed under `stage` from the first token on."""
-        chain, floor = self._new_chain(request, stage), self._limits.held(request.context).floor
-        return CacheHandle(chain, stage.specs, private=stage.single_length, floor=floor)
+        chain, held = self._new_chain(request, stage), self._limits.held(request.context)
+        return CacheHandle(
+            chain, stage.specs, private=stage.single_length, floor=held.floor, sinks_window=held.sinks_window
+        )
 
     def _new_chain(self, request: EngineRequest, stage: RotaryStage) -> HashChain:
         fingerprints = [spec.fingerprint for spec in stage.specs]

@@ -9,16 +9,56 @@ before one who comes again for as long as there are any. Knows callers by name a
 
 from __future__ import annotations
 
+from collections import OrderedDict
+from dataclasses import dataclass, field
+
 _FEW = 64  # callers that are remembered without looking whether they still matter
+
+
+@dataclass(slots=True)
+class _Caller:
+    """One who is there. count: requests that have not ended. waiting: turns of those not served yet, as they came.
+    earlier: by how much those start earlier than they were counted."""
+
+    count: int = 0
+    share: float = 0.0
+    waiting: OrderedDict[CallerTurn, None] = field(default_factory=OrderedDict)
+    earlier: float = 0.0
+
+
+@dataclass(slots=True, eq=False)
+class CallerTurn:
+    """A request's place in virtual time. As long as it waits it comes to start earlier, where others of its caller end sooner
+    than they were counted."""
+
+    _caller: _Caller | None
+    _counted: float
+
+    @property
+    def start(self) -> float:
+        """Lower is served first."""
+        return self._counted if self._caller is None else self._counted - self._caller.earlier
+
+    @property
+    def waits(self) -> bool:
+        """Whether it is neither served nor over."""
+        return self._caller is not None
+
+    def settle(self) -> None:
+        """It waits no more, and keeps its place."""
+        if self._caller is not None:
+            del self._caller.waiting[self]
+            self._counted, self._caller = self.start, None
 
 
 class CallerTurns:
     """Virtual time is counted in tokens of a caller whose share is 1."""
 
     def __init__(self) -> None:
+        self._have_moved = False
         self._now = 0.0
-        self._ends: dict[str, tuple[float, float]] = {}  # where each caller's last request starts and ends
-        self._there: dict[str, tuple[int, float]] = {}  # requests of each caller that have not ended, and the share
+        self._ends: dict[str, tuple[CallerTurn, float]] = {}  # each caller's last request, and where it ends
+        self._there: dict[str, _Caller] = {}
         self._shares = 0.0  # of them together
         self._computed = 0  # tokens, from the beginning
         self._ahead = 0.0  # how far requests that began have moved the time on before they were computed
@@ -28,23 +68,25 @@ class CallerTurns:
         """Callers that are remembered."""
         return len(self._ends)
 
-    def take(self, caller: str, tokens: int, share: float = 1.0) -> float:
-        """Where a request of so many tokens starts; lower is served first. share: what the caller gets beside one of 1."""
-        _, end = self._ends.get(caller, (0.0, 0.0))
-        start = max(self._now, end)
-        self._ends[caller] = start, start + tokens / share
-        count, before = self._there.get(caller, (0, 0.0))
-        self._there[caller] = count + 1, share
-        self._shares += share - before
+    def take(self, caller: str, tokens: int, share: float = 1.0) -> CallerTurn:
+        """The place of a request of so many tokens. share: what the caller gets beside one of 1."""
+        there = self._there.setdefault(caller, _Caller())
+        end = self._ends[caller][1] if caller in self._ends else 0.0
+        turn = CallerTurn(there, max(self._now, end) + there.earlier)
+        there.waiting[turn] = None
+        self._ends[caller] = turn, turn.start + tokens / share
+        self._shares += share - there.share
+        there.count, there.share = there.count + 1, share
         if len(self._ends) > self._look_at:
             self._ends = {name: last for name, last in self._ends.items() if last[1] > self._now}
             self._look_at = max(_FEW, 2 * len(self._ends))
-        return start
+        return turn
 
-    def begin(self, start: float) -> None:
-        """A request that starts there is being served: whoever comes now starts no earlier."""
-        self._ahead += max(0.0, start - self._now)
-        self._now = max(self._now, start)
+    def begin(self, turn: CallerTurn) -> None:
+        """A request is being served: whoever comes now starts no earlier."""
+        turn.settle()
+        self._ahead += max(0.0, turn.start - self._now)
+        self._now = max(self._now, turn.start)
 
     def serve(self, computed: int) -> None:
         """So many tokens have been computed from the beginning, the last ones for whomever of those who are there."""
@@ -57,20 +99,36 @@ class CallerTurns:
 
     def leave(self, caller: str) -> None:
         """A request of this caller has ended. Where it was the last of all, nobody owes anything any more."""
-        count, share = self._there.pop(caller)
-        if count > 1:
-            self._there[caller] = count - 1, share
+        there = self._there[caller]
+        there.count -= 1
+        if there.count:
             return
-        self._shares -= share
+        del self._there[caller]
+        self._shares -= there.share
         if not self._there:
             self._now = max([self._now, *(end for _, end in self._ends.values())])
             self._ends.clear()
             self._shares = self._ahead = 0.0  # without what sums have lost of it
 
-    def give_back(self, caller: str, tokens: int, share: float = 1.0) -> None:
-        """So many of a request's tokens were not needed after all. The next one still starts no earlier than the last one did:
-        it may wait, and is not to be overtaken by its own caller's."""
-        self._ahead = max(0.0, self._ahead - tokens / share)
+    def have_moved(self) -> bool:
+        """Whether some of those that wait start earlier than when this was asked last, so that others may stand before them."""
+        moved, self._have_moved = self._have_moved, False
+        return moved
+
+    def give_back(self, caller: str, turn: CallerTurn, tokens: int, share: float = 1.0) -> None:
+        """So many of a request's tokens were not needed after all. What waits of the caller's starts so much earlier, but not
+        before now: all of it alike, so that it keeps its order. A request that was never served moves only what is still to come.
+        """
+        spared, there = tokens / share, self._there.get(caller)
+        self._ahead = max(0.0, self._ahead - spared)
+        moved = 0.0
+        if turn.waits:
+            turn.settle()
+        elif there is not None and there.waiting:
+            first = next(iter(there.waiting))
+            moved = min(spared, max(0.0, first.start - self._now))
+            there.earlier += moved
+            self._have_moved |= moved > 0 and len(self._there) > 1  # one caller's keep their order
         if caller in self._ends:
-            start, end = self._ends[caller]
-            self._ends[caller] = start, max(start, end - tokens / share)
+            last, end = self._ends[caller]
+            self._ends[caller] = last, end - moved if last.waits else max(last.start, end - spared)

@@ -317,10 +317,8 @@ def _attempt() -> tuple[Library | None, str | None]:
     if wanted == "off":
         return None, f"{ISA_VARIABLE}=off turns the compiled CPU kernels off"
     path = find()
+    again = "install a C++ compiler (g++ 11 or newer), then run pip install -e . again (in a clone, make serve does)"
     if path is None:
-        again = (
-            "install a C++ compiler (g++ 11 or newer), then run pip install -e . again (in a clone, make serve does)"
-        )
         return None, f"the CPU kernels were not compiled: {again}"
     try:
         available = runnable(path)
@@ -328,7 +326,7 @@ def _attempt() -> tuple[Library | None, str | None]:
             return None, f"{ISA_VARIABLE}={wanted} is not one of {', '.join(available)} (or off) on this processor"
         return bind(path, wanted or available[-1]), None
     except (OSError, AttributeError) as error:
-        return None, f"{path.name} does not load ({error}); rebuild it: pip install -e ."
+        return None, f"{path.name} does not load ({error}): {again}"
 
 
 def unavailable_reason() -> str | None:

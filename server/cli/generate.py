@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import sys
 import time
 from dataclasses import dataclass
@@ -15,28 +16,33 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.server.options.engine import EngineOptions
-from windlass.server.startup.choice import choose_model, with_draft_model
+from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.engines import Engines
 from windlass.server.startup.launch import check_model
+from windlass.server.startup.model_defaults import find_sampling
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 
 if TYPE_CHECKING:
+    from windlass.server.protocol.completions import CompletionRequest
     from windlass.server.text.tokenizer import Tokenizer
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class GenerateOptions:
-    """What to generate. chat: the prompt is a user's message, rendered by the model's chat template."""
+    """What to generate. chat: the prompt is a user's message, rendered by the model's chat template.
+
+    temperature, top_p: None for what the model's own sampling, or the server's, says.
+    """
 
     prompt: str
     chat: bool = False
     max_tokens: int = 128
-    temperature: float = 1.0
-    top_p: float = 1.0
+    temperature: float | None = None
+    top_p: float | None = None
     seed: int | None = None
     stop: tuple[str, ...] = ()
     stats: bool = False
@@ -44,10 +50,30 @@ class GenerateOptions:
     def __post_init__(self) -> None:
         if self.max_tokens < 1:
             raise LoadError(f"--max-tokens must be at least 1, got {self.max_tokens}")
-        if not 0 <= self.temperature <= 2:
-            raise LoadError(f"--temperature must lie between 0 and 2, got {self.temperature:g}")
-        if not 0 < self.top_p <= 1:
-            raise LoadError(f"--top-p must be more than 0 and at most 1, got {self.top_p:g}")
+        self.body()
+
+    def fields(self) -> dict[str, Any]:
+        """Those of a request, without what was not given."""
+        given = {
+            "max_tokens": self.max_tokens,
+            "temperature": self.temperature,
+            "top_p": self.top_p,
+            "seed": self.seed,
+            "stop": list(self.stop) or None,
+        }
+        return {name: value for name, value in given.items() if value is not None}
+
+    def body(self) -> CompletionRequest:
+        """The request as the HTTP API reads it, for a prompt of its own; raises LoadError, which names the option."""
+        from windlass.server.errors import ApiError
+        from windlass.server.exchange.body import parse_body
+        from windlass.server.protocol.completions import CompletionRequest
+
+        try:
+            return parse_body(json.dumps({"prompt": "", **self.fields()}).encode(), CompletionRequest)
+        except ApiError as error:
+            name = (error.param or "").partition("[")[0]
+            raise LoadError(error.message.replace(name, f"--{name.replace('_', '-')}", 1)) from None
 
 
 def generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
@@ -62,16 +88,18 @@ async def _generate_here(wanted: GenerateOptions, model: str | None, options: En
 
 
 async def _generate_with(engines: Engines, wanted: GenerateOptions, model: str | None, options: EngineOptions) -> None:
-    _, path = choose_model(model)
+    name, path = choose_model(model)
     options = with_draft_model(options)
     check_model(options, path)
     path = with_tokenizer(path)
+    defaults = find_sampling(path, known_sampling(model, name)).sampling
     client = engines.client(options, path)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None
     client.spawn()  # it loads while the tokenizer is imported and read
     try:
         client.start_nowait()
+        from windlass.server.generation.sampling_params import build_sampling
         from windlass.server.text.detokenizer import Detokenizer
         from windlass.server.text.tokenizer import Tokenizer
 
@@ -79,11 +107,14 @@ async def _generate_with(engines: Engines, wanted: GenerateOptions, model: str |
         prompt = await _prompt_ids(wanted, tokenizer)
         info = await client.wait_ready()
         loading.stop()
-        sampling = SamplingParams(
+        sampling = build_sampling(
+            wanted.body(),
+            info,
             max_tokens=max(1, min(wanted.max_tokens, info.max_model_len - len(prompt))),
-            temperature=wanted.temperature,
-            top_p=wanted.top_p,
-            seed=wanted.seed,
+            samples=1,
+            logprobs=None,
+            prompt_logprobs=None,
+            defaults=defaults,
         )
         detokenizer = Detokenizer(tokenizer, prompt, stop=wanted.stop)
         start, first, tokens, reason = time.monotonic(), 0.0, 0, ""
@@ -153,17 +184,8 @@ def generate_remote(
     else:
         parsed = options.parse_rope_scaling()
         scaling = parsed.to_dict() if parsed else None
-    settings: dict[str, Any] = {
-        "model": model,
-        "max_tokens": wanted.max_tokens,
-        "temperature": wanted.temperature,
-        "top_p": wanted.top_p,
-        "seed": wanted.seed,
-        "stop": list(wanted.stop) or None,
-        "rope_scaling": scaling,
-        "rope_update": options.parse_rope_update(),
-    }
-    settings = {name: value for name, value in settings.items() if value is not None}
+    rest = {"model": model, "rope_scaling": scaling, "rope_update": options.parse_rope_update()}
+    settings = wanted.fields() | {name: value for name, value in rest.items() if value is not None}
     start, reason = time.monotonic(), None
     try:
         with (

@@ -77,8 +77,16 @@ def generate(
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: ModelOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation.")] = 128,
-    temperature: Annotated[float, typer.Option("--temperature", help="0: always the most likely token.")] = 1.0,
-    top_p: Annotated[float, typer.Option("--top-p", help="Draw from the most likely tokens of this total.")] = 1.0,
+    temperature: Annotated[
+        float | None,
+        typer.Option("--temperature", help="0: always the most likely token. Default: the model's own sampling."),
+    ] = None,
+    top_p: Annotated[
+        float | None,
+        typer.Option(
+            "--top-p", help="Draw from the most likely tokens of this total. Default: the model's own sampling."
+        ),
+    ] = None,
     seed: Annotated[int | None, typer.Option("--seed", help="Makes sampling repeatable.")] = None,
     stop: Annotated[list[str] | None, typer.Option("--stop", help="End before this text; repeatable.")] = None,
     chat: Annotated[bool, typer.Option("--chat", help="The prompt is a message to a chat model.")] = False,

@@ -131,6 +131,7 @@ class ServerState:
             settings = self.settings
             parts: tuple[object, ...] = (info.fingerprint, self.tokenizer.chat_template, settings.sampling)
             parts += (self.tokenizer.tool_template, settings.reasoning_parser, settings.tool_call_parser)
+            parts += (sorted(settings.template_kwargs.items()),) if settings.template_kwargs else ()
             parts += (
                 settings.context_overflow,
                 settings.default_max_tokens,

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
+from windlass.server.options.answer_defaults import read_override, read_template_kwargs, sampling_file
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
@@ -105,9 +106,20 @@ class ServerOptions:
     ] = None  # fmt: skip
     generation_config: Annotated[
         str,
-        option("--generation-config", panel=ANSWERS, help="Whether the sampling in the model's generation_config.json holds "
-               "for requests that leave it out: auto (it does) or none."),
+        option("--generation-config", panel=ANSWERS, metavar="auto|none|PATH", help="What holds for requests that leave sampling "
+               "out: auto (the model's generation_config.json, and for a known model what its authors recommend), none, or "
+               "another such file or its folder."),
     ] = "auto"  # fmt: skip
+    override_generation_config: Annotated[
+        str | None,
+        option("--override-generation-config", panel=ANSWERS, metavar="JSON", help="Sampling in place of what that file "
+               "says, such as '{\"temperature\": 0.7}'."),
+    ] = None  # fmt: skip
+    default_chat_template_kwargs: Annotated[
+        str | None,
+        option("--default-chat-template-kwargs", panel=ANSWERS, metavar="JSON", help="Variables of the chat template, for "
+               "requests that do not give them, such as '{\"enable_thinking\": false}'."),
+    ] = None  # fmt: skip
     root_path: Annotated[
         str,
         option("--root-path", panel=NETWORK, metavar="PATH", help="Where a proxy has put this server, such as /llm; the "
@@ -262,7 +274,8 @@ class ServerOptions:
         """
         engine = engine or EngineOptions()
         choose("--tool-call-parser", self.tool_call_parser, ("auto", "none", *TOOL_CALL_PARSERS))
-        choose("--generation-config", self.generation_config, ("auto", "none"))
+        sampling_file(self.generation_config)
+        read_override(self.override_generation_config)
         choose("--context-overflow", self.context_overflow, _CONTEXT_OVERFLOWS)
         choose("--rope-policy", self.rope_policy, _ROPE_POLICIES)
         choose("--metrics-names", self.metrics_names, _METRICS_NAMES)
@@ -303,6 +316,7 @@ class ServerOptions:
             default_timeout=None if self.request_timeout == math.inf else self.request_timeout,
             grace_seconds=min(self.grace_period, MOST_SECONDS),
             tool_call_parser=self.tool_call_parser,
+            template_kwargs=read_template_kwargs(self.default_chat_template_kwargs),
             rope_profiles=engine.profiles(),
             rope_policy=cast(RopePolicy, self.rope_policy),
             rope_update=engine.parse_rope_update(),

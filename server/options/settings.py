@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.policy import RopeUpdate
@@ -29,10 +29,13 @@ class SamplingDefaults:
     typical_p: float = 1.0
     repetition_penalty: float = 1.0
 
-    def described(self) -> str:
-        """Those that are not neutral: "temperature 0.6, top_p 0.9"."""
-        neutral = asdict(SamplingDefaults())
-        return ", ".join(f"{name} {value:g}" for name, value in asdict(self).items() if value != neutral[name])
+    def described(self, sources: Mapping[str, str]) -> str:
+        """Those that are not neutral, and where each comes from: "temperature 0.6, top_p 0.9 (generation_config.json)"."""
+        neutral, of = asdict(SamplingDefaults()), dict[str, list[str]]()
+        for name, value in asdict(self).items():
+            if value != neutral[name]:
+                of.setdefault(sources[name], []).append(f"{name} {value:g}")
+        return ", ".join(f"{', '.join(values)} ({source})" for source, values in of.items())
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -92,7 +95,10 @@ class ServerSettings:
     context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
     stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
     chat's system prompt. cache_reuse: see `PassageReuse.at_least`.
-    sampling: of requests that leave it out. root_path: where a proxy has put the API, such as "/llm".
+    sampling: of requests that leave it out. sampling_sources: where each of its fields that is set comes from, for people.
+    recommended_sampling: those that hold since the model's authors recommend them.
+    template_kwargs: variables of the chat template, of requests that do not give them.
+    root_path: where a proxy has put the API, such as "/llm".
     metrics_names: whose names /metrics has: our own, those that dashboards made for vLLM ask for, or both.
     adapters: those that the engine loads at the start. max_loras: at once. lora_folder: where later ones may lie, None for no
     later ones. adapter_drain_seconds: longest wait for the requests of one that is unloaded.
@@ -100,7 +106,6 @@ class ServerSettings:
     otel_endpoint: the collector that spans go to, None for none.
     record: the file that requests are recorded in, None for none.
     ranking: how pairs of texts are scored; None: as models without a prompt for them are.
-    recommended_sampling: what the model's authors recommend for chats; requests that say nothing are not drawn by it.
     """
 
     served_model_name: str
@@ -143,6 +148,9 @@ class ServerSettings:
     attention_sinks: int = 0
     cache_reuse: int = 0
     sampling: SamplingDefaults = SamplingDefaults()
+    sampling_sources: Mapping[str, str] = field(default_factory=dict)
+    recommended_sampling: Mapping[str, float] = field(default_factory=dict)
+    template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     root_path: str = ""
     ui: bool = True
     metrics_names: MetricsNames = "windlass"
@@ -153,7 +161,6 @@ class ServerSettings:
     attention_maps: bool = False
     record: RecordSettings | None = None
     otel_endpoint: str | None = None
-    recommended_sampling: Mapping[str, float] = field(default_factory=dict)
     ranking: RankSettings | None = None
 
     @property

@@ -268,7 +268,7 @@ class Model(StrictModel):
     sampling_defaults: SamplingSettings
     recommended_sampling: Annotated[
         dict[str, float] | None,
-        Field(description="What its authors recommend for chats: where people start, not what the API draws by."),
+        Field(description="Those of `sampling_defaults` that hold since its authors recommend them; null: none do."),
     ]
     context: ContextSettings
     rotary: ModelRotary | None

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
-from windlass.server.startup.catalogue.known import DEMO, SMOLLM2
+from windlass.server.startup.catalogue.known import DEMO, KNOWN, SMOLLM2
 from windlass.server.startup.gguf_directory import source_stem
 from windlass.server.startup.hub import bundled_model, known_model, resolve_model
 
@@ -29,6 +30,12 @@ def choose_model(given: str | None) -> tuple[str, Path]:
     except LoadError as error:
         say(f"note: this is the bundled model ({DEMO.about}), since {error}")
         return DEMO.name, bundled_model()
+
+
+def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
+    """What the authors of a known model recommend. given, name: what was asked for, and what `choose_model` calls it."""
+    here = given is not None and Path(given).expanduser().exists()  # a folder wins over a name
+    return KNOWN[name].sampling if name in KNOWN and not here else {}
 
 
 def with_draft_model(options: EngineOptions) -> EngineOptions:

@@ -109,7 +109,7 @@ def summary(
     """The lines shown when a server is ready.
 
     profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
-    sampling: what the model's generation_config.json sets for requests that leave it out.
+    sampling: what holds for requests that leave it out, and where that comes from.
     """
     stored = info.quantization or info.weight_dtype
     weights = info.dtype if stored == info.dtype else f"{info.dtype}, weights {stored}"
@@ -138,7 +138,7 @@ def summary(
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
     if sampling:
-        lines.append(f"  sampling  {sampling} (generation_config.json), where a request does not say")
+        lines.append(f"  sampling  {sampling}, where a request does not say")
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]

@@ -31,6 +31,7 @@ from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.loop_watch import LoopWatch
 from windlass.server.http.tls import make_context
 from windlass.server.http.warnings_log import is_no_lost_write
+from windlass.server.options.answer_defaults import TEMPLATE_KWARGS, read_template_kwargs
 from windlass.server.options.connection_settings import ConnectionSettings
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.engine import EngineOptions
@@ -40,21 +41,21 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import LOG_FORMATS, check_log_level, choose
 from windlass.server.startup.activity import report_activity
 from windlass.server.startup.catalogue.folder import cache_folder
-from windlass.server.startup.catalogue.known import KNOWN
-from windlass.server.startup.choice import choose_model, with_draft_model
+from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
 from windlass.server.startup.display import LoadingDisplay, summary
 from windlass.server.startup.early_signals import noting
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
 from windlass.server.startup.key_reload import KeyFile
 from windlass.server.startup.logs import log_to_stderr
-from windlass.server.startup.model_defaults import read_defaults
+from windlass.server.startup.model_defaults import RECOMMENDED, find_sampling
 from windlass.server.startup.own_rule import check_goes_with_model, check_own_rule, most_sizes
 from windlass.server.startup.process_memory import keep_startup_objects, return_large_pieces
 from windlass.server.startup.ranking import rank_settings
 from windlass.server.startup.shown_options import not_default
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 from windlass.server.startup.unix_socket import listen_unix
+from windlass.server.text.template_facts import RESERVED
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
@@ -176,16 +177,19 @@ def prepare(
         check_own_rule(settings, most_sizes(engine.to_config(path), spec))
     settings = replace(settings, ranking=rank_settings(path, server, spec))
     path = with_tokenizer(path)
-    if server.generation_config == "auto":
-        settings = replace(settings, sampling=read_defaults(path))
-    if name in KNOWN:
-        settings = replace(settings, recommended_sampling=KNOWN[name].sampling)
+    recommended = known_sampling(model, name)
+    found = find_sampling(path, recommended, server.generation_config, server.override_generation_config)
+    holding = {field: value for field, value in recommended.items() if found.sources.get(field) == RECOMMENDED}
+    settings = replace(settings, sampling=found.sampling, sampling_sources=found.sources, recommended_sampling=holding)
     return path, engine, settings
 
 
 def read_template(server: ServerOptions) -> str | None:
-    """The operator's chat template; raises LoadError, one line, for one that cannot be used."""
+    """The operator's chat template; raises LoadError, one line, for one that cannot be used, or for what it is given."""
     source = server.read_chat_template()
+    for name in read_template_kwargs(server.default_chat_template_kwargs):
+        if name in RESERVED:
+            raise LoadError(f"{TEMPLATE_KWARGS}: {name} comes from each request: leave it out")
     if source is not None:
         from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError  # they bring jinja2
 
@@ -352,7 +356,7 @@ async def _follow(
     loading.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
     check_own_rule(settings, sizes_of(info))
-    profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described()
+    profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described(settings.sampling_sources)
     for line in summary(info, ", ".join(settings.model_names), url, profiles, shown_options, sampling):
         say(line)
     await client.wait_state("failed")

@@ -29,6 +29,10 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             (f"--rerank-tokens {','.join(server.rerank_tokens or ())}", bool(server.rerank_tokens)),
             (f"--rerank-template {server.rerank_template}", server.rerank_template is not None),
             (f"--generation-config {server.generation_config}", server.generation_config != "auto"),
+            (
+                f"--default-chat-template-kwargs {server.default_chat_template_kwargs}",
+                server.default_chat_template_kwargs is not None,
+            ),
             (f"--tool-call-parser {server.tool_call_parser}", server.tool_call_parser != "auto"),
             (f"--reasoning-parser {server.reasoning_parser}", server.reasoning_parser != "auto"),
         )

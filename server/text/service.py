@@ -264,6 +264,7 @@ class TextService:
     ) -> str:
         """The chat as one text; raises ApiError 400 where there is no template or it refuses the messages.
 
+        variables: of the template, as the request gives them; the operator's hold beside them.
         tools: what the model shall be told that it may call.
         max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
         truncated: their tokens will be cut, so they may be longer than that.
@@ -281,6 +282,8 @@ class TextService:
                     f"chat_template_kwargs.{name} comes from the request itself: leave it out",
                     f"chat_template_kwargs.{name}",
                 )
+        if self._settings.template_kwargs:
+            variables = {**self._settings.template_kwargs, **(variables or {})}
         size = sum(len(message.content or "") for message in messages)
         if max_model_len is not None:
             await self.refuse_long(size, max_model_len, truncated=truncated, param="messages")

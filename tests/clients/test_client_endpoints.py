@@ -250,13 +250,27 @@ async def test_scalings_by_group_of_layers(kind: str) -> None:
 
 @pytest.mark.parametrize(
     ("name", "payload"),
-    [("version", {"version": 1}), ("version", []), ("openapi", [1]), ("metrics", b"<html>"), ("profiles", [])],
+    [
+        ("version", {"version": 1}),
+        ("version", []),
+        ("version", b"[" * 100_000),
+        ("openapi", [1]),
+        ("metrics", b"<html>"),
+        ("profiles", []),
+    ],
 )
 async def test_answers_that_are_not_understood(kind: str, name: str, payload: Any) -> None:
     with scripted_server(answer(payload)) as server:
         async with any_client(kind, server.url) as client:
             with pytest.raises(ResponseError, match="not understood"):
                 await getattr(client, name)()
+
+
+async def test_an_error_that_no_parser_takes_is_still_one_by_its_status(kind: str) -> None:
+    with scripted_server(answer(b"[" * 100_000, "400 Bad Request")) as server:
+        async with any_client(kind, server.url) as client:
+            with pytest.raises(BadRequestError, match="HTTP 400"):
+                await client.version()
 
 
 # ---- metrics ---------------------------------------------------------------------------------------------------------

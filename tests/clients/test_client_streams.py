@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
+import json
 import threading
 from collections.abc import Iterator
 from typing import Any
@@ -12,9 +14,17 @@ from helpers.any_client import any_client
 from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_http import answer, events, scripted_server
+from helpers.scripted_http import Exchange, answer, events, scripted_server
 
-from windlass.clients import APIConnectionError, ChatCompletion, Client, Completion, StreamError
+from windlass.clients import (
+    APIConnectionError,
+    AsyncClient,
+    ChatCompletion,
+    Client,
+    Completion,
+    StreamError,
+    stream_rest,
+)
 from windlass.engine.rotary.policy import RotaryReport
 
 pytestmark = pytest.mark.anyio
@@ -166,6 +176,85 @@ async def test_a_stream_that_did_not_end_well_has_no_final_answer(kind: str, how
             with pytest.raises(StreamError, match="incomplete") as caught:
                 await stream.get_final()
             assert stream.text == "part" and caught.value.request_id == "req-1"
+
+
+async def test_streams_follow_one_another_on_one_connection(kind: str) -> None:
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+    with scripted_server(events(end, "[DONE]")) as server:
+        async with any_client(kind, server.url) as client:
+            for _ in range(3):
+                assert (await (await client.completions("x", stream=True)).get_final()).text == "x"
+    assert (len(server.requests), server.connections) == (3, 1)
+
+
+@pytest.mark.parametrize("how", ["silent", "endless"])
+async def test_what_follows_a_stream_is_not_waited_for(kind: str, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_rest, "_REST_SECONDS", 0.05 if how == "silent" else 600.0)
+    end = {**ENVELOPE, "choices": [{"index": 0, "text": "x", "finish_reason": "stop"}]}
+
+    async def endless(exchange: Exchange) -> None:
+        await exchange.send(b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream\r\ntransfer-encoding: chunked\r\n\r\n")
+        await exchange.chunk(b"data: " + json.dumps(end).encode() + b"\n\ndata: [DONE]\n\n")
+        while True:
+            await exchange.chunk(b": more" * 1000)
+
+    with scripted_server(events(end, "[DONE]", hang=True) if how == "silent" else endless) as server:
+        async with any_client(kind, server.url) as client:
+            stream = await client.completions("x", stream=True)
+            assert [chunk.text async for chunk in stream] == ["x"] and stream.finish_reasons == {0: "stop"}
+            assert await asyncio.to_thread(server.disconnects.wait, 5)
+
+
+@pytest.mark.parametrize("how", ["closed", "error caught"])
+async def test_a_stream_that_was_cut_does_not_end_as_if_it_were_whole(kind: str, how: str) -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    with scripted_server(events(part, hang=how != "error caught", end=False)) as server:
+        async with any_client(kind, server.url) as client, await client.completions("x", stream=True) as stream:
+            assert (await anext(stream)).text == "part"
+            if how == "closed":
+                await stream.aclose()
+            else:
+                with pytest.raises(APIConnectionError):
+                    await anext(stream)
+            for ask in (stream.until_done, stream.get_final):
+                with pytest.raises(StreamError, match="incomplete"):
+                    await ask()
+            with pytest.raises(StreamError, match="incomplete"):
+                async for _ in stream:
+                    pass
+        assert [chunk async for chunk in stream] == []  # its block is over
+
+
+async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing() -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    with scripted_server(events(part, hang=True)) as server:
+        async with AsyncClient(server.url) as client:
+            stream = await client.completions("x", stream=True)
+            assert (await anext(stream)).text == "part"
+            waiting = asyncio.ensure_future(anext(stream))
+            while not stream._chunks.ag_running:
+                await asyncio.sleep(0)
+            waiting.cancel()
+            with pytest.raises(asyncio.CancelledError):
+                await waiting
+            with pytest.raises(StreamError, match="incomplete"):
+                await anext(stream)
+
+
+async def test_closing_frees_a_task_that_waits_for_a_chunk() -> None:
+    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
+    with scripted_server(events(part, hang=True)) as server:
+        async with AsyncClient(server.url) as client:
+            stream = await client.completions("x", stream=True)
+            assert (await anext(stream)).text == "part"
+            waiting = asyncio.ensure_future(anext(stream))
+            while not stream._chunks.ag_running:
+                await asyncio.sleep(0)
+            await stream.aclose()
+            await stream.aclose()
+            with pytest.raises(APIConnectionError):
+                await asyncio.wait_for(waiting, 10)
+            assert await asyncio.to_thread(server.disconnects.wait, 10)
 
 
 @pytest.mark.parametrize("read", [0, 1])

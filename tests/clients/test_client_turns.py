@@ -13,7 +13,10 @@ from helpers.any_client import any_client
 from helpers.scripted_http import answer, events, scripted_server
 from jsonschema import Draft202012Validator
 
-from windlass.clients import ChatCompletion, ChatMessage, FunctionCall, ToolCall
+from windlass.clients import ChatCompletion, ChatMessage, FunctionCall, ToolCall, _answer_type
+from windlass.clients._whole import MessageAccumulator
+from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent
+from windlass.clients.response_types import ResponseItem
 
 pytestmark = pytest.mark.anyio
 ENVELOPE = {"id": "c-1", "created": 5, "model": "m"}
@@ -47,6 +50,11 @@ class Person:
 class Group:
     people: list[Person]
     lead: Person | None = field(default_factory=lambda: Person("a", 1, None))
+
+
+@dataclass
+class Price:
+    cost: float
 
 
 class Model(pydantic.BaseModel):
@@ -188,6 +196,36 @@ async def test_an_answer_that_does_not_hold(kind: str) -> None:
         async with any_client(kind, server.url) as client:
             with pytest.raises(ValueError, match="days"):
                 _ = (await client.chat([], answer_type=Trip)).parsed
+
+
+DEEP = "[" * 100_000
+
+
+@pytest.mark.parametrize(
+    "wanted, text",
+    [
+        (Price, '{"cost": ' + "9" * 400 + "}"),
+        (Price, '{"cost": ' + DEEP),
+        ({"type": "array"}, DEEP),
+    ],
+    ids=["float", "deep dataclass", "deep schema"],
+)
+def test_an_answer_beyond_what_python_holds_is_no_answer(wanted: Any, text: str) -> None:
+    message = ChatMessage(content=text, _read=_answer_type.reader(wanted))
+    with pytest.raises(ValueError):
+        _ = message.parsed
+
+
+def test_arguments_nested_too_deeply_are_no_values() -> None:
+    with pytest.raises(ValueError, match="nested too deeply"):
+        _ = FunctionCall(arguments=DEEP).values
+    with pytest.raises(ValueError, match="nested too deeply"):
+        _ = ResponseItem(type="function_call", arguments=DEEP).values
+    pieces = MessageAccumulator()
+    pieces.add(MessageEvent(type="message_start", message=Message(id="m")))
+    pieces.add(MessageEvent(type="content_block_start", index=0, content_block=ContentBlock(type="tool_use")))
+    pieces.add(MessageEvent(type="content_block_delta", index=0, delta=MessageDelta(partial_json=DEEP)))
+    assert pieces.answer(None).content[0].input == {}
 
 
 async def test_what_cannot_be_asked_for(kind: str) -> None:

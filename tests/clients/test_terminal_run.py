@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import os
 import subprocess
 import sys
@@ -21,6 +22,11 @@ app = typer.Typer()
 @app.command()
 def many(count: int) -> None:
     print("x" * count)
+
+
+@app.command()
+def arrow() -> None:
+    print("a → b")
 
 
 @app.command()
@@ -52,6 +58,14 @@ def test_whoever_reads_no_more_hears_no_complaint(
     with printing_into(writing, monkeypatch):
         assert run_app(app, "toy", ["many", "1"]) == 1
     assert capfd.readouterr().err == ""
+
+
+def test_signs_that_an_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:
+    taken = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(sys, "stdout", io.TextIOWrapper(taken, encoding="cp1252"))
+        assert run_app(app, "toy", ["arrow"]) == 0
+        assert taken.getvalue().split() == [b"a", b"?", b"b"]
 
 
 def test_other_errors_of_the_system_are_not_taken_for_it() -> None:

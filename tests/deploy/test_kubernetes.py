@@ -107,9 +107,11 @@ def test_ray_reads_its_config_and_makes_the_application() -> None:
         "(one,) = ServeDeploySchema.model_validate(config).applications\n"
         "module, name = one.import_path.split(':')\n"
         "build = getattr(importlib.import_module(module), name)\n"
-        "print(type(build(one.args)).__name__)\n"
+        "objects = {'override_generation_config': {'top_k': 9}, 'rope_profile': {'long': {'rope_type': 'yarn', 'factor': 2}}}\n"
+        "print(type(build(one.args | objects)).__name__)\n"
         "from windlass.engine.errors import LoadError\n"
-        "for wrong in ({'replica': 2}, {'replicas': '8..2'}, {'uds': '/x'}, {'listener': 'ingress'}, {'dtype': 'float3'}):\n"
+        "for wrong in ({'replica': 2}, {'replicas': '8..2'}, {'uds': '/x'}, {'listener': 'ingress'}, {'dtype': 'float3'},\n"
+        "              {'override_generation_config': {'top_p': 3}}):\n"
         "    try: build(wrong)\n"
         "    except LoadError as error: print(error)\n"
     )
@@ -120,4 +122,10 @@ def test_ray_reads_its_config_and_makes_the_application() -> None:
     lines = done.stdout.splitlines()
     assert lines[0] == "Application", done.stderr
     assert "no option 'replica' (did you mean 'replicas'?)" in lines[1]
-    assert [line.split()[0] for line in lines[2:]] == ["--replicas", "--uds", "listener:", "--dtype:"]
+    assert [line.split()[0] for line in lines[2:]] == [
+        "--replicas",
+        "--uds",
+        "listener:",
+        "--dtype:",
+        "--override-generation-config:",
+    ]

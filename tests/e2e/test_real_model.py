@@ -71,7 +71,7 @@ def test_a_fact_over_http_is_the_answer_in_the_readme(server):
     answer = chat(server, FRANCE)
     assert answer["model"] == "smollm2" and text_of(answer) == "The capital of France is Paris."
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    (shown,) = re.findall(
+    shown, scaled = re.findall(
         r"```json\n(.*?)```", readme.partition("## A first request")[2].partition("\n## ")[0], re.DOTALL
     )
     expected = json.loads(shown.replace("\n ", " "))
@@ -81,6 +81,16 @@ def test_a_fact_over_http_is_the_answer_in_the_readme(server):
     for usage in (answer["usage"], expected["usage"]):
         usage.pop("prompt_tokens_details")
     assert answer["usage"] == expected["usage"]
+    turned = chat(server, FRANCE, rope_scaling={"rope_type": "yarn", "factor": 4})
+    assert (turned["choices"], turned["rotary"]) == (answer["choices"], json.loads(scaled)["rotary"])
+
+
+def test_requests_that_do_not_say_are_drawn_as_its_authors_recommend(server):
+    (told,) = httpx.get(f"{server.url}/v1/models").json()["data"]
+    wanted = {"temperature": 0.2, "top_p": 0.9}
+    assert told["recommended_sampling"] == wanted and wanted.items() <= told["sampling_defaults"].items()
+    sums = [text_of(chat(server, "What is 2+2?", temperature=None, seed=seed)) for seed in range(8)]
+    assert sum("4" in text for text in sums) >= 6, sums  # at temperature 1 about one in ten
 
 
 def test_a_conversation_in_the_terminal(server):

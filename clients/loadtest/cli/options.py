@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from windlass.clients.loadtest.schedule import Schedule
     from windlass.clients.loadtest.target import Target
     from windlass.clients.loadtest.trace import TraceEntry
-    from windlass.clients.loadtest.workload import WorkloadSpec
+    from windlass.clients.loadtest.workload_spec import WorkloadSpec
 
 DEFAULT_PROMPTS = 32
 
@@ -217,7 +217,7 @@ class WorkloadOptions:
         """Raises LoadTestError or CommandError."""
         from windlass.clients.loadtest.lengths import Lengths
         from windlass.clients.loadtest.scalings import WeightedScaling
-        from windlass.clients.loadtest.workload import WorkloadSpec
+        from windlass.clients.loadtest.workload_spec import WorkloadSpec
 
         return WorkloadSpec(
             input_len=Lengths.parse(self.input_len, "--input-len"),

@@ -53,8 +53,10 @@ def bench_serve(
             result, stopped_by = runner.run(_run(plan, arrivals, slo))
     except LoadTestError as error:
         raise CommandError(str(error)) from error
-    _show(result)
-    _write(result, output, write_html)
+    try:
+        _write(result, output, write_html)  # first: nobody may be left to read the table
+    finally:
+        _show(result)
     return 0 if stopped_by is None else 128 + stopped_by
 
 
@@ -107,21 +109,27 @@ async def _run(
 def _stopped_by_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
     """The first ctrl-C or SIGTERM ends the run with a report of what there is; a second one ends the program."""
     loop = asyncio.get_running_loop()
-    handled = (signal.SIGINT, signal.SIGTERM)
-    before = signal.getsignal(signal.SIGINT)
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
 
     def restore() -> None:
-        for number in handled:
-            loop.remove_signal_handler(number)
-        signal.signal(signal.SIGINT, before)
+        for number, handler in before.items():
+            with contextlib.suppress(NotImplementedError):
+                loop.remove_signal_handler(number)
+            signal.signal(number, handler)
 
     def receive(number: signal.Signals) -> None:
         received.append(number)
         stop.set()
         restore()
 
-    for number in handled:
-        loop.add_signal_handler(number, receive, number)
+    def receive_in_loop(number: int, frame: object) -> None:
+        loop.call_soon_threadsafe(receive, signal.Signals(number))
+
+    for number in before:
+        try:
+            loop.add_signal_handler(number, receive, number)
+        except NotImplementedError:  # on Windows
+            signal.signal(number, receive_in_loop)
     try:
         yield
     finally:
@@ -135,8 +143,14 @@ def _raise_file_limit() -> None:
     except ImportError:  # not on Windows
         return
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(ValueError, OSError):
-        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard) if soft < hard else (soft, hard))
+    endless = resource.RLIM_INFINITY
+    # A hard limit of infinity is more than some systems take: macOS takes 10,240.
+    for wanted in (hard, 10_240, 4_096, 2_048):
+        more = soft != endless and (wanted == endless or wanted > soft)
+        if more and (hard == endless or wanted <= hard):
+            with contextlib.suppress(ValueError, OSError):
+                resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+                return
 
 
 def _html_writer() -> Callable[[Any, Path], None]:
@@ -165,22 +179,30 @@ def _show(result: RunResult | SweepResult) -> None:
 def _write(
     result: RunResult | SweepResult, output: OutputOptions, write_html: Callable[[Any, Path], None] | None
 ) -> None:
-    """Write the files asked for. Raises CommandError."""
+    """Write the files asked for, each whatever becomes of the others. Raises CommandError naming those that failed."""
     from windlass.clients.loadtest.export import write_csv, write_sweep
     from windlass.clients.loadtest.results import write_json
     from windlass.clients.loadtest.sweep import SweepResult
 
-    try:
-        if output.as_json is not None:
-            if isinstance(result, SweepResult):
-                write_sweep(result, output.as_json)
-            else:
-                write_json(result, output.as_json)
-        if output.csv is not None:
-            write_csv(result, output.csv)
-        if output.html is not None and write_html is not None:
-            write_html(result, output.html)
-    except OSError as error:
-        raise CommandError(f"cannot write {error.filename}: {error.strerror}") from error
-    except ValueError as error:
-        raise CommandError(f"cannot write the report: {error}") from error
+    def write_as_json(result: RunResult | SweepResult, path: Path) -> None:
+        if isinstance(result, SweepResult):
+            write_sweep(result, path)
+        else:
+            write_json(result, path)
+
+    failures = []
+    for option, path, write in (
+        ("--json", output.as_json, write_as_json),
+        ("--csv", output.csv, write_csv),
+        ("--html", output.html, write_html),
+    ):
+        if path is None or write is None:
+            continue
+        try:
+            write(result, path)
+        except OSError as error:  # a full disk names no file
+            failures.append(f"cannot write {option} {path}: {error.strerror or error}")
+        except ValueError as error:
+            failures.append(f"cannot write {option} {path}: {error}")
+    if failures:
+        raise CommandError("; ".join(failures))

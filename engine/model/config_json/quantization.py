@@ -102,8 +102,8 @@ def _compressed(found: Config) -> StoredQuantization:
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
         unread = f"floating point of {float4[0].get('num_bits')} bits"
     block = next((block for w in weights if (block := _block(w.get("block_structure"))) is not None), None)
-    told = {w.get("num_bits", 8) for w in weights}  # 8 is what they have that do not say
-    bits = tuple(sorted(bits for bits in told if isinstance(bits, int) and 1 <= bits <= 8))
+    told = [w.get("num_bits", 8) for w in weights]  # 8 is what they have that do not say
+    bits = tuple(sorted({bits for bits in told if type(bits) is int and 1 <= bits <= 8}))
     return StoredQuantization("compressed-tensors", block=block, bits=bits, unread=unread)
 
 

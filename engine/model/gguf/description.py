@@ -84,7 +84,8 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "latent_in_parts": in_parts,
     }
     metadata = headers[0].metadata
-    pooling = _POOLING.get(metadata.get(f"{metadata['general.architecture']}.pooling_type", 0))
+    told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+    pooling = _POOLING.get(told) if isinstance(told, int) else None
     return GGUFDescription(metadata, facts.config, facts.generation, index, pooling)
 
 

@@ -73,7 +73,7 @@ ASKED: dict[str, str] = {
     "ChatTokenLogprob.top_logprobs": "The likeliest tokens at its place.",
     "CompletionLogprobs.top_logprobs": "For each token the log-probabilities of the likeliest at its place, its own among them.",
     "ResponseAnswer.top_logprobs": "As the request asked, else 0.",
-    "chat_template_kwargs": "More variables for the chat template.",
+    "chat_template_kwargs": "More variables for the chat template, which win over the operator's.",
     "reasoning_effort": "How much the model shall think, where its template has that choice.",
     "thinking_budget": "Tokens after which the thinking is ended.",
     "add_generation_prompt": "Whether the template opens the assistant's turn. Default: true.",

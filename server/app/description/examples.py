@@ -115,7 +115,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         "scaled": ("A scaling", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}),
         "length": (
             "One that follows the length",
-            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 4096},
+            {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}, "length": 30000},
         ),
     },
     "/v1/rotary/curves": {

@@ -124,11 +124,10 @@ class ChatLoop:
         if served is None:
             return
         self._context = served.max_model_len
-        self._dialogue.params = self._dialogue.params or dict(served.recommended_sampling or {})
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
         self._console.greet(f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves.")
-        if self._dialogue.params:
-            shown = " ".join(f"{name}={value:g}" for name, value in self._dialogue.params.items())
+        if served.recommended_sampling:  # which holds for requests that do not say
+            shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
             self._console.greet(f"Drawn with {shown}, as this model's authors recommend; /params sets others.")
 
     def _command(self, line: str) -> bool:

@@ -110,7 +110,9 @@ class ChatCommands:
                 ) from None
         except APIStatusError as error:
             if isinstance(wanted, str):
-                raise CommandError(f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here") from error
+                raise CommandError(
+                    f"{wanted!r} is neither a kind of scaling ({_KINDS}) nor a profile here{did_you_mean(wanted, _WORDS)}"
+                ) from error
             raise
 
     def _context(self, rest: str) -> CommandResult:
@@ -128,7 +130,7 @@ class ChatCommands:
                 params[_CONTEXT_FIELDS[name]] = _value(value)
             else:
                 params.pop(_CONTEXT_FIELDS[name], None)
-        self._dialogue.params = params
+        self._dialogue.params = _checked(params)
         shown = " ".join(f"{name}={_brief(params[name])}" for name in fields if name in params)
         lines = [f"next answers: {shown or 'as the server has it'}"]
         if not rest and self.last is not None:
@@ -152,7 +154,7 @@ class ChatCommands:
                 )
             given[name] = _value(value) if value else None
         merged = {**self._dialogue.params, **given}
-        self._dialogue.params = {name: value for name, value in merged.items() if value is not None}
+        self._dialogue.params = _checked({name: value for name, value in merged.items() if value is not None})
         shown = " ".join(f"{name}={json.dumps(value)}" for name, value in self._dialogue.params.items())
         return _said(f"next requests: {shown or 'as the server has them by default'}")
 
@@ -208,6 +210,8 @@ def show_rotary(rotary: Rotary) -> str:
 
 
 _KINDS = "default, linear, ntk, dynamic, yarn, llama3, longrope, proportional, dual_chunk, self_extend, rerope, log_n"
+_WORDS = (*_KINDS.split(", "), "auto", "off")
+_OLDER = ("su", "mrope", "learned")  # that are taken too
 
 
 def _parse_rope(text: str) -> dict[str, Any] | str:
@@ -235,7 +239,23 @@ def _scaling(given: Any) -> dict[str, Any]:
     try:
         return dict(RopeScaling.from_dict(given))
     except ValueError as error:
+        kind = given.get("rope_type") if isinstance(given, dict) else None
+        if isinstance(kind, str) and kind not in (*_WORDS, *_OLDER):
+            raise CommandError(f"{kind!r} is no kind of scaling{did_you_mean(kind, _WORDS)}: {_KINDS}") from None
         raise CommandError(str(error)) from None
+
+
+def _checked(params: dict[str, Any]) -> dict[str, Any]:
+    """The fields, if a request may have them; raises CommandError that names the one at fault."""
+    from windlass.server.errors import ApiError
+    from windlass.server.exchange.body import parse_body
+    from windlass.server.protocol.chat import ChatRequest
+
+    try:
+        parse_body(json.dumps({**params, "messages": [{"role": "user", "content": ""}]}).encode(), ChatRequest)
+    except ApiError as error:
+        raise CommandError(error.message) from None
+    return params
 
 
 def _split(text: str) -> list[str]:

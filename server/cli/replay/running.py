@@ -14,11 +14,13 @@ from typing import Any
 import httpx
 
 from windlass.clients.sse import SSEDecoder
+from windlass.clients.stream_rest import read_rest_async
 from windlass.server.cli.replay.asking import AskedAgain
 from windlass.server.routes.recorded import digest
 from windlass.server.routes.retrieval.followed import digest_of_rows
 
-_PATIENCE = httpx.Timeout(600.0, connect=10.0)
+# An answer that is no stream comes when it is complete, and a recorded one may have taken hours.
+_PATIENCE = httpx.Timeout(None, connect=10.0)
 _SHOWN = 200  # characters of an error
 
 
@@ -158,9 +160,11 @@ def _reason(payload: dict[str, Any]) -> str:
 
 async def _read_stream(response: httpx.Response, read: _Read) -> None:
     events = SSEDecoder()
-    async for data in response.aiter_bytes():
+    pieces = response.aiter_bytes()
+    async for data in pieces:
         for event in events.feed(data):
             if event.data == "[DONE]":
+                await read_rest_async(response, pieces)
                 return
             read.take(json.loads(event.data))
     raise ValueError("the stream ended early")

@@ -14,8 +14,8 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.gallery.command import picture
 from windlass.server.cli.rope.parsing import parse_json
 from windlass.server.cli.rope.sweep_command import sweep
-from windlass.server.options.spelling import option
-from windlass.server.startup.hub import resolve_model
+from windlass.server.options.spelling import ModelOption
+from windlass.server.startup.choice import choose_model
 
 app = InjectingTyper(help="Show what a rotary scaling does to a model.", no_args_is_help=True)
 app.command("conform")(conform)
@@ -28,7 +28,7 @@ def inspect(
     scaling: Annotated[
         str, typer.Argument(metavar="JSON", help='Such as \'{"rope_type": "yarn", "factor": 4}\', or null.')
     ],
-    model: Annotated[str | None, option("--model", help="Directory or hub id. Default: the bundled model.")] = None,
+    model: ModelOption = None,
     length: Annotated[
         int | None,
         typer.Option(
@@ -47,7 +47,9 @@ def inspect(
 
         require_matplotlib()
         check_outputs({"--png": png})
-    result = inspect_scaling(resolve_model(model), _parse(scaling), length, model)
+    wanted = _parse(scaling)  # what is at fault there is told before anything is looked up or downloaded
+    name, path = choose_model(model)
+    result = inspect_scaling(path, wanted, length, model or name)
     if as_json:
         print(json.dumps(result.to_json(), allow_nan=False))
     else:

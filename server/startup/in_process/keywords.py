@@ -21,6 +21,8 @@ ANSWER_OPTIONS = (
     "rerank_tokens",
     "rerank_template",
     "generation_config",
+    "override_generation_config",
+    "default_chat_template_kwargs",
     "tool_call_parser",
     "reasoning_parser",
     "default_max_tokens",
@@ -34,12 +36,20 @@ ANSWER_OPTIONS = (
 )
 _SIZES = ("kv_cache_memory", "kv_persist_size", "kv_host_memory", "max_response_bytes")
 _SCALING = '{"rope_type": "yarn", "factor": 4}'
+# Those that the command line takes as JSON, and an example of each.
+_OBJECTS = {
+    "rope_scaling": _SCALING,
+    "override_generation_config": '{"temperature": 0.7}',
+    "default_chat_template_kwargs": '{"enable_thinking": False}',
+}
 # What to say of those that may be more than one thing.
 _FORMS = dict.fromkeys(_SIZES, "should be a size such as '4GiB', or a number of bytes")
+_FORMS |= {name: f"should be a mapping such as {example}" for name, example in _OBJECTS.items()}
 _FORMS |= {
     "rope_scaling": f"should be a mapping such as {_SCALING}, or a text",
     "rope_profile": f"should be a mapping of names to scalings such as {_SCALING}",
     "chat_template": "should be a path",
+    "generation_config": "should be 'auto', 'none' or a path",
 }
 
 
@@ -65,8 +75,8 @@ def in_keywords(message: str) -> str:
 
 def _spelt(name: str, value: Any) -> Any:
     """What Python says with objects, as the command line spells it."""
-    if name == "rope_scaling" and isinstance(value, Mapping):
-        return _as_json(name, value)
+    if name in _OBJECTS and isinstance(value, Mapping):
+        return _as_json(name, value, _OBJECTS[name])
     if name == "rope_profile" and isinstance(value, Mapping):
         return [f"{profile}={_as_json(name, scaling)}" for profile, scaling in value.items()]
     if type(value).__module__ == "numpy" and hasattr(value, "item"):
@@ -78,15 +88,13 @@ def _spelt(name: str, value: Any) -> Any:
     return os.fspath(value) if isinstance(value, os.PathLike) else value
 
 
-def _as_json(name: str, scaling: Any) -> str:
-    if not isinstance(scaling, Mapping):
-        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_shown(scaling)}")
+def _as_json(name: str, value: Any, example: str = _SCALING) -> str:
+    if not isinstance(value, Mapping):
+        raise LoadError(f"{name}: a scaling must be a mapping such as {_SCALING}, got {_shown(value)}")
     try:
-        return json.dumps(dict(scaling))
+        return json.dumps(dict(value))
     except (TypeError, ValueError, RecursionError) as error:
-        raise LoadError(
-            f"{name}: this cannot be written as JSON ({error}): give a mapping such as {_SCALING}"
-        ) from None
+        raise LoadError(f"{name}: this cannot be written as JSON ({error}): give a mapping such as {example}") from None
 
 
 def _checked(name: str, spelt: Any, given: Any, kind: Any) -> Any:

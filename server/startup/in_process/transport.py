@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
@@ -14,6 +15,8 @@ import httpx
 from starlette.types import ASGIApp, Message
 
 from windlass.engine.errors import EngineDeadError
+
+_logger = logging.getLogger("windlass.server")
 
 T = TypeVar("T")
 Run = Callable[[Coroutine[Any, Any, T]], T]
@@ -27,6 +30,8 @@ class _AppAnswer(httpx.AsyncByteStream):
         self._body: bytes | None = body
         self._left = asyncio.Event()
         self._parts: asyncio.Queue[bytes | None] = asyncio.Queue()  # None behind the last one
+        self._complete = False
+        self._error: Exception | None = None
         self._task = asyncio.create_task(self._run(app, _scope(request)))
 
     async def _run(self, app: ASGIApp, scope: dict[str, Any]) -> None:
@@ -35,6 +40,9 @@ class _AppAnswer(httpx.AsyncByteStream):
         except Exception as error:
             if not self.head.done():
                 self.head.set_exception(error)
+            else:
+                _logger.error("an answer ended with an error of the server", exc_info=error)
+                self._error = error
         finally:
             self._parts.put_nowait(None)
 
@@ -48,12 +56,18 @@ class _AppAnswer(httpx.AsyncByteStream):
     async def _send(self, message: Message) -> None:
         if message["type"] == "http.response.start":
             self.head.set_result(message)
-        elif body := message.get("body"):
+            return
+        if body := message.get("body"):
             self._parts.put_nowait(body)
+        self._complete = not message.get("more_body", False)
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
+        """Raises ReadError where the app ended before its answer did: over a socket, the connection would break."""
         while (part := await self._parts.get()) is not None:
             yield part
+        if not self._complete:
+            why = "" if self._error is None else f": {self._error}"
+            raise httpx.ReadError(f"the server ended its answer early{why}") from self._error
 
     async def aclose(self) -> None:
         """As a client that goes away: the app ends what it does for it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Mapping
 from dataclasses import fields, replace
 from pathlib import Path
@@ -107,7 +108,9 @@ def of_a_replica(engine: EngineOptions) -> tuple[int, int]:
 
 
 def _spelt(name: str, value: Any) -> Any:
-    """What YAML says with a number, a string or a list, as the command line has it."""
+    """What YAML says with a number, a string, a list or an object, as the command line has it."""
+    if isinstance(value, Mapping):
+        return [json.dumps(value)] if name == "rope_profile" else json.dumps(value)
     if name in _PATHS and value is not None:
         return Path(value)
     return str(value) if name == "replicas" else value

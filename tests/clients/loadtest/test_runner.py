@@ -15,6 +15,7 @@ from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.generator_health import MeasuredLoop
 from windlass.clients.loadtest.lengths import Lengths
 from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.metric_changes import changes
 from windlass.clients.loadtest.runner import measure, run_load
 from windlass.clients.loadtest.scalings import WeightedScaling
 from windlass.clients.loadtest.schedule import Arrivals, Replay
@@ -92,6 +93,15 @@ def test_warm_up_is_of_the_same_kind_and_counts_nowhere():
     prompts = [tuple(body["prompt"]) for body in llm.bodies]
     assert len(set(prompts)) == 5 and {len(prompt) for prompt in prompts} == {5}
     assert result.generator["monotonic_start"] > llm.performances[1].ended
+
+
+def test_warm_up_asks_nothing_that_a_trace_will_ask():
+    trace = [TraceEntry(line=line, max_tokens=2, prompt=prompt) for line, prompt in enumerate(("hello you", (4, 5)), 1)]
+    with scripted_llm(asked()) as llm:
+        run(llm, count=2, warmup=2, workload={"trace": trace}, vocab_size=1000)
+    warm, measured = [body["prompt"] for body in llm.bodies[:2]], [body["prompt"] for body in llm.bodies[2:]]
+    assert measured == ["hello you", [4, 5]]
+    assert [len(prompt) for prompt in warm] == [2, 2] and not any(prompt in measured for prompt in warm)
 
 
 def test_clients_that_leave_are_neither_completed_nor_failed():
@@ -191,6 +201,36 @@ def test_turns_of_token_ids_follow_the_server_s():
     assert first["return_token_ids"] is True and first["ignore_eos"] is True
     assert second["prompt"][: len(first["prompt"]) + 3] == [*first["prompt"], 7, 8, 9]
     assert [record.input_tokens for record in result.records] == [5, 13]
+
+
+@pytest.mark.parametrize("tokenizes", [True, False])
+def test_chats_end_before_their_template_outgrows_the_server(tokenizes):
+    """Whether the server tells beforehand what its template adds to a turn, or only its answers do."""
+
+    def counted(messages) -> int:
+        return sum(len(message["content"].split()) + 4 for message in messages) + 3
+
+    async def counts(exchange) -> None:
+        body = exchange.request.json
+        if "prompt" in body:
+            await tokenizer(True)(exchange)
+        else:
+            await answer({"tokens": [1] * counted(body["messages"])})(exchange)
+
+    async def play(performance: Performance) -> None:
+        body = performance.body
+        await performance.head()
+        await performance.token(" ".join(["one"] * body["max_tokens"]), "length")
+        await performance.usage(counted(body["messages"]), body["max_tokens"])
+        await performance.done()
+
+    others = {"/tokenize": counts} if tokenizes else {}
+    with scripted_llm(play, model={"max_model_len": 200}, others=others) as llm:
+        lengths = {"input_len": Lengths.parse("uniform:12:16"), "output_len": Lengths.parse("uniform:1:9")}
+        result = run(llm, count=6, workload={"chat": True, "turns": 9, **lengths})
+    asked_for = [counted(body["messages"]) + body["max_tokens"] for body in llm.bodies]
+    assert max(asked_for) <= 200 and 6 < len(asked_for) < 54
+    assert result.settings["prompts"] == ("text of known length" if tokenizes else "text")
 
 
 def test_a_server_that_hides_its_token_ids_ends_a_run_of_turns():
@@ -303,6 +343,19 @@ def test_a_connection_that_is_closed_when_used_again_is_a_failure_of_one_request
         result = run(llm, count=8)
     assert result.errors == {"connection": 1} and len(llm.performances) == 8
     assert llm.server.connections == 2 + 5  # the others are not used again
+
+
+def test_clients_of_a_server_that_is_gone_pause_between_their_tries(monkeypatch):
+    async def refused(pool):
+        raise ConnectionRefusedError(111, "nobody listens")
+
+    monkeypatch.setattr(timed_connections.Pool, "_connect", refused)
+    with scripted_llm(asked()) as llm:
+        paused = run(llm, count=None, duration_s=0.35, concurrency=2)
+        bounded = run(llm, count=500, concurrency=2)  # ends by itself, and soon
+    # Each tries at 0, after 0.1 s, after 0.3 s and perhaps at the very end, later where the machine is slow.
+    assert 2 <= paused.errors["connection"] <= 8
+    assert bounded.errors == {"connection": 500}
 
 
 def test_ignore_eos_goes_only_where_it_is_known_to_be_taken():
@@ -486,6 +539,12 @@ def test_metrics_are_scraped_before_and_after():
         "x_seconds_count": 7,
         "x_seconds_sum": 0,
     }
+
+
+def test_counters_of_a_server_that_was_started_anew_begin_anew():
+    before = "# TYPE a counter\na_total 100\n# TYPE b counter\nb_total 3\n# TYPE g gauge\ng 9\n"
+    after = "# TYPE a counter\na_total 5\n# TYPE b counter\nb_total 4\n# TYPE g gauge\ng 2\n"
+    assert changes(before, after) == {"a_total": 5, "b_total": 1, "g": 2}
 
 
 def test_no_metrics_and_unreadable_metrics_are_fine():

@@ -13,6 +13,7 @@ import pytest
 from helpers.scripted_llm import scripted_llm, stream
 from rich.console import Console
 
+from windlass.clients.loadtest import runner
 from windlass.clients.loadtest.display import print_sweep
 from windlass.clients.loadtest.errors import LoadTestError
 from windlass.clients.loadtest.export import write_csv, write_sweep
@@ -24,7 +25,9 @@ from windlass.clients.loadtest.runner import prepare, sweep_load
 from windlass.clients.loadtest.schedule import Arrivals
 from windlass.clients.loadtest.sweep import SweepSpec, find_highest_rate
 from windlass.clients.loadtest.target import Control, Target
-from windlass.clients.loadtest.workload import WorkloadSpec
+from windlass.clients.loadtest.target import Server as KnownServer
+from windlass.clients.loadtest.vocabulary import Vocabulary
+from windlass.clients.loadtest.workload import Workload, WorkloadSpec
 
 SLO = {"ttft": 100.0}
 
@@ -128,6 +131,57 @@ def test_an_interrupted_run_ends_the_search_and_proves_nothing():
 
     found = search(run)
     assert found.interrupted and found.highest_rate == 2 and len(found.runs) == 3
+
+
+def test_an_interrupted_run_claims_no_rate_and_gets_no_verdict():
+    """The server answered the first ten of a hundred; ctrl-C ended the other ninety at once."""
+    answered = result(10.0, good=10).records
+    cut = [
+        RequestRecord(index=n, intended=n / 10, sent=n / 10, ended=10.0, outcome="interrupted") for n in range(10, 100)
+    ]
+    run = RunResult(records=(*answered, *cut), duration_s=10.0, offered_rate=10.0, slo=SLO, interrupted=True)
+    assert run.achieved_rate == pytest.approx(1.0) and run.pace.slope == pytest.approx(1.0)
+    judged = judge(run, 0.99, 5.0)
+    assert judged.verdict is None and judged.line() == "10 requests per second: 1 achieved, no verdict"
+    left = tuple(dataclasses.replace(record, outcome="disconnected") for record in answered)
+    assert dataclasses.replace(run, records=left).achieved_rate == pytest.approx(10.0)
+
+
+def test_a_rate_that_the_generator_could_not_send_ends_the_search():
+    async def run(rate: float, number: int, seconds: float) -> RunResult:
+        count = max(100, math.ceil(rate * seconds))
+        return result(rate, count) if number < 2 else result(rate, count, bad=5, outcome="unsent")
+
+    found = search(run)
+    assert (found.ended, found.highest_rate, len(found.runs)) == ("generator", 2, 3)
+    assert found.judgements[-1].verdict is None
+    console = Console(width=200, file=io.StringIO())
+    print_sweep(found, console)
+    assert "no file left for a connection" in console.file.getvalue()
+
+
+@pytest.mark.parametrize(("count", "seconds", "sent"), [(100, 60.0, 250), (100, None, 250), (None, 60.0, None)])
+def test_a_run_sends_as_much_as_its_rate_needs_whatever_bounds_it(count, seconds, sent, monkeypatch):
+    plans = []
+
+    async def run_load(plan, **options):
+        plans.append(plan)
+        return result(50.0, 250)
+
+    monkeypatch.setattr(runner, "run_load", run_load)
+    spec = WorkloadSpec()
+    plan = LoadPlan(target=Target(url="http://x"), workload=spec, count=count, duration_s=seconds, slo=SLO)
+    vocabulary = Vocabulary(pieces=[b"1"], ids=True, exact=True)
+    asyncio.run(
+        sweep_load(
+            plan,
+            SweepSpec(start=50.0, most_runs=1, least_seconds=5.0),
+            Arrivals,
+            workload=Workload(spec, model="m", vocabulary=vocabulary),
+            server=KnownServer(model="m"),
+        )
+    )
+    assert [(plan.count, plan.duration_s) for plan in plans] == [(sent, seconds)]
 
 
 def test_a_run_that_cannot_begin():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 from collections import Counter
@@ -96,6 +97,21 @@ def test_documents_come_again_at_other_positions():
     assert all(len(offsets) > 5 and min(offsets) >= 0 and max(offsets) <= 30 for offsets in shared.values())
 
 
+def test_what_stands_before_a_document_leaves_the_question_its_length():
+    load = workload(
+        input_len="50", output_len="10", documents=2, document_len="100", document_offset="uniform:0:1000", limit=400
+    )
+    drawn = [body["prompt"] for body in bodies(load, 60)]
+    known = [json.loads(b"[" + text + b"]") for text, _ in load._documents]
+    assert all(prompt[-150:-50] in known for prompt in drawn) and max(map(len, drawn)) == 390
+    full = workload(
+        input_len="290", output_len="10", documents=1, document_len="100", document_offset="uniform:0:9", limit=400
+    )
+    (document,) = [json.loads(b"[" + text + b"]") for text, _ in full._documents]
+    for body in bodies(full, 9):
+        assert len(body["prompt"]) == 390 and body["prompt"][:100] == document  # nothing fits before it
+
+
 def test_several_documents_come_in_every_order():
     load = workload(
         input_len="10", documents=4, document_len="uniform:20:60", documents_per_prompt="uniform:2:3", limit=200
@@ -184,6 +200,20 @@ def test_a_trace_is_asked_as_it_was_recorded():
     assert (len(three["prompt"]), three["max_tokens"]) == (30, 7)
 
 
+def test_others_are_of_the_same_kind_and_ask_nothing_that_will_be_asked():
+    trace = [
+        TraceEntry(line=1, max_tokens=5, prompt=(7, 8, 9)),
+        TraceEntry(line=2, max_tokens=6, prompt="five words and two more"),
+        TraceEntry(line=3, max_tokens=7, prompt="word " * 500),
+        TraceEntry(line=4, max_tokens=8, input_len=30),
+    ]
+    load = workload(trace=trace, limit=100)
+    mine, others = calls(load, 4), calls(load.others(), 4)
+    assert [call.output_tokens for call in others] == [5, 6, 7, 8]
+    assert [len(json.loads(call.body)["prompt"]) for call in others] == [3, 5, 93, 30]
+    assert all(a.body != b.body for a, b in zip(mine, others, strict=True))
+
+
 # ---- several turns ---------------------------------------------------------------------------------------------------
 def test_turns_of_token_ids_hold_everything_before():
     load = workload(input_len="6", output_len="4", turns=3, prefix_groups=1, prefix_len=8, think_s=0.5)
@@ -231,6 +261,38 @@ def test_a_conversation_ends_before_it_outgrows_the_server():
         assert turns <= 5 and conversation.request.input_tokens + 4 <= 50
         longest = max(longest, turns)
     assert longest > 1
+
+
+def templated(messages) -> int:
+    """What a server counts whose template has 4 tokens around each message and 3 to open the answer."""
+    return sum(len(message["content"].split()) + 4 for message in messages) + 3
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_turns_of_a_chat_leave_room_for_its_template(known):
+    """Where nobody tells what the template adds to a turn, the second answer's counts do."""
+    words = dataclasses.replace(WORDS, overhead=4 + 3 + 1, turn_overhead=8 if known else 0)
+    load = workload(words, chat=True, turns=12, input_len="uniform:9:20", output_len="uniform:1:20", limit=350)
+    ended = Counter()
+    for conversation in itertools.islice(load.conversations(), 40):
+        for turn in itertools.count(1):
+            call = conversation.request
+            counted = templated(json.loads(call.body)["messages"])
+            assert counted + call.output_tokens <= 350
+            assert counted == call.input_tokens or (turn == 2 and not known)
+            said = " ".join(["one"] * call.output_tokens)
+            if not conversation.advance(said, None, input_tokens=counted, output_tokens=call.output_tokens):
+                break
+        ended[turn] += 1
+    assert min(ended) < 12 and sum(ended.values()) == 40  # some of them would have outgrown it
+
+
+def test_a_chat_whose_template_leaves_no_room_for_its_turns_is_refused():
+    words = dataclasses.replace(WORDS, turn_overhead=8)
+    for chat, limit in ((True, 800 + 19 * 8), (False, 800)):
+        workload(words, chat=chat, turns=20, input_len="20", output_len="20", limit=limit)
+        with pytest.raises(LoadTestError, match=f"in 20 turns need {limit} tokens"):
+            workload(words, chat=chat, turns=20, input_len="20", output_len="20", limit=limit - 1)
 
 
 def test_answers_without_token_ids_cannot_be_gone_on_from():

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
+from helpers.eventually import children, eventually
 
 from windlass.engine.client.pulse import Pulse
 
@@ -40,6 +43,25 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
             assert looks(pulse)[-1] is asleep and not pulse.stopped
         finally:
             process.kill()
+
+
+def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> None:
+    """As whoever has a compiler at work. Once the child sleeps as well, nothing is done."""
+    rest = tmp_path / "rest"
+    child = f"import os, time\nwhile not os.path.exists({str(rest)!r}): pass\ntime.sleep(60)"
+    code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
+    with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
+        try:
+            pulse = Pulse(process.pid)
+            eventually(lambda: children(process.pid, b"exists"), 30)
+            eventually(lambda: not any(looks(pulse)[1:]), 30)
+            process.send_signal(signal.SIGSTOP)  # what its child does says nothing of one that is stopped
+            eventually(lambda: looks(pulse, 2)[-1] and pulse.stopped, 30)
+            process.send_signal(signal.SIGCONT)
+            rest.touch()
+            eventually(lambda: looks(pulse)[-1], 30)
+        finally:
+            os.killpg(process.pid, signal.SIGKILL)
 
 
 def test_nothing_is_said_of_a_process_that_is_gone() -> None:

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 from helpers import keeping_engine
+from helpers.device import ON_A_CPU
 from helpers.keeping_engine import PROMPTS
 from helpers.persisting import files_in
 
@@ -62,6 +63,7 @@ def kill(engine: subprocess.Popen[str], seconds: float, right: dict[int, list[in
     return sum(cached for *_, cached in answers)
 
 
+@ON_A_CPU
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_a_hundred_kills(right: dict[int, list[int]], tmp_path: Path) -> None:
@@ -78,6 +80,7 @@ def test_a_hundred_kills(right: dict[int, list[int]], tmp_path: Path) -> None:
         assert file.name.startswith(json.loads(record)["digest"])
 
 
+@ON_A_CPU
 @pytest.mark.slow
 def test_two_at_once_on_one_folder(right: dict[int, list[int]], tmp_path: Path) -> None:
     for _ in range(2):
@@ -88,6 +91,7 @@ def test_two_at_once_on_one_folder(right: dict[int, list[int]], tmp_path: Path) 
             assert counts == {"failures": 0, "damaged": 0, "foreign": 0}
 
 
+@ON_A_CPU
 @pytest.mark.slow
 def test_a_disk_that_takes_nothing(right: dict[int, list[int]], tmp_path: Path) -> None:
     answers, cached, counts, log = finish(start(tmp_path, 0, 20_000))  # of about 66 KB a file

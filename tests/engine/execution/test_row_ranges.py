@@ -40,6 +40,9 @@ ROWS = {
     ),
     "window": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, slot_offset=-48),
     "sinks": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, sinks=3, slot_offset=-48),
+    "sinks that layers lose and see": sequence(
+        (0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, sinks=14, slot_offset=-48
+    ),
 }
 
 

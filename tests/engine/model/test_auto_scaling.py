@@ -190,6 +190,10 @@ def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
     window = ContextRule(attention_window=64, attention_sinks=16)
     got = run(core, [greedy("b", TEXT[:300], 60, rope_scaling=AUTO, context=window)])["b", 0].outputs[-1].rotary
     assert got is not None and got.rope_type == "default" and got.auto == {"length": 80, "up_to": 128}
+    # Tokens and not blocks: as many as it was trained for need no scaling.
+    window = ContextRule(attention_window=127, attention_sinks=1)
+    got = run(core, [greedy("c", TEXT[:300], 60, rope_scaling=AUTO, context=window)])["c", 0].outputs[-1].rotary
+    assert got is not None and got.rope_type == "default" and got.auto == {"length": 128, "up_to": 128}
 
 
 def test_an_operators_ladder_and_its_end(model: Path) -> None:

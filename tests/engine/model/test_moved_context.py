@@ -154,6 +154,28 @@ def test_a_window_with_sinks_is_the_same_for_every_token(family: str, budget: in
     check(got, right)
 
 
+# Of windows of layers and of requests: all sinks come to stand within the layers' own window, some of them, none.
+WIDER = {"all": (32, 21, 5), "some": (8, 6, 16), "all of one": (8, 4, 2), "just some": (24, 21, 5), "none": (21, 21, 5)}
+
+
+@pytest.mark.parametrize("name", WIDER)
+@pytest.mark.parametrize("family", ["mistral", "gemma3"])
+def test_layers_with_wider_windows_see_sinks_where_they_stand(family: str, name: str, tmp_path: Path) -> None:
+    """Nearer than they lie, however long the text: with and without a beginning from the cache, and after a preemption."""
+    own, window, sinks = WIDER[name]
+    rule = ContextRule("shift", attention_window=window, attention_sinks=sinks)
+    model = make_model(family, tmp_path / "model", sliding_window=own)
+    core = core_of(model, max_num_batched_tokens=16)
+    request = greedy("a", PROMPT, LENGTH, context=rule)
+    got = run(core, [request])["a", 0]
+    right = streamed_logits(oracle_of(core, model, request), PROMPT + got.token_ids, rule)
+    check(got, right)
+    again = run(core, [greedy("b", PROMPT, LENGTH, context=rule)])["b", 0]
+    check(again, right)
+    assert again.outputs[-1].cached_tokens == 32
+    assert core.scheduler.blocks.num_used_blocks == 0
+
+
 # -- the same whatever else happens --------------------------------------------------------------------------------------
 
 OPTIONS: dict[str, dict[str, Any]] = {

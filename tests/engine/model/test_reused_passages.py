@@ -184,6 +184,23 @@ def test_two_requests_and_two_samples_use_one_passage_at_different_places_at_onc
     assert report_of(together["a", 0]) == (2, 107)
 
 
+def test_an_answer_that_has_begun_does_not_come_to_stand_on_passages(models: dict[str, Path]) -> None:
+    """It found none, and lost its place to a request that brought them."""
+    asked = greedy("a", TURNED, 60, reuse=ANY, priority=5)
+    right = run(make_core(models["llama"], max_model_len=256), [asked])["a", 0]
+    core = make_core(models["llama"], max_model_len=256, kv_cache_memory=18 * 16 << 10)
+    core.add(asked)
+    outputs = [output for _ in range(10) for output in core.step()]
+    assert any(output.token_ids for output in outputs)
+    core.add(greedy("b", SOURCE, 80, reuse=OFFER, priority=-5))
+    while core.has_work():
+        outputs += core.step()
+    assert core.scheduler.counters.num_preemptions > 0
+    mine = [output for output in outputs if output.request_id == "a"]
+    assert [token for output in mine for token in output.token_ids] == right.token_ids
+    assert mine[-1].context is None
+
+
 def pages_of(core: EngineCore, blocks: list[int]) -> str:
     """A digest of all that these blocks hold."""
     digest = hashlib.sha256()

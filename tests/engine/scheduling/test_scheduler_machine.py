@@ -11,6 +11,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
+from helpers.device import ON_A_CPU
 from helpers.fake_executor import EOS, VOCAB, FakeRotation, add, make_request, make_scheduler, oracle
 from hypothesis import HealthCheck, event, settings
 from hypothesis import strategies as st
@@ -424,7 +425,9 @@ class SchedulerMachine(RuleBasedStateMachine):
                         assert (request_id in self.prompt_logprobs) == wanted
 
 
-@pytest.mark.parametrize("examples", [25, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600)])])
+@pytest.mark.parametrize(
+    "examples", [25, pytest.param(3000, marks=[pytest.mark.slow, pytest.mark.timeout(3600), ON_A_CPU])]
+)
 def test_random_traffic_gives_the_oracles_tokens_and_balanced_books(
     examples: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import QueueFullError
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.turns import CallerTurns
+from windlass.engine.scheduling.turns import CallerTurn, CallerTurns
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
@@ -47,10 +47,10 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
     bound = sum(max(lengths[name]) / shares[name] for name in "ab")
     served: dict[str, float] = defaultdict(float)
     while waiting:
-        chosen = min(waiting)
+        chosen = min(waiting, key=lambda one: (one[0].start, *one[1:]))
         waiting.remove(chosen)
-        start, _, name, tokens = chosen
-        turns.begin(start)
+        turn, _, name, tokens = chosen
+        turns.begin(turn)
         served[name] += tokens / shares[name]
         if {one[2] for one in waiting} == {"a", "b"}:
             assert abs(served["a"] - served["b"]) <= bound + 1e-9
@@ -58,13 +58,17 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
 
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100), st.booleans()), min_size=1, max_size=40))
 def test_one_caller_keeps_its_order_whatever_is_given_back(requests: list[tuple[int, int, bool]]) -> None:
-    turns, starts = CallerTurns(), []
+    """Whether they wait or are served."""
+    turns, taken, begun = CallerTurns(), list[CallerTurn](), 0
     for tokens, spared, served in requests:
-        starts.append(turns.take("a", tokens))
+        taken.append(turns.take("a", tokens))
         if served:
-            turns.begin(min(starts))
-        turns.give_back("a", spared)  # of an earlier request, perhaps a much longer one
-    assert starts == sorted(starts)
+            turns.begin(taken[begun])
+            begun += 1
+        # Of an earlier request, perhaps a much longer one.
+        turns.give_back("a", taken[max(0, begun - 1)], spared)
+        starts = [turn.start for turn in taken]
+        assert starts == sorted(starts)
 
 
 def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None:
@@ -73,17 +77,45 @@ def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None
     for start in starts[:4]:
         turns.begin(start)
     late = turns.take("one", 10)
-    assert starts[3] <= late < starts[4]
+    assert starts[3].start <= late.start < starts[4].start
     # Idle time is not saved up: whoever was away does not get it all back at once.
-    assert turns.take("away", 10) == late
+    assert turns.take("away", 10).start == late.start
 
 
 def test_tokens_that_were_not_needed_are_not_counted() -> None:
     turns = CallerTurns()
-    turns.take("a", 1000)
-    turns.give_back("a", 990)
-    assert turns.take("a", 1) == 10
-    turns.give_back("nobody", 5)  # forgotten meanwhile
+    turn = turns.take("a", 1000)
+    turns.begin(turn)
+    turns.give_back("a", turn, 990)
+    assert turns.take("a", 1).start == 10
+    turns.give_back("nobody", turn, 5)  # forgotten meanwhile
+
+
+def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
+    """All alike, and not before now: what others got meanwhile is not taken from them."""
+    turns = CallerTurns()
+    served, soon, later = (turns.take("a", tokens) for tokens in (1000, 500, 10))
+    turns.begin(served)
+    for start in (0, 300):
+        turn = turns.take("b", 300)
+        assert turn.start == start
+        turns.begin(turn)
+    assert (soon.start, later.start) == (1000, 1500)
+    turns.give_back("a", served, 600)
+    assert (soon.start, later.start) == (400, 900) and turns.have_moved() and not turns.have_moved()
+    assert turns.take("a", 5).start == 910
+    turns.give_back("a", served, 300)
+    assert (soon.start, later.start) == (300, 800)
+    assert served.start == 0, "what is served keeps its place"
+    assert turns.take("a", 1).start == 815
+
+
+def test_who_gives_up_waiting_moves_nobody_before_it() -> None:
+    turns = CallerTurns()
+    turns.begin(turns.take("b", 10))
+    first, _, last = (turns.take("a", 100) for _ in range(3))
+    turns.give_back("a", last, 100)
+    assert first.start == 0 and turns.take("a", 1).start == 200
 
 
 def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
@@ -121,11 +153,11 @@ def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: lis
     waiting.append((turns.take("a", 10), "a"))
     served = 1000
     for name in [*others[3:], *others * 1000]:
-        waiting.sort()
-        start, first = waiting.pop(0)
+        waiting.sort(key=lambda one: (one[0].start, one[1]))
+        turn, first = waiting.pop(0)
         if first == "a":
             break
-        turns.begin(start)
+        turns.begin(turn)
         served += 10
         turns.serve(served)
         turns.leave(first)
@@ -137,13 +169,13 @@ def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: lis
 def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() -> None:
     """What was computed for it counts while it was: not all at once among those who came at its end."""
     turns = CallerTurns()
-    turns.begin(turns.take("long", 100_000))
+    turns.begin(long := turns.take("long", 100_000))
     for computed in range(100, 100_001, 100):
         turns.serve(computed)
     backlog = [turns.take("backlog", 1000) for _ in range(100)]
-    turns.give_back("long", 0)
+    turns.give_back("long", long, 0)
     turns.leave("long")
-    assert backlog[0] <= turns.take("new", 1000) < backlog[1]
+    assert backlog[0].start <= turns.take("new", 1000).start < backlog[1].start
 
 
 @pytest.mark.parametrize("spared", [0, 90])
@@ -155,12 +187,13 @@ def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
     for first in (0, 64):
         for start in starts[first : first + 64]:
             turns.begin(start)
-        for _ in range(64):
+        for start in starts[first : first + 64]:
             computed += 100 - spared
             turns.serve(computed)
-            turns.give_back("many", spared)
+            turns.give_back("many", start, spared)
             turns.leave("many")
-        assert starts[first + 63] <= turns.take("new", 100) <= starts[first + 64]
+        # Where something is spared the first of those that wait comes to start now, and has waited for longer.
+        assert starts[first + 63].start <= turns.take("new", 100).start <= starts[first + 64 + (spared > 0)].start
         turns.leave("new")
 
 
@@ -223,6 +256,24 @@ def test_answers_shorter_than_allowed_are_counted_as_long_as_they_were() -> None
     for name in ("other-0", "other-1"):
         add(executor, replace(make_request(name, [2] * 40, max_tokens=1), caller="other"))
     assert ends_of(scheduler, executor) == ["other-0", "short", "other-1", "last"]
+
+
+def test_what_waits_is_not_set_back_by_what_an_earlier_one_was_allowed() -> None:
+    """It takes the place that it would have had if it had come after the other's end."""
+    scheduler, executor, _ = make_scheduler(max_num_seqs=1, prefix_caching=False)
+    add(executor, replace(make_request("a-0", [1], max_tokens=190), caller="a"))
+    step(scheduler, executor)
+    add(executor, replace(make_request("a-1", [2], max_tokens=2), caller="a"))
+    add(executor, replace(make_request("new-0", [3], max_tokens=5), caller="new 0"))
+    step(scheduler, executor)
+    scheduler.abort("a-0")
+    ends: list[str] = []
+    while "a-1" not in ends:
+        for output in step(scheduler, executor):
+            if output.finish_reason:
+                ends.append(output.request_id)
+                add(executor, replace(make_request(f"new-{len(ends)}", [3], max_tokens=5), caller=f"new {len(ends)}"))
+    assert len(ends) <= 3
 
 
 def test_waiting_requests_have_a_bound_on_their_tokens_together() -> None:

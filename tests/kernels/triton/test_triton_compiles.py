@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from helpers.device import ON_A_CPU
 
 pytest.importorskip("triton", reason="needs Triton: pip install --no-deps 'triton>=3.6,<3.9'")
 TESTS = Path(__file__).parents[2]
@@ -25,6 +26,7 @@ NAMES = {
 OF_HOPPER = {"bring_in_order", "attention_in_order"}
 
 
+@ON_A_CPU
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize(

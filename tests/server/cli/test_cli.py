@@ -322,7 +322,27 @@ def test_times_that_never_end() -> None:
         (["--rope-ladder", "8192=lang"], "--rope-ladder 8192=lang: no --rope-profile has that name"),
         (["--rope-update", "sometimes"], "--rope-update must be frozen, recompute or rotate, got 'sometimes'"),
         (["--rope-policy", "maybe"], "--rope-policy must be allow, profiles or off, got 'maybe'"),
-        (["--generation-config", "some"], "--generation-config must be auto or none"),
+        (
+            ["--generation-config", "nonne"],
+            "--generation-config must be auto, none, or a generation_config.json or its folder, and "
+            "'nonne' is none that is there (did you mean 'none'?)",
+        ),
+        (["--generation-config", "x" * 999], "--generation-config must be auto, none, or a generation_config.json"),
+        (["--generation-config", "/"], "--generation-config /: this folder holds no generation_config.json"),
+        (["--override-generation-config", "{"], "--override-generation-config is not valid JSON"),
+        (["--override-generation-config", "[]"], "--override-generation-config must be a JSON object: write it like"),
+        (
+            ["--override-generation-config", '{"temperature": 101}'],
+            "temperature must be a number from 0 to 100, got 101: write it",
+        ),
+        (["--override-generation-config", '{"top_p": NaN}'], "is not valid JSON (JSON has no NaN)"),
+        (["--override-generation-config", '{"temprature": 1}'], "no 'temprature' in it (did you mean 'temperature'?)"),
+        (["--override-generation-config", '{"max_new_tokens": 9}'], "max_new_tokens is --default-max-tokens here"),
+        (["--default-chat-template-kwargs", "[1]"], "--default-chat-template-kwargs must be a JSON object"),
+        (
+            ["--default-chat-template-kwargs", '{"tools": 1}'],
+            "--default-chat-template-kwargs: tools comes from each request",
+        ),
         (["--ssl-keyfile", "key.pem"], "--ssl-keyfile goes with --ssl-certfile"),
         (["--ssl-certfile", "/no/such/file"], "--ssl-certfile /no/such/file is no file"),
         (["--root-path", "llm"], "--root-path must be a path such as /llm"),
@@ -492,9 +512,46 @@ def test_generate_streams_the_decoded_tokens(scripted, capsys, model):
     assert capsys.readouterr().out == captured.out.split(stop)[0]
 
 
+def test_generate_draws_as_the_model_says(scripted, capsys, model, monkeypatch):
+    drawn, generate = [], engines.ProcessClient.generate
+
+    def remember(self, request):
+        drawn.append(request.sampling)
+        return generate(self, request)
+
+    monkeypatch.setattr(engines.ProcessClient, "generate", remember)
+    ask = ["generate", "hello", "--max-tokens", "2", "--model", str(model)]
+    assert cli.run(ask) == 0
+    assert (drawn[-1].temperature, drawn[-1].top_p, drawn[-1].min_p, drawn[-1].max_tokens) == (1, 1, 0, 2)
+    text = '{"temperature": 0.6, "top_p": 0.9, "min_p": 0.1, "repetition_penalty": 1.2}'
+    (model / "generation_config.json").write_text(text)
+    for given, expected in (
+        ([], (0.6, 0.9, 0.1, 1.2, None)),
+        (["--temperature", "0", "--seed", "7"], (0, 0.9, 0.1, 1.2, 7)),
+        (["--temperature", "99", "--top-p", "1"], (99, 1, 0.1, 1.2, None)),
+    ):
+        assert cli.run([*ask, *given]) == 0
+        one = drawn[-1]
+        assert (one.temperature, one.top_p, one.min_p, one.repetition_penalty, one.seed) == expected
+    (model / "generation_config.json").write_text('{"do_sample": false}')
+    assert cli.run(ask) == 0 and drawn[-1].temperature == 0
+    monkeypatch.setattr("windlass.server.cli.generate.choose_model", lambda given: ("smollm2", model))
+    (model / "generation_config.json").unlink()
+    assert cli.run(ask[:-2]) == 0 and (drawn[-1].temperature, drawn[-1].top_p) == (0.2, 0.9)
+    capsys.readouterr()
+
+
 def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):
     assert "chat template" in error_of(capsys, "generate", "hi", "--model", str(model), "--chat")
-    assert "--temperature" in error_of(capsys, "generate", "hi", "--model", str(model), "--temperature", "9")
+    for option, value, reason in (
+        ("--temperature", "101", "should be less than or equal to 100"),
+        ("--temperature", "nan", "must be a finite number"),
+        ("--top-p", "0", "should be greater than 0"),
+        ("--seed", str(2**63), "should be less than or equal to"),
+        ("--stop", "", "[0] should have at least 1 character"),
+    ):
+        said = error_of(capsys, "generate", "hi", "--model", str(model), option, value)
+        assert said.startswith(option) and reason in said
     monkeypatch.setenv("SCRIPT_LOAD_ERROR", "no weights in this directory")
     assert error_of(capsys, "generate", "hi", "--model", str(model)) == "no weights in this directory"
 

@@ -284,6 +284,26 @@ def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said
     assert (found.error, found.failed) == (said, bool(said))
 
 
+def test_streams_follow_one_another_on_one_connection() -> None:
+    with scripted_server(events({"choices": [{"index": 0, "token_ids": [5]}]}, "[DONE]")) as server:
+        asked = [AskedAgain(WELL, "/v1/completions", {"prompt": "a"})] * 3
+        found = asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None, at_once=1))).requests
+    assert [each.error for each in found] == [""] * 3 and server.connections == 1
+
+
+def test_an_answer_is_waited_for_as_long_as_it_takes(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+
+    async def sent(self: httpx.AsyncClient, request: httpx.Request, **options: Any) -> httpx.Response:
+        given.append(request.extensions["timeout"])
+        return httpx.Response(200, json={"choices": [{"index": 0, "token_ids": [5]}]}, request=request)
+
+    monkeypatch.setattr(httpx.AsyncClient, "send", sent)
+    asked = AskedAgain(WELL, "/v1/completions", {"prompt": "a"})
+    (found,) = asyncio.run(replay("http://127.0.0.1:9", None, [asked], ReplayPace())).requests
+    assert found.error == "" and given == [{"connect": 10.0, "read": None, "write": None, "pool": None}]
+
+
 @pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
 @pytest.mark.parametrize("outcome", ["ok", "client_disconnected"])
 def test_one_that_nobody_waited_for_is_asked_as_far_as_it_came(name: str, outcome: str) -> None:

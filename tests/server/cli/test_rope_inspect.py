@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from windlass.server.cli import main as cli
+from windlass.server.cli.rope import commands
 
 YARN = '{"rope_type": "yarn", "factor": 4}'
 
@@ -102,8 +103,21 @@ def test_a_turn_of_more_tokens_than_a_number_holds_is_none(
     assert "never turns" in capsys.readouterr().out and (tmp_path / "x.png").stat().st_size
 
 
-def test_the_bundled_model_is_the_default(capsys: pytest.CaptureFixture[str]) -> None:
-    assert inspect_json(capsys, YARN)["trained_length"] == 512
+def test_the_default_is_that_of_other_commands(
+    model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+    monkeypatch.setattr(commands, "choose_model", lambda given: (asked.append(given) or "first", model))
+    assert inspect_json(capsys, YARN)["trained_length"] == 100
+    assert cli.run(["rope", "inspect", YARN]) == 0 and capsys.readouterr().out.startswith("first, full_attention: yarn")
+    assert asked == [None, None]
+    assert (
+        "rope_scaling.factor" in error_of(capsys, "inspect", '{"rope_type": "yarn", "factor": 0}') and len(asked) == 2
+    )
+
+
+def test_a_known_name_is_one_here_too(capsys: pytest.CaptureFixture[str]) -> None:
+    assert inspect_json(capsys, YARN, "--model", "demo")["trained_length"] == 512
 
 
 @pytest.mark.parametrize(

@@ -71,9 +71,9 @@ def test_a_kernel_that_fails_in_one_step(server: RealServer) -> None:
 
 def test_a_gpu_without_memory_for_a_step(server: RealServer) -> None:
     engine, files = server.engine_pid(), open_files(server.process.pid)
-    alone = Streams(server.url, 1, 1500)
+    alone = Streams(server.url, 1)
     assert alone.finish() == ["length"]
-    streams = Streams(server.url, 3, 1500)
+    streams = Streams(server.url, 3)
     assert server.metric("windlass_num_requests_running") >= 3
     failed = answer(server, prompt=[50] * FULL, n=2)
     assert failed.status_code == 503 and failed.json()["error"]["code"] == "out_of_memory"

@@ -65,8 +65,10 @@ def test_made_once(file: Path, tmp_path: Path) -> None:
     assert choose_model(str(file.parent)) == ("tiny-Q8_0", made)
 
 
-@pytest.mark.parametrize(("number", "kind"), [(None, None), (0, None), (1, "mean"), (2, "first"), (3, "last")], ids=str)
-def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | None, kind: str | None) -> None:
+@pytest.mark.parametrize(
+    ("number", "kind"), [(None, None), (0, None), (1, "mean"), (2, "first"), (3, "last"), ([0], None)], ids=str
+)
+def test_how_embeddings_are_pooled(source: Path, file: Path, number: int | list[int] | None, kind: str | None) -> None:
     extra = {} if number is None else {"llama.pooling_type": number}
     convert(source, file, kind="Q8_0", tokenizer={**byte_vocabulary(), **extra})
     found = read_pooling(derive_directory(file))

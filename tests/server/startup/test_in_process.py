@@ -171,11 +171,14 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
     assert not set(ANSWER_OPTIONS) - {field.name for field in fields(ServerOptions)}
     engine, server = read_options(
         {"rope_scaling": YARN, "max_num_seqs": 3, "context_overflow": "error", "chat_template": "t"}
-        | {"rerank_tokens": "no,yes", "rerank_template": Path("p")}
+        | {"rerank_tokens": "no,yes", "rerank_template": Path("p"), "generation_config": Path("g")}
+        | {"override_generation_config": {"top_k": 9}, "default_chat_template_kwargs": {"enable_thinking": False}}
     )
     assert (engine.parse_rope_scaling(), engine.max_num_seqs) == (RopeScaling.from_dict(YARN), 3)
     assert (server.context_overflow, server.chat_template) == ("error", Path("t"))
     assert (server.rerank_tokens, server.rerank_template) == (["no,yes"], "p")
+    assert (server.generation_config, server.override_generation_config) == ("g", '{"top_k": 9}')
+    assert server.default_chat_template_kwargs == '{"enable_thinking": false}'
 
 
 @pytest.mark.parametrize(
@@ -195,6 +198,10 @@ def test_options_of_both_sides_are_options_of_the_server() -> None:
         ({"rope_scaling": [1]}, "rope_scaling should be a mapping such as"),
         ({"rope_scaling": {"factor": object()}}, "rope_scaling: this cannot be written as JSON"),
         ({"rope_profile": {"long": "yarn"}}, "rope_profile: a scaling must be a mapping such as"),
+        ({"generation_config": 5}, "generation_config should be 'auto', 'none' or a path, got 5"),
+        ({"override_generation_config": [1]}, "override_generation_config should be a mapping such as"),
+        ({"override_generation_config": {"top_p": 3}}, "override_generation_config: top_p must be a number above 0"),
+        ({"default_chat_template_kwargs": {"tools": 1}}, "default_chat_template_kwargs: tools comes from each"),
         ({"target_step_ms": float("nan")}, "target_step_ms must be finite"),
         ({"attention_window": 10**9}, "attention_window and attention_sinks come to 1000000000"),
         ({"threads": 10**6}, "threads must be at most 1024"),
@@ -225,7 +232,7 @@ def test_the_page_runs_as_it_stands(capsys: pytest.CaptureFixture[str], name: st
     examples = re.findall(r"```python\n(.*?)```", page, re.DOTALL)
     assert len(examples) == count
     for example in examples:
-        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB"'), {})
+        exec(example.replace('"smollm2"', '"demo", kv_cache_memory="64MiB", **place'), {"place": IN_PROCESS})
         assert capsys.readouterr().out.strip()
 
 

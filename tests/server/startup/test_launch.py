@@ -23,6 +23,9 @@ from helpers.toy_tokenizers import byte_level
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.server import ServerOptions
+from windlass.server.options.settings import SamplingDefaults
+from windlass.server.startup import launch
+from windlass.server.startup.engines import CORE_VARIABLE
 from windlass.server.startup.launch import check_model
 
 pytestmark = pytest.mark.timeout(60)
@@ -191,6 +194,30 @@ def test_profiles_and_the_rules_for_requests_reach_the_server(model):
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 200
         body["rope_scaling"] = {"rope_type": "linear", "factor": 2}
         assert httpx.post(f"{url}/v1/completions", json=body).status_code == 400
+
+
+def test_sampling_and_template_variables_of_the_operator_reach_the_server(model):
+    options = ["--override-generation-config", '{"top_k": 9}', "--default-chat-template-kwargs", '{"a": false}']
+    with Served(model, *options, WINDLASS_GENERATION_CONFIG="none") as served:
+        url = served.wait_ready()
+        assert "  sampling  top_k 9 (--override-generation-config), where a request does not say" in served.lines
+        shown = '  options   --generation-config none, --default-chat-template-kwargs {"a": false}'
+        assert shown in served.lines
+        (told,) = httpx.get(f"{url}/v1/models").json()["data"]
+        assert (told["sampling_defaults"]["top_k"], told["recommended_sampling"]) == (9, None)
+
+
+def test_what_is_recommended_for_a_known_model_holds_unless_the_operator_says_otherwise(model, monkeypatch):
+    monkeypatch.setenv(CORE_VARIABLE, "helpers.scripted_core:ScriptedCore")
+    monkeypatch.setattr(launch, "choose_model", lambda given: ("smollm2", model))
+    both = {"temperature": 0.2, "top_p": 0.9}
+    for options, sampling, recommended in (
+        ({}, SamplingDefaults(**both), both),
+        ({"generation_config": "none"}, SamplingDefaults(), {}),
+        ({"override_generation_config": '{"top_p": 0.9}'}, SamplingDefaults(**both), {"temperature": 0.2}),
+    ):
+        _, _, settings = launch.prepare(None, EngineOptions(), ServerOptions(**options))
+        assert (settings.sampling, settings.recommended_sampling) == (sampling, recommended)
 
 
 @pytest.mark.parametrize(

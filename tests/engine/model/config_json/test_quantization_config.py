@@ -35,6 +35,11 @@ READ: list[tuple[dict[str, Any], StoredQuantization]] = [
         {**compressed("naive-quantized", num_bits=8, type="float"), "quantization_status": "frozen"},
         StoredQuantization("compressed-tensors", bits=(8,)),
     ),
+    # What is no number of bits says nothing.
+    *(
+        (compressed("pack-quantized", num_bits=told), StoredQuantization("compressed-tensors"))
+        for told in ([4], {}, True, "4", 4.0, 0, None)
+    ),
     (
         {**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}},
         StoredQuantization("compressed-tensors", bits=(4,)),

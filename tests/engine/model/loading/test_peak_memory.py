@@ -11,9 +11,10 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.device import ON_A_CPU
 from safetensors.torch import save_file
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), ON_A_CPU]
 
 HIDDEN, WIDE, VOCABULARY, LAYERS = 1024, 4096, 2048, 12
 SHAPES = {f"self_attn.{name}_proj": (HIDDEN, HIDDEN) for name in "qkvo"}

@@ -360,6 +360,7 @@ def test_a_checkpoint_that_changes_while_it_is_read_is_not_cached(model: Path) -
     assert not (model / FOLDER).exists()
 
 
+@ON_A_CPU
 @pytest.mark.slow
 def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
     """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
@@ -403,6 +404,7 @@ def test_an_unreadable_checkpoint_is_one_line(model: Path) -> None:
         load(model)
 
 
+@ON_A_CPU
 @pytest.mark.slow
 def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None:
     """Some 130 MB of packed weights go straight to where they belong, and writing them copies none."""

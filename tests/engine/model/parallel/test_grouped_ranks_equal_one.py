@@ -6,12 +6,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
 from windlass.kernels import binding
 from windlass.kernels.torch.backend import TorchBackend
+
+pytestmark = ON_A_CPU
 
 
 @pytest.fixture(autouse=True)

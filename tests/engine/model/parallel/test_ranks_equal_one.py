@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
 from helpers.thread_ranks import ranked
@@ -13,6 +14,8 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.rotary.scaling import RopeScaling
+
+pytestmark = ON_A_CPU
 
 # Heads that share keys, biases, norms of heads, caps and norms with an offset, layers in parallel, fused and interleaved heads,
 # experts with a shared one, norms behind the rotation, tied heads, learned sinks; of each, the ranks it is cut into.

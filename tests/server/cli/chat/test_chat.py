@@ -17,6 +17,8 @@ from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
 
+from windlass.server.options.settings import SamplingDefaults
+
 pytestmark = pytest.mark.timeout(180)
 
 MAIN = ("-m", "windlass.server.cli.main")
@@ -105,18 +107,25 @@ def test_commands_that_fail_say_why_in_one_line_and_change_nothing(server, termi
         ("/rope yarn", r"factor is missing"),
         ("/rope linear x", r"factor should be a number"),
         ("/rope bogus", r"neither a kind of scaling .* nor a profile"),
+        ("/rope yarm", r"neither a kind of scaling .* nor a profile here \(did you mean 'yarn'\?\)"),
+        ("/rope yarm 4", r"'yarm' is no kind of scaling \(did you mean 'yarn'\?\)"),
+        ('/rope {"rope_type": "yarm"}', r"'yarm' is no kind of scaling \(did you mean 'yarn'\?\)"),
         ("/rope {", r"no JSON"),
         ("/params temprature=1", r"did you mean 'temperature'\?"),
         ("/params temperature", r"write name=value"),
+        ("/params temperature=hot", r"temperature should be a valid number"),
+        ("/params top_p=0.9 temperature=900", r"temperature should be less than or equal to 100"),
+        ("/params seed=1.5", r"seed should be a valid integer"),
+        ("/context window=wide", r"attention_window should be a valid integer"),
         ("/context roll", r"'roll' says nothing of a context: write stop, error, shift, drop_turns, keep=NUMBER"),
         ("/context shift bytes=3", r"'bytes=3' says nothing"),
         ("/undo", r"nothing was said yet"),
         ("/retry", r"nothing was said yet"),
     ):
         assert re.fullmatch(f"error: .*{reason}.*\n", terminal.ask(line, ".*\n")), line
-    terminal.ask("/params top_p=2", r"top_p=2\n")
-    terminal.ask("hello", r"error: .*top_p.*\n")
-    terminal.ask("/params top_p=", r"ignore_eos=true\n")
+    terminal.ask("/params reasoning_effort=high", r"high\"\n")  # what only the model's template can refuse
+    terminal.ask("hello", r"error: .*reasoning_effort.*\n")
+    terminal.ask("/params reasoning_effort=", r"ignore_eos=true\n")
     said = terminal.ask("What does horse mean?")  # the failed question is not among what was said
     assert "yarn" in said
     sent = {"rope_type": "yarn", "factor": 4}
@@ -186,18 +195,18 @@ def test_the_end_of_the_input_ends_a_block_that_was_left_open(server):
     assert piped('"""\n', "--url", server.url).stdout == ""
 
 
-def test_it_begins_with_what_the_model_s_authors_recommend():
-    with live_server(recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
+def test_what_the_model_s_authors_recommend_is_the_server_s_default_and_comes_back():
+    sampling = SamplingDefaults(temperature=0.2, top_p=0.9)
+    with live_server(sampling=sampling, recommended_sampling={"temperature": 0.2, "top_p": 0.9}) as live:
         live.engine.eos_after = 3
-        command = [sys.executable, *MAIN, "chat", "--url", live.url]
-        run = subprocess.run(
-            command, input="hello\n/params temperature=1\nhello\n", capture_output=True, text=True, timeout=60
-        )
+        lines = "hello\n/params temperature=1\nhello\n/params temperature=\nhello\n"
+        run = piped(lines, "--url", live.url)
         assert run.returncode == 0, run.stderr
         drawn = [(request.sampling.temperature, request.sampling.top_p) for request in live.engine.requests]
-        assert drawn[0] == (0.2, 0.9) and drawn[1][0] == 1.0
-        live.complete("hello")  # what the API draws by is as ever
-        assert (live.engine.requests[-1].sampling.temperature, live.engine.requests[-1].sampling.top_p) == (1.0, 1.0)
+        assert drawn == [(0.2, 0.9), (1.0, 0.9), (0.2, 0.9)]
+        with PseudoTerminal(*MAIN, "chat", "--url", live.url) as terminal:
+            terminal.wait(r"Drawn with temperature=0\.2 top_p=0\.9, as this model's authors recommend; /params .*\n")
+            terminal.ask("/params temperature=0", r"next requests: temperature=0\n")
 
 
 def test_a_server_that_is_not_there():

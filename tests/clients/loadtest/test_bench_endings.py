@@ -1,0 +1,167 @@
+"""A load test that was made is kept, whatever fails around it: outputs, signals without a loop's help, limits on files."""
+
+from __future__ import annotations
+
+import asyncio
+import errno
+import json
+import os
+import resource
+import signal
+import sys
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import pytest
+from helpers.scripted_llm import Performance, asked, scripted_llm
+
+from windlass.clients.loadtest.cli import app as program
+from windlass.clients.loadtest.cli import serve
+from windlass.clients.loadtest.display import ProgressDisplay
+from windlass.clients.loadtest.load_plan import LoadPlan
+from windlass.clients.loadtest.runner import RunProgress, measure
+from windlass.clients.loadtest.target import Target
+from windlass.clients.loadtest.timed_connections import Pool
+from windlass.clients.loadtest.workload import WorkloadSpec
+
+
+def plan(url: str, **options) -> LoadPlan:
+    return LoadPlan(target=Target(url=url), workload=WorkloadSpec(), vocab_size=900, **options)
+
+
+@pytest.fixture(autouse=True)
+def clean_environment(monkeypatch):
+    for name in [name for name in os.environ if name.startswith(("WINDLASS_", "OPENAI_"))]:
+        monkeypatch.delenv(name)
+
+
+@contextmanager
+def broken(name: str, how: str, monkeypatch) -> Iterator[None]:
+    """A standard stream that takes nothing: its disk is full, or nobody reads it any more."""
+    if how == "full":
+        end = os.open("/dev/full", os.O_WRONLY)
+    else:
+        reading, end = os.pipe()
+        os.close(reading)
+    with os.fdopen(end, "w") as stream, monkeypatch.context() as patched:
+        patched.setattr(sys, name, stream)
+        yield
+        os.dup2(os.open(os.devnull, os.O_WRONLY), end)  # what is left in it is let go
+
+
+@pytest.mark.parametrize("lost", ["stdout", "stderr"])
+@pytest.mark.parametrize("how", ["full", "closed pipe"])
+def test_the_files_are_written_where_nothing_can_be_said(lost, how, tmp_path, monkeypatch, capfd):
+    command = ["--num-prompts", "2", "--json", str(tmp_path / "run.json"), "--csv", str(tmp_path / "run.csv")]
+    with scripted_llm(asked()) as llm, broken(lost, how, monkeypatch):
+        try:
+            code = program.run(["serve", "--url", llm.url, *command])
+        except SystemExit as end:  # by rich, where nobody reads
+            code = end.code
+    assert json.loads((tmp_path / "run.json").read_text())["completed"] == 2
+    assert len((tmp_path / "run.csv").read_text().splitlines()) == 3
+    said = capfd.readouterr()
+    if lost == "stderr":
+        assert code == 0 and "2 completed" in said.out
+    else:
+        assert code == (2 if how == "full" else 1)
+        assert ("error: cannot write: No space left" in said.err) == (how == "full")
+
+
+def test_a_progress_that_cannot_be_shown_ends_no_run():
+    def fails(snapshot: RunProgress) -> None:
+        raise BrokenPipeError(errno.EPIPE, "nobody reads")
+
+    with scripted_llm(asked()) as llm:
+        assert len(measure(plan(llm.url, count=3), fails).completed) == 3
+
+
+def test_a_bar_on_a_terminal_that_is_gone_ends_no_run(monkeypatch):
+    with broken("stderr", "full", monkeypatch):
+        display = ProgressDisplay(terminal=True)
+        display(RunProgress(phase="running", total=2))
+        display(RunProgress(phase="running", total=2))
+        display.stop()
+
+
+def test_each_file_is_tried_and_named(tmp_path, capsys):
+    """A full disk fails in `write`, and its error names no file."""
+    with scripted_llm(asked()) as llm:
+        command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", "/dev/full"]
+        assert program.run([*command, "--csv", str(tmp_path / "run.csv")]) == 2
+        assert len((tmp_path / "run.csv").read_text().splitlines()) == 3
+        captured = capsys.readouterr()
+        assert "error: cannot write --json /dev/full: No space left on device\n" in captured.err
+        assert "2 completed" in captured.out  # the table stands for what the file lacks
+
+
+# ---- loops without signals, as on Windows ----------------------------------------------------------------------------
+def test_a_signal_ends_the_run_where_loops_take_none(monkeypatch, tmp_path):
+    def none(*arguments: object) -> None:
+        raise NotImplementedError
+
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "add_signal_handler", none)
+    monkeypatch.setattr(asyncio.SelectorEventLoop, "remove_signal_handler", none)
+    before = signal.getsignal(signal.SIGTERM)
+
+    async def second_hangs(performance: Performance) -> None:
+        if len(llm.performances) == 1:
+            await asked()(performance)
+            return
+        threading.Timer(0.0, os.kill, (os.getpid(), signal.SIGTERM)).start()
+        await performance.wait_gone()
+
+    with scripted_llm(second_hangs) as llm:
+        command = ["serve", "--url", llm.url, "--num-prompts", "2", "--json", str(tmp_path / "run.json")]
+        assert program.run(command) == 128 + signal.SIGTERM
+    data = json.loads((tmp_path / "run.json").read_text())
+    assert data["interrupted"] is True and data["completed"] == 1
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+# ---- files -----------------------------------------------------------------------------------------------------------
+@pytest.mark.parametrize(
+    ("limits", "most", "set_to"),
+    [
+        ((256, 2**63 - 1), 10_240, 10_240),  # macOS
+        ((256, 2**63 - 1), 5_000, 4_096),
+        ((256, -1), None, -1),
+        ((1024, 4096), None, 4096),
+        ((1024, 1024), None, None),
+        ((20_000, -1), 20_000, None),
+    ],
+)
+def test_the_limit_on_files_is_raised_as_far_as_the_system_takes_it(limits, most, set_to, monkeypatch):
+    taken = []
+    endless = limits[1] if limits[1] > 4096 else -1
+
+    def set_limit(what: int, wanted: tuple[int, int]) -> None:
+        if most is not None and (wanted[0] == endless or wanted[0] > most):
+            raise ValueError("current limit exceeds maximum limit")
+        assert wanted[1] == limits[1]
+        taken.append(wanted[0])
+
+    monkeypatch.setattr(resource, "RLIM_INFINITY", endless)
+    monkeypatch.setattr(resource, "getrlimit", lambda what: limits)
+    monkeypatch.setattr(resource, "setrlimit", set_limit)
+    serve._raise_file_limit()
+    assert taken == ([] if set_to is None else [set_to])
+
+
+@pytest.mark.parametrize("number", [errno.EMFILE, errno.ENFILE])
+def test_a_generator_without_files_is_the_limit_and_the_server_did_not_fail(number, monkeypatch):
+    connect, tries = Pool._connect, []
+
+    async def scarce(pool: Pool):
+        tries.append(pool)
+        if len(tries) > 3:  # the address is looked up by one
+            raise OSError(number, os.strerror(number))
+        return await connect(pool)
+
+    monkeypatch.setattr(Pool, "_connect", scarce)
+    with scripted_llm(asked()) as llm:
+        result = measure(plan(llm.url, count=4, concurrency=4))
+    assert result.errors == {} and result.abandoned == {"unsent": 4 - len(result.completed)}
+    assert 0 < len(result.completed) < 4 and result.generator["limited"] is True
+    assert "ulimit -Hn" in result.generator["reasons"][0]
