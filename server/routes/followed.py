@@ -15,7 +15,7 @@ from windlass.server.routes.traced import TracedRequest
 P = ParamSpec("P")
 
 
-class Follower(Protocol[P]):
+class RequestFollower(Protocol[P]):
     """`take` what comes, part by part; `end` it once. cut_short: see `RecordedRequest.end`."""
 
     def take(self, *args: P.args, **kwargs: P.kwargs) -> None: ...
@@ -24,7 +24,7 @@ class Follower(Protocol[P]):
 
 
 @contextmanager
-def followed(exchange: Exchange, followers: Sequence[Follower[P]]) -> Iterator[Callable[P, None] | None]:
+def followed(exchange: Exchange, followers: Sequence[RequestFollower[P]]) -> Iterator[Callable[P, None] | None]:
     """A request runs until the block ends; what comes goes to the function, where there is one."""
     if not followers:
         yield None
@@ -45,9 +45,11 @@ def followed(exchange: Exchange, followers: Sequence[Follower[P]]) -> Iterator[C
             follower.end(failure, exchange.cut_short)
 
 
-def followers_of(exchange: Exchange, job: GenerationJob, plan: GenerationPlan, tally: Tally) -> list[Follower[[Delta]]]:
+def followers_of(
+    exchange: Exchange, job: GenerationJob, plan: GenerationPlan, tally: Tally
+) -> list[RequestFollower[[Delta]]]:
     """Who wants to see a request that generates."""
-    state, followers = job.state, list[Follower[[Delta]]]()
+    state, followers = job.state, list[RequestFollower[[Delta]]]()
     if state.recorder is not None:
         followers.append(RecordedRequest(state.recorder, job, plan, tally, exchange.path))
     if state.tracing is not None and exchange.span is not None:

@@ -24,7 +24,7 @@ from windlass.server.text.parsing.reasoning.formats import Place
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class Job:
+class RequestJob:
     """A checked request that waits for its prompts, whether it generates or not. rule: what a token sees and what goes."""
 
     state: ServerState
@@ -46,7 +46,7 @@ class Job:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class GenerationJob(Job):
+class GenerationJob(RequestJob):
     """A request that generates. Made by `pipeline.check`, run by `pipeline.run`.
 
     sampling: what all prompts share; max_tokens is clamped per prompt.
@@ -77,7 +77,7 @@ def deadline_of(body: GenerationRequest | PromptRequest, settings: ServerSetting
 
 
 def engine_request(
-    job: Job,
+    job: RequestJob,
     token_ids: list[int],
     sampling: SamplingParams,
     *,
@@ -104,7 +104,7 @@ def engine_request(
     )
 
 
-def envelope(prefix: str, kind: str, job: Job) -> dict[str, Any]:
+def envelope(prefix: str, kind: str, job: RequestJob) -> dict[str, Any]:
     """The fields an answer begins with. prefix: of its id, such as "cmpl"."""
     return {
         "id": f"{prefix}-{job.request_id}",

@@ -19,7 +19,7 @@ from windlass.server.errors import from_exception
 from windlass.server.exchange.recording import Line, WorkloadRecorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally
 from windlass.server.generation.request_rotation import Rotation
-from windlass.server.routes.job import GenerationJob, Job
+from windlass.server.routes.job import GenerationJob, RequestJob
 
 FORM = 1  # of the lines; the first field of a file's first line
 OK = "ok"
@@ -48,12 +48,12 @@ def outcome_of(error: BaseException | None, cut_short: str) -> str:
     return cut_short if known is None else known.code or str(known.status)
 
 
-def put_line(recorder: WorkloadRecorder, job: Job, clock: float, line: Line) -> None:
+def put_line(recorder: WorkloadRecorder, job: RequestJob, clock: float, line: Line) -> None:
     """Have a request's line written, where needed behind the one that tells of the server."""
     recorder.put(line, head=lambda: _head(recorder, job, clock))
 
 
-def first_fields(job: Job, route: str, now: float, clock: float) -> dict[str, Any]:
+def first_fields(job: RequestJob, route: str, now: float, clock: float) -> dict[str, Any]:
     """What every request's line begins with. now, clock: the same moment, monotonic and as the clock has it, in seconds."""
     return {
         "at": round(clock - (now - job.arrival), 6),
@@ -132,7 +132,7 @@ class RecordedRequest:
         return answer | {"digest": digest(ids)} if text else answer
 
 
-def _head(recorder: WorkloadRecorder, job: Job, clock: float) -> dict[str, Any]:
+def _head(recorder: WorkloadRecorder, job: RequestJob, clock: float) -> dict[str, Any]:
     settings = recorder.settings
     return {
         "windlass_record": FORM,

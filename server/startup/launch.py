@@ -65,7 +65,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class _Start:
+class _StartOptions:
     """What a start goes by once its options are checked. template: the operator's. shown: options that are not the defaults."""
 
     model: str | None
@@ -119,7 +119,7 @@ def _serve(
     tls = _tls(server)
     engine.to_config(Path())
     with contextlib.closing(Engines(engine, level, replicas)) as engines:
-        start = _Start(
+        start = _StartOptions(
             model=model,
             engine=engine,
             server=server,
@@ -132,7 +132,7 @@ def _serve(
         return _serve_with(engines, start, hung_up)
 
 
-def _serve_with(engines: Engines, start: _Start, hung_up: Callable[[], bool]) -> int:
+def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bool]) -> int:
     server = start.server
     path, engine, settings = prepare(start.model, start.engine, server, engines.replicas)
     client = engines.client(engine, path, crash_folder(server))
@@ -306,7 +306,7 @@ def make_server(
 
 
 async def _run(
-    start: _Start,
+    start: _StartOptions,
     app: FastAPI,
     client: SupervisedEngine,
     server: HttpServer,

@@ -7,13 +7,13 @@ from typing import Annotated
 from typer_injector import Depends
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.rope.sweep_options import AskingOptions, ReadingOptions, SharedOptions
+from windlass.server.cli.rope.sweep_options import AskingOptions, EverySweepOptions, ReadingOptions
 from windlass.server.options.spelling import ModelArgument
 from windlass.server.startup.choice import choose_model
 
 
 def sweep(
-    shared: Annotated[SharedOptions, Depends(SharedOptions)],
+    shared: Annotated[EverySweepOptions, Depends(EverySweepOptions)],
     reading: Annotated[ReadingOptions, Depends(ReadingOptions)],
     asking: Annotated[AskingOptions, Depends(AskingOptions)],
     model: ModelArgument = None,

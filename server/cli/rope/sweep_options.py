@@ -17,7 +17,7 @@ from windlass.server.options.spelling import option, read_dtype, read_size
 
 
 @dataclass(slots=True, kw_only=True)
-class SharedOptions:
+class EverySweepOptions:
     """What every sweep takes: what is read, under which scalings, where it is computed and what is written."""
 
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The report, one HTML file.")]

@@ -15,7 +15,7 @@ from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import RequestOutput
 from windlass.server.exchange.recording import WorkloadRecorder
 from windlass.server.exchange.streaming import Exchange
-from windlass.server.routes.followed import Follower
+from windlass.server.routes.followed import RequestFollower
 from windlass.server.routes.recorded import first_fields, outcome_of, put_line, rotation_fields
 from windlass.server.routes.retrieval.job import PoolingJob
 
@@ -25,9 +25,9 @@ if TYPE_CHECKING:
 
 def followers_of(
     exchange: Exchange, job: PoolingJob, prompts: Sequence[Collection[int]], rules: Sequence[PoolingRule]
-) -> list[Follower[[int, RequestOutput]]]:
+) -> list[RequestFollower[[int, RequestOutput]]]:
     """Who wants to see a request that is pooled. They take each prompt's place and output, in any order."""
-    state, followers = job.state, list[Follower[[int, RequestOutput]]]()
+    state, followers = job.state, list[RequestFollower[[int, RequestOutput]]]()
     if state.recorder is not None:
         followers.append(RecordedPooling(state.recorder, job, prompts, rules, exchange.path))
     if state.tracing is not None and exchange.span is not None:

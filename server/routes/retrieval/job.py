@@ -10,11 +10,11 @@ from windlass.server.exchange.state import ServerState
 from windlass.server.generation.context_rules import size_of, window_rule
 from windlass.server.generation.request_rotation import rotation_of
 from windlass.server.protocol.retrieval import PromptRequest
-from windlass.server.routes.job import Job, deadline_of
+from windlass.server.routes.job import RequestJob, deadline_of
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class PoolingJob(Job):
+class PoolingJob(RequestJob):
     """A request whose prompts are pooled. longest: tokens that one may have. truncate: to which they are cut."""
 
     body: PromptRequest

@@ -48,7 +48,7 @@ class TextSource:
 
 
 @dataclass(frozen=True, slots=True)
-class Call(Generic[R]):
+class TaskCall(Generic[R]):
     """A method of `TextTasks` by name with its arguments, which comes to an R. `tasks.call` makes it."""
 
     task: str
@@ -65,7 +65,7 @@ class Call(Generic[R]):
 class Job:
     """memory: bytes that the call may take beyond what the process has."""
 
-    call: Call[Any]
+    call: TaskCall[Any]
     memory: int
 
 

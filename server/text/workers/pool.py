@@ -14,7 +14,7 @@ from typing import TypeVar, cast
 
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
-from windlass.server.text.workers.frames import Call, Done, Job, OutOfMemory, Refused, TextSource
+from windlass.server.text.workers.frames import Done, Job, OutOfMemory, Refused, TaskCall, TextSource
 from windlass.server.text.workers.lanes import Lane
 from windlass.server.text.workers.processes import ForkError, ForkServer, ProcessDiedError, TextProcess
 
@@ -82,7 +82,9 @@ class TextPool:
         with self._lock:
             return self._ensure_server().pairs
 
-    async def run(self, call: Call[R], *, size: int, limits: Limits, caller: str = "", lane: Lane | None = None) -> R:
+    async def run(
+        self, call: TaskCall[R], *, size: int, limits: Limits, caller: str = "", lane: Lane | None = None
+    ) -> R:
         """What a call of `TextTasks` comes to.
 
         size: characters or token ids. caller: waiting jobs of different callers take turns. lane: by size where None.

@@ -17,7 +17,7 @@ from windlass.server.text.breakers import breaker_tokens
 from windlass.server.text.grammars import FormCompiler
 from windlass.server.text.offsets import TextOffsets
 from windlass.server.text.pair_prompt import Gap, PairPrompt
-from windlass.server.text.workers.frames import Call, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import TaskCall, pack_ids, unpack_ids
 
 if TYPE_CHECKING:  # who only calls tasks needs no templates
     from windlass.server.text.chat_template import ChatTemplate
@@ -27,9 +27,9 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 
-def call(task: Callable[Concatenate[TextTasks, P], R], *args: P.args, **keywords: P.kwargs) -> Call[R]:
+def call(task: Callable[Concatenate[TextTasks, P], R], *args: P.args, **keywords: P.kwargs) -> TaskCall[R]:
     """A call of a method of `TextTasks`, for `TextPool.run`."""
-    return Call(task.__name__, args, keywords)
+    return TaskCall(task.__name__, args, keywords)
 
 
 class TextTasks:

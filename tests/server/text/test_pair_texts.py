@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.server.text.pair_prompt import PairPrompt
 from windlass.server.text.pair_texts import PairJob, PairTexts
-from windlass.server.text.workers.frames import Call, pack_ids
+from windlass.server.text.workers.frames import TaskCall, pack_ids
 from windlass.server.text.workers.pool import LARGE_JOB, Limits
 
 
@@ -19,7 +19,7 @@ def test_pairs_go_to_the_tokenizer_a_few_at_a_time_and_unjoined() -> None:
             raise AssertionError("copied")
 
     class Pool:
-        async def run(self, call: Call[Any], *, size: int, **rest: Any) -> list[Any]:
+        async def run(self, call: TaskCall[Any], *, size: int, **rest: Any) -> list[Any]:
             batch = call.args[0] if call.task == "encode_pairs" else call.args[2]
             sizes.append((len(batch), size))
             ids = [pack_ids([len(second)]) for _, second in batch]

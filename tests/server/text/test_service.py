@@ -14,7 +14,7 @@ from windlass.server.options.settings import ServerSettings
 from windlass.server.protocol.chat import ChatMessage
 from windlass.server.text.service import MAX_BREAKER_LISTS_KEPT, MAX_BREAKERS_KEPT, TextService
 from windlass.server.text.tokenizer import Tokenizer
-from windlass.server.text.workers.frames import Call
+from windlass.server.text.workers.frames import TaskCall
 
 Found = tuple[frozenset[int], frozenset[tuple[int, ...]]]
 
@@ -30,7 +30,7 @@ def answering(service: TextService, monkeypatch: pytest.MonkeyPatch, answer: Cal
     """The arguments of the pool's jobs, which `answer` does in its place."""
     asked: list[Any] = []
 
-    async def run(call: Call[Any], **more: Any) -> Any:
+    async def run(call: TaskCall[Any], **more: Any) -> Any:
         asked.append(call.args[0])
         return answer(call.args[0])
 

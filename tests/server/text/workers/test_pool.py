@@ -23,7 +23,7 @@ from tokenizers import Regex, models, pre_tokenizers
 from windlass.engine.errors import LoadError
 from windlass.server.text.tokenizer import Tokenizer
 from windlass.server.text.workers import processes
-from windlass.server.text.workers.frames import Call, TextSource, pack_ids, unpack_ids
+from windlass.server.text.workers.frames import TaskCall, TextSource, pack_ids, unpack_ids
 from windlass.server.text.workers.pool import ClosedError, Limits, OutOfMemoryError, RefusedError, TextPool
 from windlass.server.text.workers.processes import ForkServer, KilledError, TooSlowError
 from windlass.server.text.workers.tasks import TextTasks, call
@@ -75,7 +75,7 @@ def render(pool: TextPool, limits: Limits = ROOMY, **variables: Any) -> Awaitabl
     return pool.run(asked, size=5, limits=limits, lane=pool.templates)
 
 
-def do(pool: TextPool, asked: Call[T], size: int = 10) -> T:
+def do(pool: TextPool, asked: TaskCall[T], size: int = 10) -> T:
     """What a call comes to, with room for it."""
     return run(lambda: pool.run(asked, size=size, limits=ROOMY))
 
