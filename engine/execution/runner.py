@@ -193,6 +193,11 @@ class Runner(RankRunner):
         if self.drafter is not None:
             self.drafter.follow(plan)
 
+    def _park(self, plan: SchedulerOutput) -> None:
+        super()._park(plan)
+        if self.drafter is not None:
+            self.drafter.park(plan)
+
     def restore(self, snapshot: Snapshot) -> None:
         """See `RankRunner.restore`."""
         if self._tell is not None:

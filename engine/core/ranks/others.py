@@ -18,6 +18,7 @@ from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from windlass.engine.api.child_output import child_output
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core.black_box import memory_file
@@ -38,6 +39,7 @@ class _OtherRank:
     def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
+        output = child_output()
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -48,7 +50,8 @@ class _OtherRank:
                 pass_fds=[theirs.fileno(), memory, store],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output,
+                stderr=output,
             )
         self.answers: SimpleQueue[Any] = SimpleQueue()
 
