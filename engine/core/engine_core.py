@@ -80,6 +80,7 @@ class EngineCore:
 
     _store: BlockStore | None = None
     _others: OtherRanks | None = None  # the other ranks of the model
+    _plan_watcher: PlanWatcher | None = None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
@@ -167,7 +168,6 @@ class EngineCore:
             adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
             store=self._store,
         )
-        self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
         self._steps = EngineSteps(self.scheduler, self.runner)
         self.info = replace(
             describe(config, model, draft, plan, time.perf_counter() - started),
@@ -256,7 +256,7 @@ class EngineCore:
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
-        outputs += self._steps.step(announce, self.plan_watcher)
+        outputs += self._steps.step(announce, self._plan_watcher)
         self._forget_the_last()
         return outputs
 
@@ -295,10 +295,14 @@ class EngineCore:
             self._store.close(_CLOSE_SECONDS)
         self._end_others()
 
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        """See `Core`."""
+        self._plan_watcher = watcher
+
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
+        """See `Core`."""
         if self._others is not None:
-            self._others.gone = gone
+            self._others.watch(gone)
 
     def _end_others(self) -> None:
         if self._others is not None:

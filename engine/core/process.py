@@ -174,8 +174,8 @@ def serve(
     if core is None:
         connection.flush(5.0)
         return 1
-    if box is not None and hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
-        core.plan_watcher = box.write
+    if box is not None:
+        core.watch_plans(box.write)
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()

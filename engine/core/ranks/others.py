@@ -71,7 +71,7 @@ class OtherRanks:
     def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
         self.count = config.compute.tensor_parallel
         self.memory, self.store = memory_file(memory_bytes(self.count)), memory_file(0)
-        self.gone: Gone | None = None  # told once, by another thread, why a rank is not there any more
+        self._gone: Gone | None = None
         self._meeting: Ranks | None = None
         self._fault: str | None = None
         self._closing = False
@@ -85,6 +85,12 @@ class OtherRanks:
         except OSError as error:
             self.close()
             raise LoadError(f"`compute.tensor_parallel`: a process cannot be started: {error.strerror}") from None
+
+    def watch(self, gone: Gone) -> None:
+        """Have somebody told, once or twice and by any thread, why a rank is not there any more; one that is gone already too."""
+        self._gone = gone
+        if self._fault is not None:
+            gone(self._fault)
 
     def meet_in(self, ranks: Ranks | None) -> None:
         """Have steps fail that wait in there for a rank that is gone."""
@@ -154,5 +160,5 @@ class OtherRanks:
         self._fault = fault = self._fault or f"rank {other.rank} ended: {other.describe_end()}"
         if self._meeting is not None:
             self._meeting.end(fault)
-        if self.gone is not None:
-            self.gone(fault)
+        if self._gone is not None:
+            self._gone(fault)
