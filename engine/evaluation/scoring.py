@@ -346,7 +346,7 @@ class _ScoredText:
                 rotary_rows=(RotaryRow(0, specs),),
                 sequences=(ScheduledSequence(0, start, stop - start, self._num_tokens),),
             )
-            hidden = self._runner.compute(plan)
+            hidden = self._runner.hidden_states(plan)
             if self._computed is not None:
                 self._computed(stop - start)
             yield start, hidden
