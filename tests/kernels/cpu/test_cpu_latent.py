@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
-from windlass.kernels import AttentionCall, KVPages, cpu, plane_shapes
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, plane_shapes
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import attention, latent
 from windlass.kernels.cpu.library import Library
@@ -121,9 +121,9 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     first = torch.tensor([[16, 300], [16, 70], [16, 33]])
     ranged = AttentionCall(
         *(tables, start, torch.tensor(lengths), call.score_scale, dim**-0.5),
-        range_ends=first,
-        range_rows=torch.stack((start[:3] + 13, start[:3]), dim=1).contiguous(),
-        range_reaches=torch.full((3, 2), 10**6),
+        ranges=KeyRanges(
+            first, torch.stack((start[:3] + 13, start[:3]), dim=1).contiguous(), torch.full((3, 2), 10**6)
+        ),
     )
     want = reference.paged_attention(versions, seen, ranged)
     got = attention.paged_attention_prefill(versions, seen, ranged, library=form)

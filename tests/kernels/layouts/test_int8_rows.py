@@ -11,7 +11,7 @@ from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu, plane_shapes
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, bind, cpu, plane_shapes
 from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
@@ -273,7 +273,7 @@ def test_versions_of_queries_meet_their_ranges(name: str) -> None:
         count = len(q)
         ends = torch.tensor([[32, 64, 999]] * 2)
         rows = torch.stack((call.query_start[:2] + count, torch.tensor([-1, -1]), call.query_start[:2]), dim=1)
-        call = replace(call, range_ends=ends, range_rows=rows.contiguous(), range_reaches=torch.full((2, 3), 10**6))
+        call = replace(call, ranges=KeyRanges(ends, rows.contiguous(), torch.full((2, 3), 10**6)))
         for b in range(2):
             scale_of(coded)[call.block_tables[b, 2:4].long()] = torch.nan
             call.block_tables[b, 2:4] = -1
