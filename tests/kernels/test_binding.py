@@ -2,10 +2,23 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 
-from windlass.kernels import FORMS, Backend, BlockWeight, PanelWeight, bind, cpu, reads_narrow_weights
+from windlass.kernels import (
+    FORMS,
+    Backend,
+    BlockWeight,
+    PanelWeight,
+    bind,
+    binding,
+    cpu,
+    multiplies_narrow_rows,
+    ranks_refusal,
+    reads_narrow_weights,
+)
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -46,6 +59,23 @@ def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool
     assert "no others for meta" in backend.explain() and not backend.is_second_choice
     assert backend.recording_refusal == "the model is on meta" and not backend.reads_host_memory
     assert backend.table(3, 5, torch.float32).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
+
+
+def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(refused: str | None = None, **fields: Any) -> binding._Own:
+        return binding._Own(lambda _: refused, TorchBackend, **fields)
+
+    for own, expected in (
+        (None, (False, False, "no group for meta")),
+        (entry(narrow=False), (False, False, "no group for meta")),
+        (entry(narrow=True, pairs=lambda options: options.dtype == torch.bfloat16), (True, True, "no group for meta")),
+        (entry(narrow=True, share_memory=True), (True, False, None)),
+        (entry("none", narrow=True, pairs=lambda _: True, share_memory=True), (False, False, "no group for meta")),
+    ):
+        monkeypatch.setattr(binding, "_OWN_KERNELS", {} if own is None else {"meta": own})
+        refusal = ranks_refusal("meta")
+        assert (reads_narrow_weights("meta"), multiplies_narrow_rows("meta")) == expected[:2]
+        assert refusal is None if expected[2] is None else refusal is not None and expected[2] in refusal
 
 
 @pytest.mark.parametrize("name", FORMS)
