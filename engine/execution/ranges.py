@@ -13,12 +13,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import OPEN_END
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END
 from windlass.engine.execution.far_keys import turns_to_far_keys
 from windlass.engine.execution.sequences import LiveSequence
 from windlass.engine.rotary.distances import Distances
 
-NO_BOUND = 2**62  # a reach beyond any sequence
 _NOTHING = -1  # the row of a range in which nothing is seen
 
 

@@ -12,8 +12,8 @@ from collections import abc
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout
-from windlass.engine.execution.ranges import NO_BOUND, last_turned, reaches_of, spans_of
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END, SlotLayout
+from windlass.engine.execution.ranges import last_turned, reaches_of, spans_of
 from windlass.engine.execution.sequences import LiveSequence
 
 # Of each range of a row: where it ends, the version of the query that meets it (0: as it is, -1: none), what distances in it are

@@ -229,7 +229,7 @@ class Scheduler:
         return len(self._places.waiting)
 
     def live_sequences(self) -> list[Sequence]:
-        """Every sample not ended yet, for integrity checks."""
+        """Every sample that has not ended yet."""
         return list(self._requests.by_id.values())
 
     # -- planning ------------------------------------------------------------------------------------------------

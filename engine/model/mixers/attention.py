@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.engine.cache.runs import NO_BOUND
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
@@ -20,8 +21,6 @@ from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import HeadNorm, Norm
 from windlass.engine.model.norm_spec import NormForm
 from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
-
-_NO_BOUND = 2**62  # beyond any sequence
 
 
 @dataclass(slots=True)
@@ -102,7 +101,7 @@ def _slopes(heads: int, factor: float) -> tuple[float, ...]:
 
 def _one_range(batch: ForwardBatch) -> KeyRanges:
     """The ranges of a call whose queries meet all keys as they are, at their distance."""
-    far = torch.full_like(batch.seq_lens, _NO_BOUND)[:, None]  # [B, 1]
+    far = torch.full_like(batch.seq_lens, NO_BOUND)[:, None]  # [B, 1]
     return KeyRanges(far, batch.query_start[:-1, None], far, torch.zeros_like(far))
 
 

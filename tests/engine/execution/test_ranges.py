@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
-from windlass.engine.execution.ranges import NO_BOUND, query_ranges
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END, SlotLayout, SlotRun
+from windlass.engine.execution.ranges import query_ranges
 from windlass.engine.rotary.distances import PLAIN
 
 
