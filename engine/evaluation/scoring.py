@@ -336,7 +336,16 @@ class _ScoredText:
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
         sources, targets = (live, originals) if aside else (originals, live)
-        return KeyRerotation(group, first, end, tuple(sources), tuple(targets), first, origin, specs)
+        return KeyRerotation(
+            group=group,
+            start=first,
+            end=end,
+            sources=tuple(sources),
+            targets=tuple(targets),
+            first_position=first,
+            from_specs=origin,
+            to_specs=specs,
+        )
 
     def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
         """Run rows first .. end - 1 under `specs`, the rows before them being cached."""

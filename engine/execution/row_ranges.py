@@ -2,7 +2,10 @@
 
 What `query_ranges` says of one step's queries is said here without their positions, which the device knows: a version is turned
 by a number, and from some position on by as much less as the query has moved on. So the numbers change only with the layout of
-a sequence, once in a block of tokens. Responsible for the numbers alone.
+a sequence, once in a block of tokens. Responsible for the numbers alone, in the words of `ranges`, where there is an example. Its
+query has version 1 in the first span, turned by -48, and 0 in the second; with sinks, version 1 is turned by 0 up to position 22.
+
+Both say by the same rules who meets what: `tests/engine/execution/test_row_ranges.py` holds them to each other.
 """
 
 from __future__ import annotations
