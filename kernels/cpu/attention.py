@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.cpu.checks import PageSizes, check, page_sizes, pages_refusal, scales_refusal, vector_ok
-from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, Library
 from windlass.kernels.cpu.structs import AttentionArguments, attention_arguments
 from windlass.kernels.layouts.pages import KVPages
 
@@ -48,7 +48,7 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
     return None
 
 
-def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library | None = None) -> Tensor:
+def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
     """Attention of one new token per sequence over its cached keys (its own, the last, included).
 
     q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Of the call:
@@ -79,7 +79,7 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
         tables = tables.contiguous()
     out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
     arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
-    _raise_for((library or load()).paged_attention_decode(arguments), "paged_attention_decode")
+    _raise_for(library.paged_attention_decode(arguments), "paged_attention_decode")
     return out
 
 
@@ -97,7 +97,7 @@ def paged_attention_prefill(
     out: Tensor | None = None,
     fewest: int = 1,
     rounds: bool = False,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
@@ -146,7 +146,7 @@ def paged_attention_prefill(
     )
     rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
     arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
-    _raise_for((library or load()).paged_attention_prefill(arguments, fewest), name)
+    _raise_for(library.paged_attention_prefill(arguments, fewest), name)
     return out
 
 

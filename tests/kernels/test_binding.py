@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 
 from windlass.kernels import (
     FORMS,
@@ -27,7 +28,7 @@ WITH_KERNELS = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "not compiled: do this"))
+    choose(monkeypatch, "not compiled: do this")
 
 
 @WITH_KERNELS
@@ -105,7 +106,7 @@ def test_every_backend_embeds_the_same_rows(
     ids, source, found = torch.tensor([3, 0, 3]), torch.randn(5, 32), []
     for unavailable in (False, True):
         if unavailable:
-            monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
+            choose(monkeypatch, "off")
         backend = bind("cpu", dtype, torch.float32)
         table = backend.table_and_head(5, 32, FORMS["q8_0"] if quantized else torch.float32)
         if isinstance(table, BlockWeight):

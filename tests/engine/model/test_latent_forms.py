@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import MATRIX_FORMS, kernels
+from helpers.cpu_kernels import MATRIX_FORMS, choose, kernels
 from helpers.device import DEVICE, ON_A_CPU
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
@@ -247,7 +247,7 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
 def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prompts may be rounded, and what is cached is not float32."""
     form = kernels(name)
-    monkeypatch.setattr(library, "_attempt", lambda: (form, None))
+    choose(monkeypatch, form)
     device = torch.device("cpu")
     plain, narrow, strict = (
         CompiledBackend(BackendOptions(device, **options))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cpu_kernels import kernels
+from helpers.cpu_kernels import kernels, look_again
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
 from windlass.kernels.cpu import attention, library, structs
@@ -37,7 +37,7 @@ def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPat
     kernels("generic")
     places, size = structs.declared_fields()
     monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": structs.FieldPlace(8, 8)}, size))
-    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert "AttentionArguments has other fields" in reason and "rebuild it: pip install -e ." in reason
 

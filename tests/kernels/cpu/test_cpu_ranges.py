@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, PACKED_FORMS, PAIR_FORMS, kernels
+from helpers.cpu_kernels import FORMS, PACKED_FORMS, PAIR_FORMS, choose, kernels
 from helpers.ranges import FAR, Part, RangeCase, random_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
-from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
@@ -287,7 +286,7 @@ def test_turned_queries_refuse_what_is_none(form: Library) -> None:
 def test_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded step reads the ranges that it finds when it is repeated."""
     found = kernels(name)
-    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    choose(monkeypatch, found)
     backend, case = bind("cpu"), case_of([(300, 1), (40, 1), (700, 1)], 5)
     assert isinstance(backend, CompiledBackend)
     q, rows, cos, sin, _ = case.versions()
