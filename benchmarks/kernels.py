@@ -13,6 +13,7 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -68,11 +69,9 @@ def linear(rows: list[int], layers: list[str], repeats: int, clock: Timer) -> No
             weights = [torch.randn(columns, inner).to(w_type) for _ in range(max(2, -(-CACHE_BYTES // size)))]
             for count in rows:
                 x = torch.randn(count, inner).to(x_type)
-                contestants = {"ours": alternating(cpu.linear_small, x, weights)}
+                contestants = {"ours": alternating(partial(cpu.linear_small, library=load()), x, weights)}
                 if x_type == w_type:
                     contestants["F.linear"] = alternating(F.linear, x, weights)
-                if w_type != torch.float32 and count >= 16:
-                    contestants["widened"] = alternating(cpu.linear_widened, x, weights)
                 best = fastest(contestants, repeats, clock)
                 figures = "  ".join(f"{name} {value:8.2f}" for name, value in best.items())
                 speed = size / best["ours"] / 1e6
