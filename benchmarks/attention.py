@@ -28,6 +28,7 @@ import torch
 from harness.rates import readable
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.layouts.huge_pages import advise_huge_pages
 from windlass.kernels.torch import batched, reference
 
@@ -117,7 +118,7 @@ def prefill(shapes: list[tuple[int, int]], repeats: int, clock: Callable[[], flo
         pages = {name: random_pages(length, kind) for name, kind in KINDS.items()}
         contestants: dict[str, Callable[[], object]] = {"matrix": lambda: square @ square}
         for name, own in pages.items():
-            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call)
+            contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call, library=load())
         contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched.paged_attention(q, p, call)
         seconds = take_turns(contestants, repeats, clock)
         operations = 4 * DIM * HEADS * sum(range(length - queries + 1, length + 1))

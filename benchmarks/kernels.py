@@ -13,12 +13,14 @@ import argparse
 import itertools
 import time
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels import AttentionCall, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.torch.batched import paged_attention
 from windlass.kernels.torch.reference import gated_activation, rms_norm, rotate_and_append
@@ -67,11 +69,9 @@ def linear(rows: list[int], layers: list[str], repeats: int, clock: Timer) -> No
             weights = [torch.randn(columns, inner).to(w_type) for _ in range(max(2, -(-CACHE_BYTES // size)))]
             for count in rows:
                 x = torch.randn(count, inner).to(x_type)
-                contestants = {"ours": alternating(cpu.linear_small, x, weights)}
+                contestants = {"ours": alternating(partial(cpu.linear_small, library=load()), x, weights)}
                 if x_type == w_type:
                     contestants["F.linear"] = alternating(F.linear, x, weights)
-                if w_type != torch.float32 and count >= 16:
-                    contestants["widened"] = alternating(cpu.linear_widened, x, weights)
                 best = fastest(contestants, repeats, clock)
                 figures = "  ".join(f"{name} {value:8.2f}" for name, value in best.items())
                 speed = size / best["ours"] / 1e6
@@ -90,7 +90,7 @@ def attention(repeats: int, clock: Timer) -> None:
             pages = KVPages(*(torch.randn(batch * per, size, kv_heads, dim).to(kind) for _ in range(2)))
 
             def ours(q=q, pages=pages, call=call) -> Tensor:
-                return cpu.paged_attention_decode(q, pages, call)
+                return cpu.paged_attention_decode(q, pages, call, library=load())
 
             def batched(q=q, pages=pages, call=call) -> Tensor:
                 return paged_attention(q, pages, call)
@@ -113,18 +113,18 @@ def pointwise(repeats: int, clock: Timer) -> None:
         pairs: dict[str, dict[str, Callable[[], object]]] = {
             "rotate_and_append": {
                 "ours": lambda q=q, k=k, v=v, c=cos, s=sin, o=ones, p=pages, i=slots: cpu.rotate_and_append(
-                    q, k, v, c, s, o, p.key, p.value, i
+                    q, k, v, c, s, o, p.key, p.value, i, library=load()
                 ),
                 "torch": lambda q=q, k=k, v=v, c=cos, s=sin, o=ones, p=pages, i=slots: rotate_and_append(
                     q, k, v, c, s, o, p, i
                 ),
             },
             "rms_norm": {
-                "ours": lambda x=x, w=weight: cpu.rms_norm(x, w, 1e-5),
+                "ours": lambda x=x, w=weight: cpu.rms_norm(x, w, 1e-5, library=load()),
                 "torch": lambda x=x, w=weight: rms_norm(x, w, 1e-5),
             },
             "silu_and_mul": {
-                "ours": lambda g=gate_up: cpu.gated_activation(g, "silu"),
+                "ours": lambda g=gate_up: cpu.gated_activation(g, "silu", library=load()),
                 "torch": lambda g=gate_up: gated_activation(g, "silu"),
             },
         }

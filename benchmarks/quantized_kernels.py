@@ -22,6 +22,7 @@ from harness.rates import readable
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.layouts.random_blocks import randomize
 from windlass.kernels.memory.weights import WeightMemory
 
@@ -65,7 +66,11 @@ def random_weight(columns: int, inner: int, kind: str, memory: WeightMemory) -> 
 
 
 def product(x: Tensor, weight: Tensor | BlockWeight) -> Tensor:
-    return cpu.linear_blocks(x, weight) if isinstance(weight, BlockWeight) else cpu.linear_small(x, weight)
+    return (
+        cpu.linear_blocks(x, weight, library=load())
+        if isinstance(weight, BlockWeight)
+        else cpu.linear_small(x, weight, library=load())
+    )
 
 
 def main() -> None:

@@ -31,6 +31,7 @@ from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.torch import reference
 from windlass.server.options.engine_names import from_flat
@@ -107,7 +108,9 @@ def append(repeats: int, threads: int) -> dict[str, Any]:
     moved = copied + 2 * cos.numel() * 4
     seconds = take_turns(
         {
-            "rotate_and_append": lambda: cpu.rotate_and_append(q, k, v, cos, sin, ones, pages.key, pages.value, slots),
+            "rotate_and_append": lambda: cpu.rotate_and_append(
+                q, k, v, cos, sin, ones, pages.key, pages.value, slots, library=load()
+            ),
             "plain torch": lambda: reference.rotate_and_append(q, k, v, cos, sin, ones, pages, slots),
             "torch copy_": lambda: target.copy_(source),
             "memmove": memmove_on(threads, target, source),
@@ -136,7 +139,7 @@ def angles(repeats: int) -> dict[str, Any]:
         rows, positions = torch.arange(tokens) % 8, torch.randint(0, 10**7, (tokens,))
         seconds = take_turns(
             {
-                "compiled": lambda r=rows, p=positions: cpu.rotary_angles(inv_freq, r, p),
+                "compiled": lambda r=rows, p=positions: cpu.rotary_angles(inv_freq, r, p, library=load()),
                 "torch, float64": lambda r=rows, p=positions: reference.rotary_angles(inv_freq, r, p),
             },
             repeats * 10,

@@ -4,7 +4,7 @@
 of requests or models.
 """
 
-from windlass.kernels.attention_call import AttentionCall, Prompts, blocks_of_cut
+from windlass.kernels.attention_call import AttentionCall, KeyRanges, Prompts, blocks_of_cut
 from windlass.kernels.backend import Activations, Backend, Storage, Weight
 from windlass.kernels.binding import bind, device_refusal, multiplies_narrow_rows, ranks_refusal, reads_narrow_weights
 from windlass.kernels.draws import (
@@ -54,6 +54,7 @@ __all__ = [
     "Filters",
     "Graphs",
     "KVPages",
+    "KeyRanges",
     "LogitsChanges",
     "LowRank",
     "LowRankPart",

@@ -61,6 +61,37 @@ class Prompts(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True, eq=False)
+class KeyRanges:
+    """How the slots of B sequences are cut into R ranges each, and how queries meet the keys of each range.
+
+    [B, R] int64 each. ends: rising, padding repeats ends; the last is the sequence's length at least. rows: of q, where the first
+    query meets them; -1: a hole, whose keys and table entries are never read. reaches: index i sees key j where
+    0 <= i - j < reach, or below 0 where i - j >= -reach. gaps: the distance of index i from key j is i - j + gap.
+    """
+
+    ends: Tensor
+    rows: Tensor
+    reaches: Tensor
+    gaps: Tensor | None = None
+
+    def take(self, sequences: Tensor | slice) -> KeyRanges:
+        """Those of some of the sequences."""
+        gaps = None if self.gaps is None else self.gaps[sequences]
+        return KeyRanges(self.ends[sequences], self.rows[sequences], self.reaches[sequences], gaps)
+
+    def repeat(self, count: int) -> KeyRanges:
+        """Those of each of `count` queries of one sequence, as if it were the only one of a sequence of its own."""
+        following = self.rows + torch.arange(count, device=self.rows.device)[:, None]
+        rows = torch.where(self.rows < 0, self.rows, following)
+        gaps = None if self.gaps is None else self.gaps.repeat(count, 1)
+        return KeyRanges(self.ends.repeat(count, 1), rows, self.reaches.repeat(count, 1), gaps)
+
+    def from_query(self, begin: int) -> KeyRanges:
+        """Those of the queries from this one on."""
+        return replace(self, rows=torch.where(self.rows < 0, self.rows, self.rows + begin))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
 class AttentionCall:
     """Attention of the last tokens of B sequences, T in all, over everything cached of their own sequence.
 
@@ -70,7 +101,7 @@ class AttentionCall:
     Queries are [T, Hq, D]. With *ranges* they are [N, Hq, D], N >= T: a row for every version of a query. A key that was
     rotated at position s and shall stand at e meets the query turned by s - e, so moving keys costs a version of the query
     and no byte of any page. The slots of a sequence are cut into ranges; the first query of sequence b meets the keys of
-    range r in row range_rows[b, r] of q, its next queries row by row behind that. All ranges of a query share one softmax.
+    range r in row `ranges.rows[b, r]` of q, its next queries row by row behind that. All ranges of a query share one softmax.
     Ranges need `causal`, no window (that is what reaches are for) and no chunk: ValueError otherwise.
     """
 
@@ -84,30 +115,18 @@ class AttentionCall:
     sink_logits: Tensor | None = None  # [Hq] float32, learned logits that stand in the softmax's denominator only
     causal: bool = True  # whether keys behind a query are hidden from it
     chunk: int | None = None  # a query at index i sees keys of its own chunk i // chunk only
-    range_ends: Tensor | None = None  # [B, R] int64, rising, padding repeats ends; the last is seq_lens at least
-    range_rows: Tensor | None = None  # [B, R] int64, rows of q; -1: a hole, whose keys and table entries are never read
-    range_reaches: Tensor | None = (
-        None  # [B, R] int64; index i sees key j where 0 <= i - j < reach, or below 0 where i - j >= -reach
-    )
+    ranges: KeyRanges | None = None
     alibi_slopes: Tensor | None = (
-        None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with range_gaps only
+        None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with gaps of ranges only
     )
-    range_gaps: Tensor | None = None  # [B, R] int64; the distance of index i from key j is i - j + gap
     prompts: Prompts | None = (
         None  # None: nothing is known; of a call for some of its sequences or tokens, what it was of all
     )
 
     def __post_init__(self) -> None:
-        given = [part is not None for part in (self.range_ends, self.range_rows, self.range_reaches)]
-        if (self.alibi_slopes is None) != (self.range_gaps is None):
-            raise ValueError("alibi_slopes and range_gaps come together")
-        if not any(given):
-            if self.range_gaps is not None:
-                raise ValueError("range_gaps are gaps of ranges")
-            return
-        if not all(given):
-            raise ValueError("range_ends, range_rows and range_reaches come together")
-        if self.window is not None or self.chunk is not None or not self.causal:
+        if (self.alibi_slopes is None) != (self.ranges is None or self.ranges.gaps is None):
+            raise ValueError("alibi_slopes and gaps of ranges come together")
+        if self.ranges is not None and (self.window is not None or self.chunk is not None or not self.causal):
             raise ValueError("attention over ranges is causal, without a window or chunk of its own")
 
     @classmethod
@@ -129,7 +148,7 @@ class AttentionCall:
     @property
     def has_ranges(self) -> bool:
         """Whether keys are met in ranges, and q has a row for every version of a query."""
-        return self.range_ends is not None
+        return self.ranges is not None
 
     @property
     def hides_early_keys(self) -> bool:
@@ -185,10 +204,7 @@ class AttentionCall:
             query_start=start,
             seq_lens=self.seq_lens[sequences],
             score_scale=self.score_scale[rows],
-            range_ends=None if self.range_ends is None else self.range_ends[sequences],
-            range_rows=None if self.range_rows is None else self.range_rows[sequences],
-            range_reaches=None if self.range_reaches is None else self.range_reaches[sequences],
-            range_gaps=None if self.range_gaps is None else self.range_gaps[sequences],
+            ranges=None if self.ranges is None else self.ranges.take(sequences),
         )
         return rows, call
 
@@ -205,10 +221,7 @@ class AttentionCall:
                 query_start=self.query_start[b : b + 2] - starts[b],
                 seq_lens=self.seq_lens[one],
                 score_scale=self.score_scale[rows],
-                range_ends=None if self.range_ends is None else self.range_ends[one],
-                range_rows=None if self.range_rows is None else self.range_rows[one],
-                range_reaches=None if self.range_reaches is None else self.range_reaches[one],
-                range_gaps=None if self.range_gaps is None else self.range_gaps[one],
+                ranges=None if self.ranges is None else self.ranges.take(one),
             )
             yield rows, length, call
 
@@ -220,19 +233,12 @@ class AttentionCall:
         if self.batch_size != 1 or not self.causal:
             raise ValueError("only causal attention of one sequence goes token by token")
         count = self.num_tokens
-        rows = self.range_rows
-        if rows is not None:
-            following = rows + torch.arange(count, device=rows.device)[:, None]  # [Q, R]
-            rows = torch.where(rows < 0, rows, following)
         return replace(
             self,
             block_tables=self.block_tables.expand(count, -1),
             query_start=torch.arange(count + 1, device=self.seq_lens.device),
             seq_lens=self.seq_lens - torch.arange(count - 1, -1, -1, device=self.seq_lens.device),
-            range_ends=None if self.range_ends is None else self.range_ends.repeat(count, 1),
-            range_rows=rows,
-            range_reaches=None if self.range_reaches is None else self.range_reaches.repeat(count, 1),
-            range_gaps=None if self.range_gaps is None else self.range_gaps.repeat(count, 1),
+            ranges=None if self.ranges is None else self.ranges.repeat(count),
         )
 
     def some_tokens(self, begin: int, end: int) -> AttentionCall:
@@ -240,13 +246,12 @@ class AttentionCall:
 
         For causal calls of one sequence (see `sequences`).
         """
-        rows = self.range_rows
         return replace(
             self,
             query_start=torch.tensor([0, end - begin], device=self.seq_lens.device),
             seq_lens=self.seq_lens - (self.num_tokens - end),
             score_scale=self.score_scale[begin:end],
-            range_rows=None if rows is None else torch.where(rows < 0, rows, rows + begin),
+            ranges=None if self.ranges is None else self.ranges.from_query(begin),
         )
 
     def key_ranges(self) -> list[KeyRange]:
@@ -254,13 +259,13 @@ class AttentionCall:
 
         Raises ValueError where the ranges end before the last key, IndexError for a row below -1.
         """
-        if self.range_ends is None or self.range_rows is None or self.range_reaches is None:
+        if (ranges := self.ranges) is None:
             raise ValueError("the call has no ranges")
         length, found, begin = int(self.seq_lens[0]), list[KeyRange](), 0
-        ends, rows, reaches = (part[0].tolist() for part in (self.range_ends, self.range_rows, self.range_reaches))
+        ends, rows, reaches = (part[0].tolist() for part in (ranges.ends, ranges.rows, ranges.reaches))
         if length and not (ends and ends[-1] >= length):
             raise ValueError(f"the last range ends before key {length - 1}")
-        gaps = [0] * len(ends) if self.range_gaps is None else self.range_gaps[0].tolist()
+        gaps = [0] * len(ends) if ranges.gaps is None else ranges.gaps[0].tolist()
         for end, row, reach, gap in zip(ends, rows, reaches, gaps, strict=True):
             end = min(end, length)
             first = max(begin, length - self.num_tokens - reach + 1) if reach > 0 else begin  # of the first query
@@ -269,6 +274,6 @@ class AttentionCall:
             if row == -1 or reach == 0 or first >= end:
                 continue
             if row < -1:
-                raise IndexError(f"range_rows: {row} is no row of q")
+                raise IndexError(f"ranges name row {row}, which is none of q")
             found.append(KeyRange(first, end, row, reach, gap))
         return found

@@ -357,7 +357,7 @@ class Backend(RepeatsSteps):
 
         q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
         query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
-        none. Both operations give NaN instead on a device that would have to be waited for.
+        none. On a device that would have to be waited for, NaN comes instead of an IndexError; so it does from `turn_queries`.
         """
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims

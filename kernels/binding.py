@@ -1,6 +1,7 @@
 """Chooses the backend for a device, once: the quickest that does not refuse, else plain torch.
 
-The one module that knows all backends. A new kind of device is an entry here and a folder beside the others.
+The one module that knows all backends: each kind of device has an entry here and a folder beside the others. What else tells
+kinds of devices apart is listed in docs/where.md.
 """
 
 from __future__ import annotations
@@ -20,11 +21,14 @@ from windlass.kernels.triton import support as triton_support
 
 
 class _Own(NamedTuple):
-    """refusal: why a kind of device cannot have its kernels. make: them. narrow: see `reads_narrow_weights`."""
+    """refusal: why a kind of device cannot have its kernels. make: them. Of kernels that are not refused: narrow, pairs: see
+    `reads_narrow_weights` and `multiplies_narrow_rows`; share_memory: whether ranks meet in memory that all of them have."""
 
     refusal: Callable[[BackendOptions], str | None]
     make: Callable[[BackendOptions], Backend]
     narrow: bool
+    pairs: Callable[[BackendOptions], bool] = lambda _: False
+    share_memory: bool = False
 
 
 def _triton(options: BackendOptions) -> Backend:
@@ -36,7 +40,13 @@ def _triton(options: BackendOptions) -> Backend:
 
 
 _OWN_KERNELS = {  # by kind of device
-    "cpu": _Own(CompiledBackend.refusal, CompiledBackend, narrow=True),
+    "cpu": _Own(
+        CompiledBackend.refusal,
+        CompiledBackend,
+        narrow=True,
+        pairs=lambda options: CompiledBackend(options).multiplies_pairs,
+        share_memory=True,
+    ),
     "cuda": _Own(lambda options: triton_support.refusal(options.device), _triton, narrow=False),
 }
 
@@ -55,7 +65,7 @@ def bind(
     """The backend for a model that computes in `dtype` on this device.
 
     weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
-    deterministic: see `backend`. shared: where its weights lie, None for memory of this process. ranks: those
+    deterministic: see the module `backend`. shared: where its weights lie, None for memory of this process. ranks: those
     that hold the rest of the model, None where all of it is here.
     """
     options = BackendOptions(
@@ -84,14 +94,14 @@ def reads_narrow_weights(device: torch.device | str) -> bool:
 def multiplies_narrow_rows(device: torch.device | str) -> bool:
     """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
-    if options.device.type != "cpu" or CompiledBackend.refusal(options) is not None:
-        return False
-    return CompiledBackend(options).multiplies_pairs
+    own = _OWN_KERNELS.get(options.device.type)
+    return own is not None and own.refusal(options) is None and own.pairs(options)
 
 
 def ranks_refusal(device: torch.device | str) -> str | None:
     """Why the ranks of a model cannot meet there; None where they can."""
     options = BackendOptions(torch.device(device))
-    if options.device.type == "cpu" and CompiledBackend.refusal(options) is None:
-        return None  # in memory that they share
+    own = _OWN_KERNELS.get(options.device.type)
+    if own is not None and own.share_memory and own.refusal(options) is None:
+        return None
     return group_refusal(options.device)

@@ -26,19 +26,23 @@ class BlockManager:
     """Block tables of all sequences over the pools of all KV groups.
 
     groups: one layout per KV group. block_size: tokens per block. With `enable_prefix_caching` off nothing is hashed,
-    so nothing is matched. keeper, set afterwards if at all: who is told of blocks that can be kept. Methods that take blocks
+    so nothing is matched. keeper: who is told of blocks that can be kept. Methods that take blocks
     never evict a held block and never raise for want of blocks if `capacity` was asked first.
     """
 
     def __init__(
-        self, groups: abc.Sequence[KVGroupLayout], block_size: int, enable_prefix_caching: bool = True
+        self,
+        groups: abc.Sequence[KVGroupLayout],
+        block_size: int,
+        enable_prefix_caching: bool = True,
+        keeper: BlockKeeper | None = None,
     ) -> None:
         if not groups or block_size < 1 or any(g.num_blocks < 1 for g in groups):
             raise ValueError("a block manager needs at least one group, one block in each, and a positive block size")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.passages = PassageIndex(block_size)
-        self.keeper: BlockKeeper | None = None
+        self._keeper = keeper
         self.pools = [BlockPool(layout, partial(self._forget, group)) for group, layout in enumerate(groups)]
         self._window_groups = [group for group, pool in enumerate(self.pools) if pool.window is not None]
 
@@ -285,21 +289,21 @@ class BlockManager:
         for index, parent, digest in handle.take_full_blocks(token_ids):
             for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
                 block = table.blocks[index]
-                if block >= 0 and pool.register(block, digest) and self.keeper is not None:
-                    self.keeper.offer(BlockKey(group, digest), block, index)
+                if block >= 0 and pool.register(block, digest) and self._keeper is not None:
+                    self._keeper.offer(BlockKey(group, digest), block, index)
             if scope is not None and all(digest in pool.cached for pool in self.pools):
                 first = index * self.block_size
                 tokens = token_ids[first - offset : first - offset + self.block_size]
                 position = handle.layout.stored_position(first)
                 self.passages.add(scope, digest, parent, tokens, position)
-                if self.keeper is not None:
+                if self._keeper is not None:
                     record = PassageRecord(parent, position, tuple(tokens), self.passages.scopes_of(digest))
-                    self.keeper.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
+                    self._keeper.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
 
     def _forget(self, group: int, block: int, digest: bytes) -> None:
         """A block is evicted."""
-        if self.keeper is not None:
-            self.keeper.withdraw(BlockKey(group, digest), block, passage_of(self.passages, digest))
+        if self._keeper is not None:
+            self._keeper.withdraw(BlockKey(group, digest), block, passage_of(self.passages, digest))
         self.passages.remove(digest)
 
     def _drop_outside_window(self, handle: CacheHandle) -> None:

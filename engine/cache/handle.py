@@ -102,10 +102,6 @@ class CacheHandle:
         return self._num_computed_tokens
 
     @property
-    def num_committed_blocks(self) -> int:
-        return self._num_committed_blocks
-
-    @property
     def tables(self) -> abc.Sequence[BlockTable]:
         return self._tables
 

@@ -111,5 +111,13 @@ def _rerotations(
     for start, end, position in handle.layout.spans(*span):
         column = slice(start // size - first, -(-end // size) - first)
         yield KeyRerotation(
-            group, start, end, tuple(sources[column]), tuple(targets[column]), position, origin, specs, values
+            group=group,
+            start=start,
+            end=end,
+            sources=tuple(sources[column]),
+            targets=tuple(targets[column]),
+            first_position=position,
+            from_specs=origin,
+            to_specs=specs,
+            values=values,
         )

@@ -10,7 +10,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 
-OPEN_END = 2**62  # end of the run that tokens still join
+NO_BOUND = 2**62  # beyond any slot, position or distance
+OPEN_END = NO_BOUND  # end of the run that tokens still join
 
 
 @dataclass(frozen=True, slots=True)

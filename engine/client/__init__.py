@@ -1,8 +1,12 @@
-"""How a server talks to an engine: the `EngineClient` protocol and its two implementations, inline and process."""
+"""How a server talks to an engine: the `EngineClient` protocol, for one engine or several that look like one.
+
+`process` and `replicas.client` implement it here, and whoever has engines elsewhere.
+"""
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
+from pathlib import Path
 from typing import Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
@@ -10,24 +14,32 @@ from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
-def engines_of(client: EngineClient) -> tuple[EngineClient, ...]:
-    """Each engine behind a client, for those who show them one by one: the client itself where it is the only one."""
-    found: tuple[EngineClient, ...] = getattr(client, "engines", (client,))
-    return found
+class ShownEngine(Protocol):
+    """What is shown of each engine behind a client."""
+
+    @property
+    def name(self) -> str:
+        """Its own, where it has one; else it goes by its number among them."""
+        return ""
+
+    @property
+    def state(self) -> str:
+        """One of "starting", "ready", "restarting", "failed", "closed"."""
+        ...
+
+    @property
+    def restarts(self) -> int:
+        """How many times the engine was restarted after it died."""
+        ...
 
 
-def is_several(client: EngineClient) -> bool:
-    """Whether there are several engines behind a client, or can be."""
-    return hasattr(client, "engines")
+def name_of(engine: ShownEngine, number: int) -> str:
+    """What one of several engines is called. number: its own among them."""
+    return engine.name or str(number)
 
 
-def name_of(engine: EngineClient, number: int) -> str:
-    """What one of several engines is called: its number among them, where it has no name of its own."""
-    return str(getattr(engine, "name", number))
-
-
-class EngineClient(Protocol):
-    """The whole interface between server and engine. Keep it this small.
+class EngineClient(ShownEngine, Protocol):
+    """The whole interface between server and engine. Keep it this small. Its defaults are those of one engine.
 
     `generate` is an async generator: it yields outputs of all samples of the request as they come and ends after every
     sample has finished. Closing it early (`aclose()`, or cancelling the task that iterates) aborts the request and
@@ -40,14 +52,19 @@ class EngineClient(Protocol):
         ...
 
     @property
-    def state(self) -> str:
-        """One of "starting", "ready", "restarting", "failed", "closed"."""
-        ...
+    def engines(self) -> Sequence[ShownEngine]:
+        """Each engine behind it, for those who show them one by one."""
+        return (self,)
 
     @property
-    def restarts(self) -> int:
-        """How many times the engine was restarted after it died."""
-        ...
+    def is_several(self) -> bool:
+        """Whether there are several, or can be."""
+        return False
+
+    @property
+    def crash_report(self) -> Path | None:
+        """The report of the last death, where there is one."""
+        return None
 
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
 

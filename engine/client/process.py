@@ -18,6 +18,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client import EngineClient
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat
 from windlass.engine.client.child_maker import ChildMaker
@@ -46,17 +47,18 @@ _logger = logging.getLogger("windlass.engine.client")
 
 CLOSE_TIMEOUT = 5.0  # seconds an engine has to end by itself
 NO_PROCESS_SECONDS = 1.0  # after which a process is asked for again, where the system had none to give
+_DEATH_SECONDS = 60.0  # within which deaths are counted
 FAILED_RELOADS = 3  # restarts in a row that do not even load
 
 
-class ProcessClient:
-    """An `EngineClient` over a child process.
+class ProcessClient(EngineClient):
+    """Over a child process.
 
     progress: called in the event loop with (stage, done, total) while the model loads.
     hang_seconds: the engine is killed and restarted when requests are in flight and no step ends for this long; sooner where
     `Watchdog` can tell that it is stuck.
-    max_deaths, death_window: it is given up after this many deaths within so many seconds.
-    backoff: pause before the first restart in seconds, doubled for each further death in the window, at most 10.
+    max_deaths: it is given up after this many within a minute.
+    backoff: pause before the first restart in seconds, doubled for each further death in that minute, at most 10.
     crash_folder: where a report of each death is left, None for nowhere.
     core: private; see `windlass.engine.core.process`. child: one that waits for what to load; it is the client's from now on.
     """
@@ -69,7 +71,6 @@ class ProcessClient:
         log_level: str = "warning",
         hang_seconds: float = 120.0,
         max_deaths: int = 5,
-        death_window: float = 60.0,
         backoff: float = 0.25,
         core: str = DEFAULT_CORE,
         child: ChildProcess | None = None,
@@ -80,7 +81,6 @@ class ProcessClient:
         self._children = ChildMaker(core, log_level, lambda: self._seat, child)
         self._hang_seconds = hang_seconds
         self._max_deaths = max_deaths
-        self._death_window = death_window
         self._backoff = backoff
         self._crashes = CrashReports(crash_folder)
         self._lost: list[EngineRequest] = []  # what the last engine died with
@@ -245,12 +245,12 @@ class ProcessClient:
             self._lost = []  # prompts may be long
             now = time.monotonic()
             deaths.append(now)
-            while deaths[0] < now - self._death_window:
+            while deaths[0] < now - _DEATH_SECONDS:
                 deaths.popleft()
             failed_reloads = 0 if loaded else failed_reloads + 1
             if len(deaths) >= self._max_deaths or failed_reloads >= FAILED_RELOADS:
                 self._fail(
-                    f"the engine died {len(deaths)} times within {self._death_window:g} seconds; last: {reason}{told}"
+                    f"the engine died {len(deaths)} times within {_DEATH_SECONDS:g} seconds; last: {reason}{told}"
                 )
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)

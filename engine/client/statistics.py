@@ -1,4 +1,4 @@
-"""Statistics on their way from an engine: asked for, or pushed along with steps. Shared by no one but the process's client."""
+"""Statistics on their way from an engine process: asked for, or pushed along with steps."""
 
 from __future__ import annotations
 

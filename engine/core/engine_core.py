@@ -1,12 +1,12 @@
 """The engine core: one object that loads a model and turns requests into outputs, one step at a time.
 
-It wires scheduler, runner and sampler together and owns nothing else. It runs in one thread, blocks only while a step
-computes, and knows neither processes nor text.
+It holds the parts together (`parts` makes them): scheduler and runner, grammars that are compiled, adapters, blocks that are
+kept elsewhere, and the other ranks of the model, whose processes it starts and ends. It runs in one thread, which blocks while
+a step computes or, without other work, for files; and it knows no text.
 """
 
 from __future__ import annotations
 
-import hashlib
 import logging
 import time
 from collections.abc import Callable
@@ -21,53 +21,42 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, AttentionQuestion, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, PersistStats, RequestOutput
 from windlass.engine.api.validation import check_distances, check_task, validate_request
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.budget import CachePlan
-from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.persist.folder import check_folder
 from windlass.engine.cache.persist.store import BlockStore
 from windlass.engine.core.adapter_shelf import AdapterShelf
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.compiling import CompilingRequests
 from windlass.engine.core.description import describe
-from windlass.engine.core.device_room import largest_decode_step
 from windlass.engine.core.forecast import Announce
-from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.looking import look
-from windlass.engine.core.pages import allocate_pages, make_draft_model, plan_pages
+from windlass.engine.core.pages import plan_pages
+from windlass.engine.core.parts import (
+    load_models,
+    make_blocks,
+    make_limits,
+    make_pages,
+    make_planner,
+    make_runner,
+    make_scheduler,
+    make_store,
+    rotary_rows,
+)
 from windlass.engine.core.ranks.others import OtherRanks
 from windlass.engine.core.ranks.room import room_of_ranks
 from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.core.wire import portable_error
-from windlass.engine.errors import EngineError, LoadError, RequestError
-from windlass.engine.execution.runner import Runner
+from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.execution.warm_up import warm_up
 from windlass.engine.model.adapters.adapter import Adapter
 from windlass.engine.model.context_refusals import context_refusals
-from windlass.engine.model.loading.loader import (
-    LoadedModel,
-    RankSeat,
-    load_draft,
-    load_model,
-)
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.ladder import AUTO, make_ladder
-from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.policy import RotaryPlan
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.chunk_cuts import ChunkCuts
-from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.shifting import ContextLimits
-from windlass.kernels import blocks_of_cut
 
 _logger = logging.getLogger("windlass.engine")
-
-# Part of every cache key: raise it when the meaning of a cached block changes.
-_LAYOUT_VERSION = 1
 
 _PAUSE = 0.005  # seconds that an engine without other work waits for files at a time
 _FIND_SECONDS = 2.0  # that a start may wait to know what files hold; the weights of some gigabytes are hashed meanwhile
@@ -80,6 +69,7 @@ class EngineCore:
 
     _store: BlockStore | None = None
     _others: OtherRanks | None = None  # the other ranks of the model
+    _plan_watcher: PlanWatcher | None = None
 
     def __init__(self, config: EngineConfig, progress: Progress | None = None) -> None:
         started = time.perf_counter()
@@ -99,84 +89,49 @@ class EngineCore:
 
     def _load(self, config: EngineConfig, progress: Progress | None, started: float) -> None:
         others = self._others
-        model = load_model(config, progress, None if others is None else RankSeat(0, others.memory, others.store))
-        decoder, spec = model.decoder, model.decoder.spec
+        models = load_models(config, progress, others)
+        model, spec = models.model, models.model.decoder.spec
+        plan = plan_pages(config, model, models.draft, room_of_ranks(config, model, models.draft, others))
         self._deterministic = config.compute.deterministic
-        draft = load_draft(config, progress)
-        weight_bytes = decoder.weight_bytes()
-        if others is not None:
-            others.meet_in(decoder.backend.options.ranks)
-            weight_bytes += sum(part.weight_bytes for part in others.loaded())
-        plan = plan_pages(config, model, draft, room_of_ranks(config, model, draft, others))
-        self._planner = planner = _planner(config, model, plan)
-        cache = allocate_pages(config, model, model, plan)
-        bases = [group.base for group in spec.rotary_groups]
-        rows = 2 * config.scheduling.max_num_seqs + 2
-        tables = RotaryTables(rows, bases, decoder.backend)
-        self._grammars = grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
-        self._compiling = CompilingRequests(grammars, config.scheduling.max_waiting)
-        sampler = Sampler(spec.vocab_size, decoder.backend, GrammarMasks(grammars))
-        drafter = None if draft is None else make_draft_model(config, model, draft, plan, rows)
+        self._planner = make_planner(config, model, plan)
+        pages = make_pages(config, models, plan)
+        self._grammars = GrammarCompiler(Path(config.model), spec.vocab_size, spec.eos_token_ids)
+        self._compiling = CompilingRequests(self._grammars, config.scheduling.max_waiting)
         self.adapters = AdapterShelf(config.adapters, model)
-        owners = [PageOwner(config.model, model, cache)]
-        if draft is not None and drafter is not None:
-            owners.append(PageOwner(config.scheduling.speculation.model or "", draft, drafter.cache))
-        self._store = open_store(config, owners)
-        self.runner = Runner(
-            decoder,
-            cache,
-            tables,
-            sampler,
-            config.cache.block_size,
-            drafter,
-            self.adapters.loaded,
-            None if self._store is None else self._store.pages,
-            None if others is None else others.tell,
-        )
-        if config.compute.cuda_graphs:
-            self.runner.make_graphs(*largest_decode_step(config, plan.max_model_len))
-            if self.runner.drafter is not None:
-                self.runner.drafter.make_graphs(*largest_decode_step(config, plan.max_model_len))
-        if others is not None:
-            others.make_pages(plan, rows)
-        layouts = [
-            KVGroupLayout(n, group.window, rotary_groups_of(spec, group))
-            for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
-        ]
-        # A token that sees those behind it is another in every text: nothing of one text stands in another.
-        shares = config.cache.prefix_caching and not spec.sees_whole_texts
-        self.blocks = BlockManager(layouts, config.cache.block_size, shares)
-        self._limits = ContextLimits(
-            max_model_len=plan.max_model_len,
-            block_size=config.cache.block_size,
-            shift_context=_shift_context(config, plan.max_model_len),
-            max_total_tokens=config.context.max_total_tokens,
-            cut_blocks=blocks_of_cut(config.cache.block_size) if self._deterministic else 1,
-            **context_refusals(spec),
-        )
-        self.scheduler = Scheduler(
-            # What a pass draws is known to the first rank alone, until a plan tells the others.
-            config=config.scheduling if others is None else replace(config.scheduling, burst_seconds=0.0),
-            limits=self._limits,
-            blocks=self.blocks,
-            rotary=tables,
-            namespace=_namespace(model),
-            eos_token_ids=spec.eos_token_ids,
-            whole_prompts=spec.sees_whole_texts,
-            cuts=ChunkCuts(decoder.backend.fewest_alike, config.cache.block_size),
-            adapter_key=lambda adapter_id: self.adapters.loaded.digest_of(adapter_id).encode(),
+        self._store = make_store(config, models, pages)
+        self.runner = make_runner(
+            config,
+            model,
+            plan,
+            pages,
+            sampler=Sampler(spec.vocab_size, model.decoder.backend, GrammarMasks(self._grammars)),
+            adapters=self.adapters.loaded,
             store=self._store,
+            tell=None if others is None else others.tell,
         )
-        self.plan_watcher: PlanWatcher | None = None  # told of each plan before it is computed
+        if others is not None:
+            others.make_pages(plan, rotary_rows(config))
+        self.blocks = make_blocks(config, spec, plan, self._store)
+        self._limits = make_limits(config, spec, plan)
+        self.scheduler = make_scheduler(
+            config,
+            model,
+            self._limits,
+            self.blocks,
+            tables=pages.tables,
+            adapters=self.adapters.loaded,
+            store=self._store,
+            alone=others is None,
+        )
         self._steps = EngineSteps(self.scheduler, self.runner)
         self.info = replace(
-            describe(config, model, draft, plan, time.perf_counter() - started),
-            weight_bytes=weight_bytes,
+            describe(config, model, models.draft, plan, time.perf_counter() - started),
+            weight_bytes=models.weight_bytes,
             shift_context=self._limits.shift_context,
             max_total_tokens=self._limits.max_total_tokens,
             **context_refusals(spec),
-            rotary_ladder=planner.ladder,
-            rotary_auto=planner.auto,
+            rotary_ladder=self._planner.ladder,
+            rotary_auto=self._planner.auto,
             adapters=self.adapters.loaded.infos,
         )
 
@@ -256,7 +211,7 @@ class EngineCore:
         if not self.scheduler.has_work():
             self._forget_the_last()
             return outputs
-        outputs += self._steps.step(announce, self.plan_watcher)
+        outputs += self._steps.step(announce, self._plan_watcher)
         self._forget_the_last()
         return outputs
 
@@ -295,10 +250,14 @@ class EngineCore:
             self._store.close(_CLOSE_SECONDS)
         self._end_others()
 
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        """See `Core`."""
+        self._plan_watcher = watcher
+
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
-        """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
+        """See `Core`."""
         if self._others is not None:
-            self._others.gone = gone
+            self._others.watch(gone)
 
     def _end_others(self) -> None:
         if self._others is not None:
@@ -344,34 +303,3 @@ class EngineCore:
         if self.adapters.has_leaving:
             waiting = [request.adapter for request in self._compiling.requests]
             self.adapters.drop_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])
-
-
-def _shift_context(config: EngineConfig, max_model_len: int) -> int:
-    """Tokens that a sequence holds which drops its oldest; LoadError where that is more than any may hold."""
-    wanted = config.context.shift_context
-    if wanted is not None and wanted > max_model_len:
-        raise LoadError(f"`context.shift_context` is {wanted}, the context is {max_model_len} tokens: lower it")
-    return wanted or max_model_len
-
-
-def rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
-    """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
-    used = {spec.layers[layer].mixer.rotary_group for layer in group.layers}
-    return tuple(sorted(index for index in used if index is not None))
-
-
-def _planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
-    """How requests rotate. Raises LoadError for a ladder that this model cannot climb."""
-    own, wanted = model.rotary_groups, config.rotary
-    ladder = make_ladder(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
-    if ladder is None and wanted.scaling == AUTO:
-        raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
-    return RotaryPlanner(model.decoder.spec.rotary_groups, wanted.update, ladder, wanted.scaling == AUTO)
-
-
-def _namespace(model: LoadedModel) -> bytes:
-    """What must agree for a cached block to mean the same: weights, dtypes, layout."""
-    decoder = model.decoder
-    plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
-    said = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
-    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()

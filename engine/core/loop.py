@@ -1,7 +1,6 @@
 """The loop that drives an engine core: take what came in, step while there is work, hand out what the step made.
 
-It is the same loop in the engine process and in a thread (InlineClient). It knows queues of messages, not how they
-travel, and reaches the core only through the methods of `Core`, so it needs no torch.
+It knows queues of messages, not how they travel, and reaches the core only through the methods of `Core`, so it needs no torch.
 """
 
 from __future__ import annotations
@@ -18,6 +17,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce
 from windlass.engine.core.threads import prepare_this_process
 from windlass.engine.core.wire import (
@@ -88,6 +88,14 @@ class Core(Protocol):
         """Do one step. announce: told before what may take more than a second, or nobody can tell how long, its seconds."""
         ...
 
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        """Have somebody told of each plan before it is computed."""
+        ...
+
+    def watch_ranks(self, gone: Callable[[str], None]) -> None:
+        """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
+        ...
+
     def prepare_ahead(self) -> None:
         """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
         ...
@@ -141,8 +149,7 @@ class EngineLoop:
 
     def run(self) -> None:
         """Serve until closed. What a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
-        if hasattr(self._core, "watch_ranks"):  # a core of tests may have no ranks
-            self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
+        self._core.watch_ranks(lambda reason: self._inbox.put(_RankGone(reason)))
         while True:
             # Between steps take everything that waits; without work sleep until something comes.
             block = not self._core.has_work()

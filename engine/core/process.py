@@ -174,8 +174,8 @@ def serve(
     if core is None:
         connection.flush(5.0)
         return 1
-    if box is not None and hasattr(core, "plan_watcher"):  # a core of tests may plan nothing
-        core.plan_watcher = box.write
+    if box is not None:
+        core.watch_plans(box.write)
     connection.emit(Ready(core.info))
     try:
         EngineLoop(core, connection.inbox, connection.emit).run()
@@ -198,7 +198,7 @@ def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnecti
         message = str(error)
     except Exception as error:
         text = _first_line(error)
-        if isinstance(error, MemoryError) or "memory" in text.lower():
+        if _is_out_of_memory(error):
             message = f"not enough memory to load {config.model} ({text}); free some, or lower `cache.memory`"
         else:
             if not isinstance(error, (OSError, ImportError)):
@@ -206,6 +206,14 @@ def _load(factory: CoreFactory, config: EngineConfig, connection: ParentConnecti
             message = f"cannot load {config.model}: {type(error).__name__}: {text}"
     connection.emit(LoadFailed(" ".join(message.split())))
     return None
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    if "torch" not in sys.modules:  # so that it has allocated nothing, and what failed may be its import
+        return isinstance(error, MemoryError)
+    from windlass.engine.model.loading.chosen_device import is_out_of_memory
+
+    return is_out_of_memory(error)
 
 
 def _factory(name: str) -> CoreFactory:

@@ -2,6 +2,18 @@
 
 While a device computes a step by itself, the next one is planned and handed to it, where that needs nothing the first one draws.
 So there is at most one step under way whose plan's results are not taken in, and while one is, nothing else is planned.
+
+The life of a plan, by who calls what (`shortage` and `Runner` have the methods):
+
+* `begin` a plan, with none under way. It calls `Runner.start`, once. That follows the plan: what changes once is changed then.
+  Where a device goes on by itself, the step that comes back is under way; else its tokens are computed and drawn.
+* Where `start` failed for want of memory behind that (`can_repeat`), `begin` takes the newest request out and calls
+  `Runner.repeat` with the rest of the same plan, as often as it takes. Nothing else of a plan is ever done twice.
+* `begin_ahead` a plan whose `ahead` is not 0, behind one that is under way, whose results nobody knows. It calls `start`, once;
+  where there is no memory, the plan is given up and nothing is repeated: its tokens are planned again behind the other's.
+* `results` of a step, once, before anything else is planned; the one that was begun ahead is the next to give its own.
+
+`Runner.execute` is `start` and its results at once, and `Runner.follow` a plan with nothing to compute.
 """
 
 from __future__ import annotations

@@ -336,7 +336,16 @@ class _ScoredText:
         live = range(first // _BLOCK, -(-end // _BLOCK))
         originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
         sources, targets = (live, originals) if aside else (originals, live)
-        return KeyRerotation(group, first, end, tuple(sources), tuple(targets), first, origin, specs)
+        return KeyRerotation(
+            group=group,
+            start=first,
+            end=end,
+            sources=tuple(sources),
+            targets=tuple(targets),
+            first_position=first,
+            from_specs=origin,
+            to_specs=specs,
+        )
 
     def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
         """Run rows first .. end - 1 under `specs`, the rows before them being cached."""
@@ -346,7 +355,7 @@ class _ScoredText:
                 rotary_rows=(RotaryRow(0, specs),),
                 sequences=(ScheduledSequence(0, start, stop - start, self._num_tokens),),
             )
-            hidden = self._runner.compute(plan)
+            hidden = self._runner.hidden_states(plan)
             if self._computed is not None:
                 self._computed(stop - start)
             yield start, hidden

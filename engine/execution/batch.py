@@ -1,8 +1,9 @@
-"""The only place where a `ForwardBatch` is made: scheduled chunks and the live sequences in, tensors out.
+"""Makes the `ForwardBatch` of a step: scheduled chunks and the live sequences in, tensors out.
 
 A step in which every row is a sequence's next token comes again and again with other numbers only. Its batch is filled
 in place: the same memory step after step, with few operations and nothing allocated. Every other batch is made anew.
-It decides nothing.
+It decides nothing. Two others make one: `device_rows`, of rows with which a device goes on by itself, and `replay`, which copies
+one to where recorded calls look for it.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor
 from windlass.engine.execution.far_keys import far_key_places
 from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
 from windlass.engine.execution.row_ranges import RangeNumbers, RowRanges
-from windlass.engine.execution.sequences import LiveSequence, LiveSequences
+from windlass.engine.execution.sequences import LiveSequence, LiveSequences, columns_for
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
@@ -30,7 +31,6 @@ from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, blocks_of_cut, sent
 
 _MAX_SHAPES = 4
-_FIRST_COLUMNS = 64
 # Longest context over which proposed tokens are attended row by row.
 _ROW_BY_ROW_LENGTH = 1024
 # On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
@@ -340,7 +340,7 @@ class BatchBuilder:
         return self._memory[batch.input_ids.shape[0], batch.block_tables.shape[2]]
 
     def _memory_for(self, rows: int, blocks: int) -> _Memory:
-        width = max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
+        width = columns_for(blocks)
         found = self._memory.get((rows, width))
         if found is None:
             found = _Memory(self._groups, rows, width, self._rotary, self._block_size, self._backend)

@@ -1,7 +1,8 @@
 """The slot ranges of decode steps' rows in a device's memory, and what a step that was captured takes of them.
 
 A step has room for so many rows and so many ranges of each, and every row has as many versions of its query, less one: what is
-none is never met. Responsible for that memory and for what follows from it and the rows' positions: see `row_ranges`.
+none is never met. Responsible for that memory and for what follows from it and the rows' positions: see `row_ranges`, and
+`ranges` for the words and an example.
 """
 
 from __future__ import annotations

@@ -96,13 +96,16 @@ class Drafter:
                 num_ids=self._ids,
             )
 
-    def follow(self, plan: SchedulerOutput) -> None:
-        """Do to its pages what a plan does to those of the model. `sequences` has followed it already."""
+    def park(self, plan: SchedulerOutput) -> None:
+        """Park what a plan parks: before blocks are loaded, which may go where that lay, in these pages too."""
         for parked in plan.parked:
             self._cache.park(parked)
             if parked.seq_id in self._valid:
                 self._parked[parked.seq_id] = self._valid[parked.seq_id]
             self._moved.pop(parked.seq_id, None)
+
+    def follow(self, plan: SchedulerOutput) -> None:
+        """Do the rest of what a plan does to those of the model. `sequences` has followed it, and loaded blocks are there."""
         for seq_id in plan.removed:
             self._valid.pop(seq_id, None)
             self._moved.pop(seq_id, None)

@@ -2,7 +2,29 @@
 
 A query meets keys that stand where they were rotated as it is. Those that stand elsewhere, and tokens that are seen from a
 fixed distance, it meets turned by as many positions; such versions are rows behind the step's own queries. Responsible for
-the numbers alone: how queries are turned and ranges attended to is the kernels' business.
+the numbers alone: how queries are turned and ranges attended to is the kernels' business. `row_ranges` says the same of single
+tokens in numbers that stay true for the tokens behind; `tests/engine/execution/test_row_ranges.py` holds both to each other.
+
+An example. A stream keeps its first 16 tokens and has dropped the 48 behind them, so its slots 16, 17, … hold tokens 64, 65, …,
+whose keys were rotated at 64, 65, … The kept keys were rotated at 0 to 15 and shall stand right in front of those, at 48 to 63. A
+query at position 70, in slot 22, meets two *spans*, the parts of the slots that it meets alike:
+
+    slots      rotated at  stand at   offset  shift   turn  gap
+    0 to 15    0 to 15     48 to 63   48      48      -48   0
+    16 to 22   64 to 70    64 to 70   48      0       0     0
+
+* *offset*: what to add to a slot for where its key stands. *shift*: how much further on that is than where it was rotated.
+* *turn*: by how many positions the query is turned before it meets them. The key of slot 3 stands at 51, 19 before the query, and
+  was rotated at 3: so the query comes as if from 22. That is a *version* of it, a row of q behind the rows of the step.
+* *range*: a span as an `AttentionCall` has it, by the slot that it ends at, the row of its version, its reach and its gap.
+* *gap*: how much further away its keys are than their slots say. Were the places of the dropped tokens left open (offset 0,
+  shift 0), slot 3 would stand at 3, and the gap be 48: 67 positions to the query, 19 slots.
+* *reach*: how many slots a query sees back, its own included: 20 under a window of 20 positions, and none where the gap is 48.
+* *sink*: with the first 3 tokens as sinks of a window of 20, and places left open, slots 0 to 2 are a span that stays in sight.
+  From position 22 on, the last where they and the window hang together, a query meets them as if from there: at 70 turned by -48.
+* *anchored*: the queries themselves stand back by the tokens dropped, at 22 instead of 70, where scores depend on where a query
+  stands and not on distances alone: then the turns are 0 and 48.
+* *far*: keys that lie twice in the cache, once as they seem from far away (see `far_keys`); those have a span of their own.
 """
 
 from __future__ import annotations
@@ -14,12 +36,11 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import OPEN_END
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END
 from windlass.engine.execution.far_keys import turns_to_far_keys
 from windlass.engine.execution.sequences import LiveSequence
 from windlass.engine.rotary.distances import Distances
 
-NO_BOUND = 2**62  # a reach beyond any sequence
 _NOTHING = -1  # the row of a range in which nothing is seen
 
 

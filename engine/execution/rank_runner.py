@@ -115,8 +115,7 @@ class RankRunner:
         # sequence that comes back, or be what is copied.
         if self._persisted is not None and plan.saved:
             self._persisted.save(plan.saved)
-        for parked in plan.parked:
-            self.cache.park(parked)
+        self._park(plan)
         if self._persisted is not None and plan.loaded:
             self._persisted.put(plan.loaded)
         for parked in plan.unparked:
@@ -127,6 +126,10 @@ class RankRunner:
         for rerotations in (plan.set_aside, plan.rerotations):
             for rerotation in rerotations:
                 self._rotator.apply(rerotation)
+
+    def _park(self, plan: SchedulerOutput) -> None:
+        for parked in plan.parked:
+            self.cache.park(parked)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""

@@ -20,6 +20,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.execution.sequences import columns_for
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Recorder, Recording, RowsAhead
@@ -164,7 +165,7 @@ def _new_plan(batch: ForwardBatch, x: Tensor | None, width: int) -> _Plan:
 
 def _width_of(batch: ForwardBatch) -> int:
     """Columns of the block tables in the memory that such a step is repeated on."""
-    return max(64, 1 << (batch.block_tables.shape[2] - 1).bit_length())
+    return columns_for(batch.block_tables.shape[2])
 
 
 def _key_of(batch: ForwardBatch, maxima: bool) -> tuple[int, ...]:

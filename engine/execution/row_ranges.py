@@ -2,7 +2,10 @@
 
 What `query_ranges` says of one step's queries is said here without their positions, which the device knows: a version is turned
 by a number, and from some position on by as much less as the query has moved on. So the numbers change only with the layout of
-a sequence, once in a block of tokens. Responsible for the numbers alone.
+a sequence, once in a block of tokens. Responsible for the numbers alone, in the words of `ranges`, where there is an example. Its
+query has version 1 in the first span, turned by -48, and 0 in the second; with sinks, version 1 is turned by 0 up to position 22.
+
+Both say by the same rules who meets what: `tests/engine/execution/test_row_ranges.py` holds them to each other.
 """
 
 from __future__ import annotations
@@ -12,8 +15,8 @@ from collections import abc
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout
-from windlass.engine.execution.ranges import NO_BOUND, last_turned, reaches_of, spans_of
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END, SlotLayout
+from windlass.engine.execution.ranges import last_turned, reaches_of, spans_of
 from windlass.engine.execution.sequences import LiveSequence
 
 # Of each range of a row: where it ends, the version of the query that meets it (0: as it is, -1: none), what distances in it are

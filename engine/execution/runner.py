@@ -85,7 +85,14 @@ class Runner(RankRunner):
 
     @torch.inference_mode()
     def start(self, plan: SchedulerOutput) -> StartedStep:
-        """The same; where a device can go on without its host, it is still at it. A plan that is `ahead` takes such a device."""
+        """Begin to carry out a plan; whoever holds what is returned asks it for the results.
+
+        What a plan changes once has been done by then: books, rotary rows, pages. Its tokens have been computed and drawn
+        too, unless a device does that by itself: then it may still be at it (`under_way`), and a plan that is `ahead` can be
+        begun behind it. Such a plan takes a device like that; every other one waits until the device is done with the last.
+        Raises MissedPlanError unless the plan follows the last one, RankEndedError, and what a step raises: after which
+        `can_repeat` says whether the rest of it may be tried again.
+        """
         self._followed = None
         if self._tell is not None and self.drafter is None:
             self._tell(TakePart(plan))
@@ -95,7 +102,7 @@ class Runner(RankRunner):
         self._followed = plan.step
         under_way = None if self.graphs is None or self.drafter is not None else self._passes.start(plan, self.graphs)
         if under_way is None:
-            results = self._compute(plan)
+            results = self._compute_and_draw(plan)
             self._check_ranks()
             return StartedStep(results)
         self.positions_computed += plan.num_tokens
@@ -121,9 +128,9 @@ class Runner(RankRunner):
             del self.sequences.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # what its first passes drew
             for seq_id in item.samples:
                 self.sampler.forget(seq_id)  # its counts may be half done, and follow from the tokens
-        return self._compute(plan)
+        return self._compute_and_draw(plan)
 
-    def _compute(self, plan: SchedulerOutput) -> list[StepResult]:
+    def _compute_and_draw(self, plan: SchedulerOutput) -> list[StepResult]:
         if self.drafter is not None:
             plan = self.drafter.propose(plan) if plan.sequences else plan
             if self._tell is not None:  # with what is proposed
@@ -174,7 +181,7 @@ class Runner(RankRunner):
         return self.replay.draw_passes(batch, ahead, plan.passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
-    def compute(self, plan: SchedulerOutput) -> Tensor:
+    def hidden_states(self, plan: SchedulerOutput) -> Tensor:
         """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
         self._follow(plan)
         return self._forward(plan)[0]
@@ -192,6 +199,11 @@ class Runner(RankRunner):
             self._pooler.forget(seq_id)
         if self.drafter is not None:
             self.drafter.follow(plan)
+
+    def _park(self, plan: SchedulerOutput) -> None:
+        super()._park(plan)
+        if self.drafter is not None:
+            self.drafter.park(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
         """See `RankRunner.restore`."""

@@ -21,6 +21,11 @@ from windlass.engine.scheduling.plan import NewSequence, SchedulerOutput, Snapsh
 _FIRST_COLUMNS = 64
 
 
+def columns_for(blocks: int) -> int:
+    """Columns of tables that hold so many blocks, where memory is kept for tables as they grow."""
+    return max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
+
+
 class MissedPlanError(RuntimeError):
     """A plan is not the one after the last that was followed. A `Snapshot` of the scheduler's heals it."""
 

@@ -12,7 +12,7 @@ from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.errors import EngineError
 from windlass.kernels import Backend
 
-_BAD_LOGITS = "the model produced NaN or infinite logits for this request"
+BAD_LOGITS = "the model produced NaN or infinite logits for this request"
 
 
 def token_logprobs(
@@ -29,7 +29,7 @@ def token_logprobs(
     found = backend.token_logprobs(logits.float(), rows, targets, min(k, logits.shape[1]))
     ranks: list[int] = found.ranks.tolist()
     if 0 in ranks:
-        raise EngineError(_BAD_LOGITS)
+        raise EngineError(BAD_LOGITS)
     tops = zip(found.top_ids.tolist(), found.top.tolist(), strict=True)
     return [
         TokenLogprobs(token, logprob, rank, tuple(zip(*top, strict=True)))

@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.engine.api.request import TokenLogprobs
 from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.sampling.grammar.masks import GrammarMasks
-from windlass.engine.sampling.logprobs import token_logprobs
+from windlass.engine.sampling.logprobs import BAD_LOGITS, token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
 from windlass.engine.sampling.prepared_draws import PreparedDraws
 from windlass.engine.sampling.slot import SampleSlot
@@ -25,13 +25,12 @@ from windlass.kernels import Backend, DrawStatus
 
 __all__ = ["Drawn", "Sampler", "token_logprobs"]
 
-_BAD_LOGITS = "the model produced NaN or infinite logits for this request"
 _NOTHING_LEFT = (
     "no token is left to draw: the allowed ids, the grammar, bad_words, min_tokens and penalties of this request "
     "exclude everything, or the grammar has become too complex to follow"
 )
 _ERRORS: dict[int, str] = {
-    DrawStatus.BAD_LOGITS: _BAD_LOGITS,
+    DrawStatus.BAD_LOGITS: BAD_LOGITS,
     DrawStatus.NOTHING_LEFT: _NOTHING_LEFT,
     DrawStatus.NO_SUCH_ID: "this request names a token id outside the vocabulary",
 }
@@ -72,8 +71,8 @@ def result_of(seq_id: int, tokens: Sequence[int], statuses: Sequence[int]) -> St
 
 def _failure(message: str | None) -> EngineError:
     """The request's own fault unless the model's numbers are none."""
-    if message is None or message == _BAD_LOGITS:
-        return EngineError(_BAD_LOGITS)
+    if message is None or message == BAD_LOGITS:
+        return EngineError(BAD_LOGITS)
     return RequestError(message, None, "no_token_left")
 
 

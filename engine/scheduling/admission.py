@@ -22,16 +22,24 @@ _RETRY_STEPS = 8  # steps after which a sequence that found no room is matched a
 
 
 class Admission:
-    """The choice of whom to admit, with what it remembers of the last refusal."""
+    """The choice of whom to admit, with what it remembers of the last refusal.
+
+    restoring: who brings back from files what prompts lack, if anybody does.
+    """
 
     def __init__(
-        self, config: SchedulerConfig, limits: ContextLimits, blocks: BlockManager, reuse: PassageReuser
+        self,
+        config: SchedulerConfig,
+        limits: ContextLimits,
+        blocks: BlockManager,
+        reuse: PassageReuser,
+        restoring: Restoring | None = None,
     ) -> None:
         self._reuse = reuse
         self._config = config
         self._limits = limits
         self._blocks = blocks
-        self.restoring: Restoring | None = None  # who brings back from files what prompts lack, if anybody does
+        self._restoring = restoring
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
@@ -105,7 +113,7 @@ class Admission:
                     return seq, False
                 self._blocked = (seq.seq_id, step, self._blocks.available())
                 return None
-            if self.restoring is not None and self.restoring.holds_back(seq):
+            if self._restoring is not None and self._restoring.holds_back(seq):
                 continue
             hit, full = 0, False
             if not seq.needs_every_row:
@@ -120,7 +128,7 @@ class Admission:
                 self._blocks.free(seq.cache)
                 self._blocked = (seq.seq_id, step, before)
                 return None
-            if self.restoring is not None and self.restoring.looks_again(seq, hit + full):
+            if self._restoring is not None and self._restoring.looks_again(seq, hit + full):
                 self._blocks.free(seq.cache)
                 continue
             return seq, full

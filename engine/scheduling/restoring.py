@@ -4,6 +4,16 @@ A waiting sequence whose turn it is looks once: if more of its prefix is kept th
 take, it steps aside until they are read. Blocks come into the cache as they arrive, between two steps and few at a time where
 streams run, and nobody holds them: they are what blocks of an ended request are. Then the sequence is admitted as any other is,
 with whatever is there; so a file that is gone, damaged or slow to read costs it a moment and nothing else.
+
+What a waiting sequence is to this, by the fields of `Sequence` that are written here alone (but that a preemption takes
+`has_looked` back):
+
+| has_looked | fetch | num_seen_blocks | it |
+| --- | --- | --- | --- |
+| no | None | any | has not looked since it began to wait, or is to look again |
+| yes | set | blocks cached when it looked | steps aside until they are read |
+| yes | None | blocks cached when it looked or that came | may be admitted |
+| yes | set or None | `MISSED_ONCE` | the same, and is not held back for evicted blocks once more |
 """
 
 from __future__ import annotations
@@ -42,14 +52,14 @@ class _Present:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Waiting:
-    """num_cached: blocks of its prefix that the cache held when it began to wait. looks_again: it waits for what another wants,
-    which may not be all that it lacks.
+    """num_cached: blocks of its prefix that the cache held when it began to wait. is_anothers: it waits for what another wants,
+    which may not be all that it lacks: it looks once more then.
     """
 
     seq: Sequence
     fetch: Fetch
     num_cached: int
-    looks_again: bool
+    is_anothers: bool
 
 
 class Restoring:
@@ -81,7 +91,7 @@ class Restoring:
                 if same is not None:
                     same.num_waiting += 1
                 seq.fetch = same or self._store.fetch(wanted)
-                self._waiting.append(_Waiting(seq, seq.fetch, cached, looks_again=same is not None))
+                self._waiting.append(_Waiting(seq, seq.fetch, cached, is_anothers=same is not None))
         return seq.fetch is not None
 
     def looks_again(self, seq: Sequence, hit: int) -> bool:
@@ -213,7 +223,7 @@ class Restoring:
         seq, fetch = waiting.seq, waiting.fetch
         self._waiting.remove(waiting)
         seq.fetch = None
-        seq.has_looked = fetch.is_cancelled or not waiting.looks_again
+        seq.has_looked = fetch.is_cancelled or not waiting.is_anothers
         parts = _parts(seq)
         for part in parts:
             self._keep_longest(part.chain.digests)

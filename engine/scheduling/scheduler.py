@@ -73,7 +73,8 @@ class Scheduler:
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
     whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too. cuts: where
     chunks of prompts end.
-    adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses.
+    adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses,
+    which `blocks` offers them to.
     clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
@@ -101,11 +102,8 @@ class Scheduler:
         self._clock = clock
         self.counters = SchedulerCounters()
         self._reuse = PassageReuser(blocks, self.counters)
-        self._admission = Admission(config, limits, blocks, self._reuse)
-        self._restoring: Restoring | None = None
-        if store is not None:
-            blocks.keeper = store
-            self._restoring = self._admission.restoring = Restoring(blocks, store, self._reuse, clock)
+        self._restoring = None if store is None else Restoring(blocks, store, self._reuse, clock)
+        self._admission = Admission(config, limits, blocks, self._reuse, self._restoring)
         self._stages = StageChanges(blocks, rotary, self.counters, namespace, limits, adapter_key)
         self._writer = PlanWriter() if store is None else PlanWriter(store.take_saved)
         seeds = fresh_seed or (lambda: random.SystemRandom().getrandbits(63))
@@ -231,7 +229,7 @@ class Scheduler:
         return len(self._places.waiting)
 
     def live_sequences(self) -> list[Sequence]:
-        """Every sample not ended yet, for integrity checks."""
+        """Every sample that has not ended yet."""
         return list(self._requests.by_id.values())
 
     # -- planning ------------------------------------------------------------------------------------------------

@@ -23,7 +23,13 @@ MISSED_ONCE = -1
 
 
 class SequenceStatus(Enum):
-    """WAITING holds no blocks and no rotary row; FORKING is a sample whose first token its parent's row draws."""
+    """What a sequence may hold, and which of its fields go with it. `Places` changes it.
+
+    WAITING: no blocks and no rotary row, but for pages that are parked (`cache.is_parked`); `waits_for` and `fetch` may be set.
+    FORKING: nothing yet, of a sample whose first token its parent's row draws.
+    RUNNING: blocks and a rotary row; `rerotations`, `num_planned_ahead` and `num_dropped_ahead` may be set.
+    FINISHED: nothing; nobody looks at it any more.
+    """
 
     WAITING = auto()
     FORKING = auto()
@@ -35,29 +41,40 @@ class SequenceStatus(Enum):
 class Sequence:
     """Tokens, sampling and status of one sample.
 
-    token_ids: the prompt followed by the output so far; grows in place.
+    Set when it is made (`LiveRequests`):
+    token_ids: the prompt followed by the output so far; grows in place, by what `ResultIntake` takes in.
     cache: what it holds in the cache; its computed length chases `num_tokens`. held: how much that may be.
-    rotation, stage: how frequencies depend on the length, and those that the cached keys are under now.
-    rotary_id: row of the rotary tables, -1 while not running.
+    rotation: how frequencies depend on the length.
     turn: where its request stands among those of all callers (see `turns`).
     arrival_number: order of arrival among requests; (priority, where the turn starts, arrival_number, index) ranks sequences.
+    arrival_time, and the other *_time: seconds on the scheduler's clock.
+
+    Its place (`Places`, `StageChanges`):
+    stage: the frequencies that the cached keys are under now. rotary_id: row of the rotary tables, -1 while not running.
+    rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
+
+    Tokens that are computed again (`SchedulerCounters`, `StageChanges`, `ResultIntake`):
     num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
+    cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
+
+    What it waits for (`Admission`; of files `Restoring`, which tells of the combinations there are):
     waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
     has_looked, fetch: whether those who keep blocks were asked for what the cache lacks since it began to wait, and what it waits
     for of that. num_seen_blocks: of its prefix, that were cached then or came; `MISSED_ONCE` where they were gone at its
     admission.
-    cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
+
+    Other samples of its request (`Scheduler`, `ResultIntake`), which sample 0 alone has:
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
-    ended_samples: samples of the request that were ended before they stood on their own; sample 0 keeps them for all.
+    ended_samples: those that were ended before they stood on their own.
+
+    What steps left behind (`Scheduler`, `ResultIntake`, `Speculation`, `StepsAhead`):
     prompt_logprobs: those known so far, None if not asked for or handed out already.
-    rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
     drafting: what speculation remembers of it, None before its first proposal.
     num_planned_ahead: tokens of steps that were planned before the results of those in front of them were known, and are not
     taken in yet. num_dropped_ahead: tokens that were dropped for one of those while what is in front of it is not taken in.
     last_step: the step that last scheduled it.
-    *_time: seconds on the scheduler's clock.
     """
 
     seq_id: int
@@ -74,20 +91,25 @@ class Sequence:
     turn: CallerTurn
     arrival_number: int
     arrival_time: float
-    rotary_id: int = -1
+    # Its place.
     status: SequenceStatus = SequenceStatus.WAITING
+    rotary_id: int = -1
+    rerotations: list[KeyRerotation] = field(default_factory=list)
+    # Tokens that are computed again.
     num_seen_tokens: int = 0
     recompute_reason: str = "preemption"
     full_hit_end: int = 0
     cached_tokens: int | None = None
+    # What it waits for.
     waits_for: tuple[Sequence, int] | None = None
     has_looked: bool = False
     num_seen_blocks: int = 0
     fetch: Fetch | None = None
+    # Other samples.
     children: list[Sequence] | None = None
     ended_samples: set[int] = field(default_factory=set)
+    # What steps left behind.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    rerotations: list[KeyRerotation] = field(default_factory=list)
     drafting: Drafting | None = None
     num_planned_ahead: int = 0
     num_dropped_ahead: int = 0

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.cpu.checks import PageSizes, check, page_sizes, pages_refusal, scales_refusal, vector_ok
-from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import PAGE_CODES, PAGES_OF_ROWS, TYPE_CODES, Library
 from windlass.kernels.cpu.structs import AttentionArguments, attention_arguments
 from windlass.kernels.layouts.pages import KVPages
 
@@ -48,7 +48,7 @@ def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | N
     return None
 
 
-def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library | None = None) -> Tensor:
+def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
     """Attention of one new token per sequence over its cached keys (its own, the last, included).
 
     q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Of the call:
@@ -79,7 +79,7 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
         tables = tables.contiguous()
     out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
     arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
-    _raise_for((library or load()).paged_attention_decode(arguments), "paged_attention_decode")
+    _raise_for(library.paged_attention_decode(arguments), "paged_attention_decode")
     return out
 
 
@@ -97,7 +97,7 @@ def paged_attention_prefill(
     out: Tensor | None = None,
     fewest: int = 1,
     rounds: bool = False,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
 
@@ -146,21 +146,23 @@ def paged_attention_prefill(
     )
     rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
     arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
-    _raise_for((library or load()).paged_attention_prefill(arguments, fewest), name)
+    _raise_for(library.paged_attention_prefill(arguments, fewest), name)
     return out
 
 
 def _check_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
     """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
-    ends, rows, reaches, gaps = call.range_ends, call.range_rows, call.range_reaches, call.range_gaps
-    if ends is None or rows is None or reaches is None:
+    ranges = call.ranges
+    if ranges is None:
         check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
         return
     slopes = call.alibi_slopes
     fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
     check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
-    for part in (ends, rows, reaches) if gaps is None else (ends, rows, reaches, gaps):
-        fits = part.dim() == 2 and part.shape == (call.batch_size, ends.shape[1]) and part.is_cpu
+    for part in (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps):
+        if part is None:
+            continue
+        fits = part.dim() == 2 and part.shape == (call.batch_size, ranges.ends.shape[1]) and part.is_cpu
         check(
             fits and part.dtype == torch.int64 and part.is_contiguous(),
             f"{name}: what ranges are given by must be int64 [{call.batch_size}, R], contiguous",
@@ -179,7 +181,7 @@ def _arguments(
     rounds: bool = False,
 ) -> AttentionArguments:
     """What has been checked, as the kernels take it. wide: lengths are int64."""
-    key_scales, value_scales, sinks, ends = pages.key_scale, pages.value_scale, call.sink_logits, call.range_ends
+    key_scales, value_scales, sinks, ranges = pages.key_scale, pages.value_scale, call.sink_logits, call.ranges
     return attention_arguments(
         *(q.data_ptr(), pages.key.data_ptr(), pages.value.data_ptr()),
         0 if key_scales is None else key_scales.data_ptr(),
@@ -188,16 +190,16 @@ def _arguments(
         0 if query_start is None else query_start.data_ptr(),
         *(call.seq_lens.data_ptr(), call.score_scale.data_ptr()),
         0 if sinks is None else sinks.data_ptr(),
-        0 if ends is None else ends.data_ptr(),
-        0 if call.range_rows is None else call.range_rows.data_ptr(),
-        0 if call.range_reaches is None else call.range_reaches.data_ptr(),
+        0 if ranges is None else ranges.ends.data_ptr(),
+        0 if ranges is None else ranges.rows.data_ptr(),
+        0 if ranges is None else ranges.reaches.data_ptr(),
         0 if call.alibi_slopes is None else call.alibi_slopes.data_ptr(),
-        0 if call.range_gaps is None else call.range_gaps.data_ptr(),
+        0 if ranges is None or ranges.gaps is None else ranges.gaps.data_ptr(),
         out.data_ptr(),
         *(q.shape[0], q.stride(0), q.stride(1)),
         *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
         *(tables.stride(0), tables.shape[1]),
-        *(call.seq_lens.shape[0], q.shape[-2], 0 if ends is None else ends.shape[1]),
+        *(call.seq_lens.shape[0], q.shape[-2], 0 if ranges is None else ranges.ends.shape[1]),
         *(call.window or 0, call.chunk or 0),
         *(call.scale, call.soft_cap or 0.0),
         *(TYPE_CODES[q.dtype], PAGES_OF_ROWS if pages.has_rows_of_codes else PAGE_CODES[pages.key.dtype]),
@@ -212,7 +214,7 @@ def _raise_for(code: int, name: str) -> None:
     if code == 2:
         raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
     if code == 4:
-        raise IndexError(f"{name}: range_rows name a row that q lacks")
+        raise IndexError(f"{name}: ranges name a row that q lacks")
     if code == 5:
         raise ValueError(f"{name}: the last range ends before the last key")
     if code:

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.forms import FORMS
 from windlass.kernels.torch.block_bytes import check_blocks
@@ -16,14 +16,14 @@ _QUANTIZED = ("q8_0", "q4_k", "q5_k", "q6_k")
 MOST_SUPER_GROUPS = 64
 
 
-def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library | None = None) -> None:
+def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> None:
     """Put rows of blocks, uint8 [count, row bytes] as a file has them, into rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
     _check_weight(target.weight)
     check(blocks.is_cpu, f"repack_blocks: the blocks are on {blocks.device}")
     if blocks.shape[1] > 1 and blocks.stride(1) != 1:
         blocks = blocks.contiguous()
-    (library or load()).repack_blocks(
+    library.repack_blocks(
         blocks.data_ptr(),
         blocks.stride(0),
         _KINDS[target.weight.form.name],
@@ -34,9 +34,7 @@ def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library | None 
     )
 
 
-def pack_blocks(
-    target: BlockRows, source: Tensor, weights: Tensor | None = None, *, library: Library | None = None
-) -> None:
+def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None, *, library: Library) -> None:
     """Quantize source [count, columns] into rows of a weight: the bytes of `block_quantizers`. Raises ValueError.
 
     weights: float32, how much the squared error of an element counts, broadcast to the source's shape.
@@ -54,7 +52,7 @@ def pack_blocks(
         weights = weights.expand(source.shape)
         if source.shape[1] > 1 and weights.stride(1) != 1:
             weights = weights.contiguous()
-    (library or load()).pack_blocks(
+    library.pack_blocks(
         source.data_ptr(),
         source.stride(0),
         TYPE_CODES[source.dtype],

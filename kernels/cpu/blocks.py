@@ -9,7 +9,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu import gates
 from windlass.kernels.cpu.checks import check, check_out, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.linear import linear_small
 from windlass.kernels.layouts.blocks import BlockWeight
 
@@ -38,7 +38,7 @@ def linear_blocks(
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x rounded to 8 bits, a float32 scale for each group of elements that the weight's form has.
 
@@ -61,7 +61,7 @@ def linear_blocks(
     else:
         check_out(made := out, rows, width, torch.float32)
     if rows and columns:
-        code = (library or load()).linear_blocks(
+        code = library.linear_blocks(
             wide.data_ptr(),
             wide.stride(0),
             *described,
@@ -84,7 +84,7 @@ def linear_blocks_rounded(
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with x and the weight's numbers rounded to bfloat16, for many rows, by the processor's matrix unit.
 
@@ -94,7 +94,7 @@ def linear_blocks_rounded(
     rows, columns = x.shape[0], weight.rows
     activation_code, width = gates.code_and_width(columns, activation)
     _check_rows(x, weight, bias)
-    described, multiply = _described(weight), (library or load()).linear_blocks_rounded
+    described, multiply = _described(weight), library.linear_blocks_rounded
     if multiply is None:
         raise ValueError("linear_blocks_rounded: this processor has no matrix unit")
     given = x.float() if x.dtype == torch.float16 else x
@@ -138,7 +138,7 @@ def linear_blocks_widened(
     *,
     most_rows: int,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32.
 
@@ -168,7 +168,7 @@ def linear_blocks_widened(
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
-def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library | None = None) -> Tensor:
+def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library: Library) -> Tensor:
     """table[ids] * scale in float32. ids: [T] int64, contiguous. Returns [T, columns]; without the scale, these are the bits of
     the table's `dequantize`. Raises ValueError, and IndexError for an id that is no row.
     """
@@ -178,10 +178,8 @@ def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library
     return out
 
 
-def _widen(
-    weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library | None
-) -> None:
-    code = (library or load()).widen_blocks(
+def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library) -> None:
+    code = library.widen_blocks(
         *_described(weight),
         None if ids is None else ids.data_ptr(),
         first,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.ops import ACTIVATIONS
 
 
@@ -21,7 +21,7 @@ def _check_rows(x: Tensor, name: str) -> None:
     )
 
 
-def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, library: Library | None = None) -> Tensor:
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, library: Library) -> Tensor:
     """See `Backend.layer_norm`. x: [T, D] or [T, H, D], any strides but the last. Raises ValueError."""
     shape = x.shape
     check(
@@ -35,54 +35,50 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, li
     )
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    (library or load()).layer_norm(
+    library.layer_norm(
         *(x.data_ptr(), x.stride(-2), max(group, 1), x.stride(0), TYPE_CODES[x.dtype]),
         *(weight.data_ptr(), None if bias is None else bias.data_ptr(), eps, out.data_ptr(), shape[0] * group, dim),
     )
     return out
 
 
-def activate(x: Tensor, activation: str, *, library: Library | None = None) -> Tensor:
+def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
     """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     _check_rows(x, "activate")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    (library or load()).activate(
-        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], ACTIVATIONS[activation], out.data_ptr(), *x.shape
-    )
+    library.activate(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], ACTIVATIONS[activation], out.data_ptr(), *x.shape)
     return out
 
 
-def xielu(
-    x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library | None = None
-) -> Tensor:
+def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library) -> Tensor:
     """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
     _check_rows(x, "xielu")
     numbers = (alpha_p, alpha_n, beta, eps)
     check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    (library or load()).xielu(
+    library.xielu(
         x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], *(one.data_ptr() for one in numbers), out.data_ptr(), *x.shape
     )
     return out
 
 
-def clip(x: Tensor, limit: float, *, library: Library | None = None) -> None:
+def clip(x: Tensor, limit: float, *, library: Library) -> None:
     """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
     _check_rows(x, "clip")
-    (library or load()).clip(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], limit, *x.shape)
+    library.clip(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], limit, *x.shape)
 
 
-def scale_rows(x: Tensor, factors: Tensor, *, library: Library | None = None) -> None:
+def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
     """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
     _check_rows(x, "scale_rows")
     check(
         vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
     )
-    (library or load()).scale_rows(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], factors.data_ptr(), *x.shape)
+    library.scale_rows(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], factors.data_ptr(), *x.shape)
 
 
-def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library | None = None) -> None:
+def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library) -> None:
     """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
     _check_rows(x, "scale_columns")
     for factors in (first, second):
@@ -90,6 +86,4 @@ def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library 
             vector_ok(factors, torch.float32, x.shape[1]),
             f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
         )
-    (library or load()).scale_columns(
-        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], first.data_ptr(), second.data_ptr(), *x.shape
-    )
+    library.scale_columns(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], first.data_ptr(), second.data_ptr(), *x.shape)

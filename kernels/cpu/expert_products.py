@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu import blocks, panels
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.linear import ACTIVATION_TYPES
 from windlass.kernels.cpu.structs import ExpertPartFields, ExpertProductsFields
 from windlass.kernels.layouts.blocks import BlockWeight
@@ -35,7 +35,7 @@ class CompiledExperts(ExpertWeights):
         self,
         weights: Sequence[ExpertWeight],
         biases: Sequence[Tensor] | None,
-        library: Library | None = None,
+        library: Library,
         *,
         rounds_blocks: bool = False,
         rounds_panels: bool = False,
@@ -55,7 +55,7 @@ class CompiledExperts(ExpertWeights):
         for expert, own in enumerate(parts):
             for place, (part, first) in enumerate(own):
                 self._table[expert * self.parts + place] = _fields(part, first, self.bias(expert))
-        found = (library or load()).addresses
+        found = library.addresses
         self._products = ExpertProductsFields(
             *(found["linear"], found["linear_panels"], found["linear_blocks"]),
             found.get("linear_blocks_rounded") if rounds_blocks else None,
@@ -98,7 +98,7 @@ def _fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFields:
     return fields
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, library: Library | None = None) -> Routed:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, library: Library) -> Routed:
     """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
     check(
@@ -113,7 +113,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, libra
     )
     chosen = torch.empty((rows, routing.top_k), dtype=torch.int64)
     weights = torch.empty((rows, routing.top_k), dtype=torch.float32)
-    (library or load()).route_experts(
+    library.route_experts(
         logits.data_ptr(),
         logits.stride(0),
         None if bias is None else bias.data_ptr(),
@@ -134,7 +134,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, libra
     return Routed(chosen, weights)
 
 
-def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, library: Library | None = None) -> Tensor:
+def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, library: Library) -> Tensor:
     """See `Backend.linear_of_experts`: any number of rows is right. x: in any float type, float32 and bfloat16 without a copy.
 
     Raises ValueError, MemoryError, and IndexError for an expert that is none.
@@ -155,7 +155,7 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
         wide = wide.contiguous()
     out = torch.empty((rows, experts.columns), dtype=wide.dtype)
     if rows:
-        code = (library or load()).linear_of_experts(
+        code = library.linear_of_experts(
             wide.data_ptr(),
             wide.stride(0),
             TYPE_CODES[wide.dtype],
@@ -177,7 +177,7 @@ def linear_of_experts(x: Tensor, experts: CompiledExperts, chosen: Tensor, *, li
     return out if out.dtype == x.dtype else out.to(x.dtype)
 
 
-def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library | None = None) -> Tensor:
+def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library) -> Tensor:
     """See `Backend.sum_of_experts`. x: contiguous. Raises ValueError."""
     rows, top_k = weights.shape
     check(
@@ -191,7 +191,7 @@ def sum_of_experts(x: Tensor, weights: Tensor, *, library: Library | None = None
         f"sum_of_experts: x is {x.dtype} {tuple(x.shape)}, weights {weights.dtype} {tuple(weights.shape)}",
     )
     out = torch.empty((rows, x.shape[1]), dtype=x.dtype)
-    (library or load()).sum_of_experts(
+    library.sum_of_experts(
         x.data_ptr(), TYPE_CODES[x.dtype], weights.data_ptr(), top_k, out.data_ptr(), rows, x.shape[1]
     )
     return out

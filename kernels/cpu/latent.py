@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.layouts.pages import KVPages
 
 
@@ -23,7 +23,7 @@ def expansion(pages: KVPages, *, narrow: bool) -> LatentExpansion:
     return LatentExpansion(1.25, 1.25)
 
 
-def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library | None = None) -> Tensor:
+def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) -> Tensor:
     """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
     _check(q, up, "latent_queries")
     tokens, heads, width = q.shape
@@ -33,14 +33,14 @@ def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library |
         f"latent_queries: q {tuple(q.shape)} with {rotary_dim} rotated dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads, rotary_dim + dim), dtype=q.dtype)
-    (library or load()).latent_queries(
+    library.latent_queries(
         *(q.data_ptr(), q.stride(0), q.stride(1), TYPE_CODES[q.dtype], up.data_ptr(), TYPE_CODES[up.dtype]),
         *(out.data_ptr(), tokens, heads, rotary_dim, plain, up.shape[1] - plain, dim),
     )
     return out
 
 
-def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Library | None = None) -> Tensor:
+def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Library) -> Tensor:
     """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
     _check(attended, up, "latent_values")
     tokens, heads, dim = attended.shape
@@ -49,7 +49,7 @@ def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Libr
         f"latent_values: {tuple(attended.shape)} for {value_dim} dims does not fit matrices {tuple(up.shape)}",
     )
     out = torch.empty((tokens, heads * value_dim), dtype=attended.dtype)
-    (library or load()).latent_values(
+    library.latent_values(
         *(attended.data_ptr(), attended.stride(0), attended.stride(1), TYPE_CODES[attended.dtype]),
         *(up.data_ptr(), TYPE_CODES[up.dtype], out.data_ptr()),
         *(tokens, heads, up.shape[1] - value_dim, value_dim, dim),
@@ -57,7 +57,7 @@ def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Libr
     return out
 
 
-def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library | None = None) -> None:
+def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library) -> None:
     """See `Backend.rms_norm_in_place`. x: [T, D], any row stride. Raises ValueError."""
     check(
         x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
@@ -65,9 +65,7 @@ def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library
     )
     rows, dim = x.shape
     check(vector_ok(weight, torch.float32, dim), f"rms_norm_in_place: weight must be float32 [{dim}], contiguous")
-    (library or load()).rms_norm_in_place(
-        x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), eps, rows, dim
-    )
+    library.rms_norm_in_place(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), eps, rows, dim)
 
 
 def _check(x: Tensor, up: Tensor, name: str) -> None:

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check_out
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 
 # Measured on AVX2 with two threads on whole prefill chunks of a 1B Llama: ours leads up to 192 rows, from 256 on torch's
 # product is as quick, at 512 quicker.
@@ -55,7 +55,7 @@ def linear_small(
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -74,7 +74,7 @@ def linear_small(
     if inner == 0:
         return out.zero_() if bias is None else out.copy_(bias)
     if rows and columns:
-        code = (library or load()).linear(
+        code = library.linear(
             x.data_ptr(),
             x.stride(0),
             TYPE_CODES[x.dtype],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.structs import LowRankFields, LowRankPartFields
 from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, PANEL_ROWS, STRIP, LowRank, LowRankPart, LowRankTable
 
@@ -67,9 +67,7 @@ def _fields_of(part: LowRankPart) -> LowRankPartFields:
     return LowRankPartFields(part.up.data_ptr(), *sizes, part.scale)
 
 
-def add_low_rank(
-    out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor, *, library: Library | None = None
-) -> None:
+def add_low_rank(out: Tensor, x: Tensor, table: CompiledLowRankTable, slots: Tensor, *, library: Library) -> None:
     """See `Backend.add_low_rank`. out, x: float32, bfloat16 or float16, of one type, with adjacent elements in a row.
 
     Raises ValueError, IndexError for a slot that the table lacks, and MemoryError.
@@ -88,7 +86,7 @@ def add_low_rank(
         f"[T, {table.inner}] of one type with adjacent elements",
     )
     check(vector_ok(slots, torch.int64, rows), f"add_low_rank: slots are {slots.dtype} {tuple(slots.shape)}")
-    code = (library or load()).add_low_rank(
+    code = library.add_low_rank(
         x.data_ptr(),
         x.stride(0),
         out.data_ptr(),

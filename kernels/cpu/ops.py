@@ -10,14 +10,12 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 
 ACTIVATIONS = {"silu": 0, "gelu_tanh": 1, "gelu": 2, "relu2": 3}
 
 
-def rms_norm(
-    x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, library: Library | None = None
-) -> Tensor:
+def rms_norm(x: Tensor, weight: Tensor, eps: float, residual: Tensor | None = None, *, library: Library) -> Tensor:
     """x / sqrt(mean(x^2) + eps) * weight over the last dim (1910.07467).
 
     x: [T, D] or [T, H, D] float32, bfloat16 or float16, any strides but the last. weight: [D] float32. With `residual`
@@ -42,7 +40,7 @@ def rms_norm(
         )
     out = torch.empty(shape, dtype=x.dtype)
     group = shape[1] if len(shape) == 3 else 1  # rows of one token
-    (library or load()).rms_norm(
+    library.rms_norm(
         x.data_ptr(),
         x.stride(-2),
         max(group, 1),
@@ -59,7 +57,7 @@ def rms_norm(
     return out
 
 
-def gated_activation(gate_up: Tensor, activation: str, *, library: Library | None = None) -> Tensor:
+def gated_activation(gate_up: Tensor, activation: str, *, library: Library) -> Tensor:
     """activation(gate) * up of [T, 2F] holding (gate, up), any row stride. activation: one of ACTIVATIONS.
 
     Returns [T, F], contiguous, rounded once to gate_up's dtype. Raises ValueError.
@@ -72,7 +70,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library | Non
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    (library or load()).gated_activation(
+    library.gated_activation(
         gate_up.data_ptr(),
         gate_up.stride(0),
         TYPE_CODES[gate_up.dtype],
@@ -84,7 +82,7 @@ def gated_activation(gate_up: Tensor, activation: str, *, library: Library | Non
     return out
 
 
-def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library | None = None) -> Tensor:
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library) -> Tensor:
     """See `Backend.clamped_glu`. gate_up: [T, 2F], any row stride. Returns [T, F] in its dtype. Raises ValueError."""
     check(
         gate_up.dim() == 2
@@ -96,13 +94,13 @@ def clamped_glu(gate_up: Tensor, alpha: float, limit: float, *, library: Library
     )
     rows, dim = gate_up.shape[0], gate_up.shape[1] // 2
     out = torch.empty((rows, dim), dtype=gate_up.dtype)
-    (library or load()).clamped_glu(
+    library.clamped_glu(
         gate_up.data_ptr(), gate_up.stride(0), TYPE_CODES[gate_up.dtype], alpha, limit, out.data_ptr(), rows, dim
     )
     return out
 
 
-def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library | None = None) -> None:
+def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library) -> None:
     """x *= sigmoid(gate). x: [T, N]. gate: [T, N] or [T, 1]; both of any float type and row stride. Raises ValueError."""
     check(
         x.dim() == 2
@@ -111,7 +109,7 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library | None = None) 
         and all(one.shape[1] < 2 or one.stride(1) == 1 for one in (x, gate)),
         f"gate_by_sigmoid: x is {x.dtype} {tuple(x.shape)}, gate {gate.dtype} {tuple(gate.shape)}",
     )
-    (library or load()).gate_by_sigmoid(
+    library.gate_by_sigmoid(
         x.data_ptr(),
         x.stride(0),
         TYPE_CODES[x.dtype],
@@ -123,14 +121,14 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor, *, library: Library | None = None) 
     )
 
 
-def soft_cap(x: Tensor, cap: float, *, library: Library | None = None) -> Tensor:
+def soft_cap(x: Tensor, cap: float, *, library: Library) -> Tensor:
     """cap * tanh(x / cap) of [T, N] float32, any row stride. Returns [T, N], contiguous. Raises ValueError."""
     check(
         x.dim() == 2 and x.dtype == torch.float32 and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
         f"soft_cap: x is {x.dtype} {tuple(x.shape)}, not a float32 CPU tensor [T, N] with adjacent elements",
     )
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
-    (library or load()).soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
+    library.soft_cap(x.data_ptr(), x.stride(0), cap, out.data_ptr(), x.shape[0], x.shape[1])
     return out
 
 
@@ -140,7 +138,7 @@ def embed_rows(
     scale: float = 1.0,
     *,
     dtype: torch.dtype = torch.float32,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """table[ids] * scale, multiplied in float32. table: [N, D] float32, bfloat16 or float16, any row stride. ids: [T] int64,
     contiguous. dtype: any of the three.
@@ -157,7 +155,7 @@ def embed_rows(
     rows, dim = ids.shape[0], table.shape[1]
     check(vector_ok(ids, torch.int64, rows), "embed_rows: ids must be int64, contiguous [T]")
     out = torch.empty((rows, dim), dtype=dtype)
-    code = (library or load()).embed_rows(
+    code = library.embed_rows(
         table.data_ptr(),
         table.stride(0),
         TYPE_CODES[table.dtype],

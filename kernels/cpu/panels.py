@@ -7,7 +7,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu import gates
 from windlass.kernels.cpu.checks import check, check_out
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.layouts.blocks import PANEL
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
@@ -26,7 +26,7 @@ def linear_panels(
     bias: Tensor | None = None,
     *,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias, summed in float32 in an order that does not depend on M: a row's bits are batch-independent.
 
@@ -49,7 +49,7 @@ def linear_panels(
     if weight.columns == 0:
         return (out.zero_() if bias is None else out.copy_(bias)).to(x.dtype)
     if rows and columns:
-        code = (library or load()).linear_panels(
+        code = library.linear_panels(
             given.data_ptr(),
             given.stride(0),
             TYPE_CODES[given.dtype],
@@ -75,7 +75,7 @@ def linear_panels_rounded(
     *,
     activation: str | None = None,
     out: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> Tensor:
     """x @ weight.T + bias for many rows, both bfloat16, by the processor's matrix unit.
 
@@ -84,7 +84,7 @@ def linear_panels_rounded(
     one. Raises ValueError; only for a library that has it.
     """
     _check_operands(x, weight, bias)
-    multiply = (library or load()).linear_panels_rounded
+    multiply = library.linear_panels_rounded
     if multiply is None:
         raise ValueError("linear_panels_rounded: this processor has no matrix unit")
     check(x.dtype == weight.dtype == torch.bfloat16, f"linear_panels_rounded: {x.dtype} times {weight.dtype}")
@@ -114,9 +114,7 @@ def linear_panels_rounded(
     return out
 
 
-def linear_panels_widened(
-    x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library | None = None
-) -> Tensor:
+def linear_panels_widened(x: Tensor, weight: PanelWeight, bias: Tensor | None = None, *, library: Library) -> Tensor:
     """x @ weight.T + bias for many rows: some panels at a time are widened to float32 for torch's product.
 
     x: [M, K] in any float type. The product is float32; returns [M, N] in x's dtype. Extra memory: 8 MiB of widened weights
@@ -132,9 +130,7 @@ def linear_panels_widened(
     for first in range(0, panels, max(step, 1)):
         count = min(step, panels - first)
         block = memory[: inner * count * PANEL].view(inner, count * PANEL)
-        (library or load()).widen_panels(
-            weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr()
-        )
+        library.widen_panels(weight.data.data_ptr(), TYPE_CODES[weight.dtype], first, count, inner, block.data_ptr())
         begin, end = first * PANEL, min((first + count) * PANEL, columns)
         torch.mm(wide, block[:, : end - begin], out=out[:, begin:end])
     if bias is not None:
@@ -142,7 +138,7 @@ def linear_panels_widened(
     return out if x.dtype == torch.float32 else out.to(x.dtype)
 
 
-def pack_panels(target: PanelRows, source: Tensor, *, library: Library | None = None) -> None:
+def pack_panels(target: PanelRows, source: Tensor, *, library: Library) -> None:
     """Put source [count, columns], rounded to the weight's type, into rows of a weight in panels. Raises ValueError."""
     weight = target.weight
     check(source.shape == target.shape, f"pack_panels: {tuple(source.shape)} into {tuple(target.shape)}")
@@ -150,7 +146,7 @@ def pack_panels(target: PanelRows, source: Tensor, *, library: Library | None = 
     source = source.to(weight.dtype)
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
-    (library or load()).pack_panels(
+    library.pack_panels(
         source.data_ptr(),
         source.stride(0),
         TYPE_CODES[weight.dtype],

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.structs import RankGroupFields
 from windlass.kernels.layouts.ranks import SLOT_BYTES, RankEndedError, Ranks
 
@@ -24,15 +24,15 @@ class CompiledRanks:
         )
         self._address = ctypes.addressof(self._group)
 
-    def sum_up(self, x: Tensor, *, library: Library | None = None) -> None:
+    def sum_up(self, x: Tensor, *, library: Library) -> None:
         """See `Backend.sum_over_ranks`. Raises RankEndedError."""
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
             f"sum_over_ranks: x is {x.dtype} {tuple(x.shape)}, not a contiguous float CPU tensor",
         )
-        self._tell((library or load()).sum_over_ranks(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
+        self._tell(library.sum_over_ranks(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
-    def gather_columns(self, part: Tensor, *, library: Library | None = None) -> Tensor:
+    def gather_columns(self, part: Tensor, *, library: Library) -> Tensor:
         """See `Backend.gather_columns`. Raises RankEndedError."""
         bounds, rank = self._ranks.bounds, self._ranks.rank
         columns = bounds[rank + 1] - bounds[rank]
@@ -42,7 +42,7 @@ class CompiledRanks:
         )
         out = torch.empty((part.shape[0], bounds[-1]), dtype=torch.float32) if rank == 0 else None
         address = None if out is None else out.data_ptr()
-        self._tell((library or load()).gather_columns(self._address, part.data_ptr(), address, part.shape[0]))
+        self._tell(library.gather_columns(self._address, part.data_ptr(), address, part.shape[0]))
         return part if out is None else out
 
     def _tell(self, code: int) -> None:

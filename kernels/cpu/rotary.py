@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, page_sizes, pages_refusal, scales_refusal, table_ok, vector_ok
-from windlass.kernels.cpu.library import TYPE_CODES, Library, load
+from windlass.kernels.cpu.library import TYPE_CODES, Library
 
 _CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
 _USUAL_CACHE_BYTES = 32 << 20
@@ -73,7 +73,7 @@ def rotate_and_append(
     *,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> None:
     """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
 
@@ -98,7 +98,7 @@ def rotate_and_append(
         vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
         f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
     )
-    library, pages = library or load(), page_sizes(key_pages, value_pages, key_scales)
+    pages = page_sizes(key_pages, value_pages, key_scales)
     # fmt: off
     rows = (
         q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
@@ -146,7 +146,7 @@ def rerotate_cached_keys(
     values: bool = True,
     key_scales: Tensor | None = None,
     value_scales: Tensor | None = None,
-    library: Library | None = None,
+    library: Library,
 ) -> None:
     """Rotate cached keys by one more rotation each, from source to target slots, and take their values along if asked.
 
@@ -171,7 +171,6 @@ def rerotate_cached_keys(
         vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
         f"rerotate_cached_keys: sources and targets must be int64, contiguous [{count}]",
     )
-    library = library or load()
     # fmt: off
     entries = (
         num_blocks * block_size, sources.data_ptr(), targets.data_ptr(), count, cos.data_ptr(), cos.stride(0),
@@ -194,7 +193,7 @@ def rerotate_cached_keys(
         raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
 
 
-def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library | None = None) -> Tensor:
+def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
     """q as it is, and under it versions of some of its rows, each rotated by one more angle.
 
     q: [T, H, D] float32, bfloat16 or float16, any row and head strides. rows: [M] int64, contiguous. cos, sin: [M, d/2]
@@ -213,7 +212,7 @@ def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: 
         f"turn_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
     )
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
-    code = (library or load()).turn_queries(
+    code = library.turn_queries(
         q.data_ptr(),
         q.stride(0),
         q.stride(1),
@@ -235,9 +234,7 @@ def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: 
     return out
 
 
-def rotary_angles(
-    inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library | None = None
-) -> tuple[Tensor, Tensor]:
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
     """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
 
     inv_freq: [G, R, d/2] float64, contiguous. rows, positions: [T] int64, contiguous. Returns two float32 [G, T, d/2].
@@ -255,7 +252,7 @@ def rotary_angles(
     )
     shape = (groups, tokens, half)
     cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
-    code = (library or load()).rotary_angles(
+    code = library.rotary_angles(
         inv_freq.data_ptr(),
         groups,
         table_rows,

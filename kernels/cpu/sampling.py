@@ -16,7 +16,7 @@ from torch import Tensor
 
 from windlass.kernels import draws
 from windlass.kernels.cpu.checks import check, vector_ok
-from windlass.kernels.cpu.library import Library, load
+from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.structs import DrawFields
 from windlass.kernels.draws import MIN_TEMPERATURE, Filters, LogitsChanges, Penalties, TopLogprobs
 
@@ -77,9 +77,7 @@ def _check_logits(name: str, logits: Tensor) -> None:
     )
 
 
-def draw_tokens(
-    logits: Tensor, draws: Sequence[CompiledDraw], memory: Tensor, *, library: Library | None = None
-) -> None:
+def draw_tokens(logits: Tensor, draws: Sequence[CompiledDraw], memory: Tensor, *, library: Library) -> None:
     """Fill token and status of each draw.
 
     logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
@@ -89,7 +87,7 @@ def draw_tokens(
     check(memory.dtype == torch.uint8 and memory.is_contiguous() and memory.is_cpu, "draw_tokens: memory is no memory")
     count = len(draws)
     addresses = (ctypes.c_void_p * count)(*map(ctypes.addressof, draws))
-    code = (library or load()).draw_tokens(
+    code = library.draw_tokens(
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[0],
@@ -131,9 +129,7 @@ class CompiledDrawer(draws.Drawer):
         draw_tokens(logits, cast(Sequence[CompiledDraw], draws), self._memory, library=self._library)
 
 
-def token_logprobs(
-    logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library | None = None
-) -> TopLogprobs:
+def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library) -> TopLogprobs:
     """What rows of logits [R, V] float32 say of a token each. rows, targets: [N] int64. k: 0 .. V.
 
     Sums are float64. Raises ValueError, and IndexError for a row or a token outside the logits.
@@ -147,7 +143,7 @@ def token_logprobs(
     chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
     memory = drawing_memory(vocab, max(1, min(count, torch.get_num_threads())))
-    code = (library or load()).token_logprobs(
+    code = library.token_logprobs(
         logits.data_ptr(),
         logits.stride(0),
         logits.shape[0],

@@ -8,7 +8,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
-from windlass.kernels.cpu.library import Library, load
+from windlass.kernels.cpu.library import Library
 from windlass.kernels.step_rows import StepRows
 
 
@@ -23,7 +23,7 @@ class CompiledRowsFiller:
         score_scale: Tensor,
         block_size: int,
         *,
-        library: Library | None = None,
+        library: Library,
     ) -> None:
         count, (groups, table_rows, half) = rows.said.shape[1], inv_freq.shape
         check(
@@ -45,7 +45,7 @@ class CompiledRowsFiller:
             "rows_filler: the rows' arrays do not fit each other",
         )
         self.rows, self._block_size, self._table_rows = rows, block_size, table_rows
-        self._library = library or load()
+        self._library = library
         said, positions = rows.said.ctypes.data, rows.positions.ctypes.data
         self._count, self._said = count, said
         self._own = (
@@ -101,7 +101,7 @@ class CompiledRowsFiller:
         return address, group_stride, row_stride, len(tables), blocks, self._block_size
 
 
-def row_maxima(logits: Tensor, *, library: Library | None = None) -> tuple[Tensor, Tensor]:
+def row_maxima(logits: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
     """Of each row of logits [R, V] the first index of its largest value, int64 [R], and that value, float32 [R].
 
     A NaN counts as the largest. logits: float32, any row stride. Raises ValueError, and MemoryError.
@@ -112,8 +112,6 @@ def row_maxima(logits: Tensor, *, library: Library | None = None) -> tuple[Tenso
         f"row_maxima: logits are {logits.dtype} {tuple(logits.shape)}, not float32 [R, V] with adjacent elements",
     )
     ids, values = torch.empty(rows, dtype=torch.int64), torch.empty(rows, dtype=torch.float32)
-    if (library or load()).row_maxima(
-        logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()
-    ):
+    if library.row_maxima(logits.data_ptr(), logits.stride(0), rows, vocab, ids.data_ptr(), values.data_ptr()):
         raise MemoryError("row_maxima: no memory")
     return ids, values

@@ -36,13 +36,6 @@ class BlockForm:
         """Of the codes of one group of one row."""
         return self.group * self.bits // 8
 
-    @property
-    def bits_per_weight(self) -> float:
-        """Scales included, padding not."""
-        if not self.super_groups:
-            return self.bits + 16 * self.parts / self.group
-        return self.bits + 8 * self.parts / self.group + 16 * self.parts / (self.group * self.super_groups)
-
 
 FORMS = {
     form.name: form

@@ -230,7 +230,7 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     distances = [torch.zeros(num_queries, 0, device=q.device)]
     for begin, end, row, reach, gap in call.key_ranges():
         if row + num_queries > q.shape[0]:
-            raise IndexError(f"range_rows: q has no rows {row} to {row + num_queries - 1}")
+            raise IndexError(f"ranges name rows {row} to {row + num_queries - 1}, and q has {q.shape[0]}")
         first_block = begin // block_size
         table = call.block_tables[0, first_block : -(-end // block_size)].long()
         seen = slice(begin - first_block * block_size, end - first_block * block_size)

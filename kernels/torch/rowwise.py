@@ -118,11 +118,15 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     for rows, length, own in call.sequences():
         for i, t in enumerate(range(rows.start, rows.stop)):
             one = own.some_tokens(i, i + 1)
-            if one.range_rows is None or int(one.range_rows.max()) >= q.shape[0]:
-                raise IndexError(f"range_rows: sequence of {length} keys: q has {q.shape[0]} rows")
-            versions = q[one.range_rows[0].clamp(min=0)]  # [R, Hq, D]
-            places = torch.arange(len(versions), device=q.device)
-            one = replace(one, range_rows=torch.where(one.range_rows < 0, one.range_rows, places))
+            assert one.ranges is not None
+            named = one.ranges.rows
+            if int(named.max()) >= q.shape[0]:
+                raise IndexError(
+                    f"ranges of a sequence of {length} keys name a row that q lacks, which has {q.shape[0]} rows"
+                )
+            versions = q[named[0].clamp(min=0)]  # [R, Hq, D]
+            places = torch.where(named < 0, named, torch.arange(len(versions), device=q.device))
+            one = replace(one, ranges=replace(one.ranges, rows=places))
             out[t] = reference.paged_attention(versions, pages, one)[0]
     return out
 

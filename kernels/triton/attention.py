@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import KEY_CUT, AttentionCall
+from windlass.kernels.attention_call import KEY_CUT, AttentionCall, KeyRanges
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
@@ -191,11 +191,7 @@ def _launch(
         call.window or 0,
         call.chunk or 0,
         call.sink_logits,
-        call.range_ends,
-        call.range_rows,
-        call.range_reaches,
-        call.range_gaps,
-        0 if call.range_ends is None else call.range_ends.shape[1],
+        *((None, None, None, None, 0) if call.ranges is None else _parts_of(call.ranges)),
         call.alibi_slopes,
         split,
         grid[1],
@@ -228,3 +224,8 @@ def _launch(
         num_warps=sizes.warps,
         num_stages=sizes.stages,
     )
+
+
+def _parts_of(ranges: KeyRanges) -> tuple[Tensor, Tensor, Tensor, Tensor | None, int]:
+    """As the programs take them, and how many there are of a sequence."""
+    return ranges.ends, ranges.rows, ranges.reaches, ranges.gaps, ranges.ends.shape[1]

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient, engines_of, is_several, name_of
+from windlass.engine.client import EngineClient, name_of
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
@@ -113,8 +113,8 @@ class _EngineCollector(Collector):
         self.stats: EngineStats | None = None
 
     def collect(self) -> Iterator[Metric]:
-        engines = engines_of(self._engine)
-        names = ["engine"] if is_several(self._engine) else []
+        engines = self._engine.engines
+        names = ["engine"] if self._engine.is_several else []
         labels = [[name_of(engine, number)] if names else [] for number, engine in enumerate(engines)]
         restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
         up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)

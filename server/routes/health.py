@@ -7,7 +7,6 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.client import engines_of, is_several
 from windlass.server.exchange.metrics import CONTENT_TYPE
 from windlass.server.exchange.state import ServerState
 from windlass.server.protocol.answers import Status, Version
@@ -26,10 +25,10 @@ async def health(request: Request) -> Response:
     degraded = state.conditions.current()
     told: dict[str, object] = {"degraded": degraded} if degraded else {}
     # Anybody may ask: the name alone, in a folder that the operator knows.
-    if (report := getattr(state.engine, "crash_report", None)) is not None:
+    if (report := state.engine.crash_report) is not None:
         told["crash_report"] = report.name
-    engines = engines_of(state.engine)
-    if is_several(state.engine):
+    if state.engine.is_several:
+        engines = state.engine.engines
         told["replicas"] = {"total": len(engines), "ready": sum(engine.state == "ready" for engine in engines)}
     return _status(state, state.engine.state == "ready", state.engine.state, told)
 

@@ -49,7 +49,6 @@ _TYPES = {
     torch.uint8: "*u8",
 }
 _OPTIONS = ("num_warps", "num_stages", "enable_fp_fusion")
-_HALVES = (torch.bfloat16, torch.float16)
 _SHARED = {86: 99 << 10, 90: 227 << 10}  # bytes for the threads of a program
 _seen: set[str] = set()
 

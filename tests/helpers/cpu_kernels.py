@@ -98,6 +98,17 @@ def kernels(form: str) -> Library:
     return library.bind(path, form)
 
 
+def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
+    """Let these be the compiled kernels that this process can use; a string: there are none, for this reason."""
+    found = (None, form) if isinstance(form, str) else (form, None)
+    patch.setattr(library, "_attempt", lambda: found)
+
+
+def look_again(patch: pytest.MonkeyPatch) -> None:
+    """Have it found out at each question which compiled kernels this process can use."""
+    patch.setattr(library, "_attempt", library._attempt.__wrapped__)
+
+
 def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:
     """A contiguous copy whose last byte is followed by a page that may not be read: an overrun ends the process."""
     page = mmap.PAGESIZE

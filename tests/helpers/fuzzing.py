@@ -328,8 +328,11 @@ class Streams:
         return text
 
 
-def fuzz(url: str, seed: int, count: int, *, senders: int = 3, streams: int = 2) -> Found:
-    """Send so many cases from so many threads, with streams beside."""
+_SENDERS = 3
+
+
+def fuzz(url: str, seed: int, count: int, *, streams: int = 2) -> Found:
+    """Send so many cases, a few at a time, with streams beside."""
     heart, found = Heart(), Found()
     beside = Streams(url, streams, heart, found)
     todo, lock = cases(seed, count), threading.Lock()
@@ -344,7 +347,7 @@ def fuzz(url: str, seed: int, count: int, *, senders: int = 3, streams: int = 2)
             sender.send(case)
         sender.close()
 
-    threads = [threading.Thread(target=work, daemon=True) for _ in range(senders)]
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(_SENDERS)]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -9,9 +9,19 @@ from typing import Any
 import torch
 
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.core.loop import ProgressCallback
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 2.69 MiB is free."
 POINTS = ("attention", "head", "draw")
+ROWS = 20  # that there is memory for in the process of `core`
+
+
+def core(config: Any, progress: ProgressCallback) -> Any:
+    """An engine that has little memory for as long as it runs."""
+    made: Any = EngineCore(config, progress)
+    made.little_memory = little_memory(made, ROWS)
+    made.little_memory.__enter__()
+    return made
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from windlass.kernels import AttentionCall, KVPages
+from windlass.kernels import AttentionCall, KeyRanges, KVPages
 from windlass.kernels.torch import reference
 
 FAR = 2**62
@@ -151,7 +151,7 @@ class RangeCase:
         return KVPages(key, value), table
 
     def versions(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Rotated queries [T, Hq, D], then rows, cos and sin for `turn_queries`, and range_rows [B, R]."""
+        """Rotated queries [T, Hq, D], then rows, cos and sin for `turn_queries`, and rows of ranges [B, R]."""
         positions, first = [], []
         for old, new in self.shapes:
             first.append(len(positions))
@@ -191,11 +191,8 @@ class RangeCase:
             self.dim**-0.5,
             soft_cap=self.soft_cap,
             sink_logits=self.sinks,
-            range_ends=ends,
-            range_rows=range_rows,
-            range_reaches=reaches,
+            ranges=KeyRanges(ends, range_rows, reaches, None if self.slopes is None else gaps),
             alibi_slopes=self.slopes,
-            range_gaps=None if self.slopes is None else gaps,
         )
         return reference.turn_queries(q, rows, cos, sin), pages, call
 

@@ -22,6 +22,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
@@ -85,6 +86,12 @@ class ScriptedCore:
         return AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, "d")
 
     def drop_adapter(self, adapter_id: int) -> None:
+        pass
+
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        pass
+
+    def watch_ranks(self, gone: Callable[[str], None]) -> None:
         pass
 
     def prepare_ahead(self) -> None:

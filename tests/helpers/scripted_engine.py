@@ -126,6 +126,12 @@ class ScriptedEngine:
     most_running: int = 0
     made: int = 0
 
+    name, is_several, crash_report = "", False, None
+
+    @property
+    def engines(self) -> tuple[ScriptedEngine, ...]:
+        return (self,)
+
     def reset(self) -> None:
         """Back to the defaults, with empty records."""
         self.__init__()  # type: ignore[misc]

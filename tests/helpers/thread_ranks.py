@@ -30,7 +30,6 @@ class ThreadRanks:
 
     def __init__(self, config: EngineConfig) -> None:
         self.memory, self.store = memory_file(memory_bytes(config.compute.tensor_parallel)), memory_file(0)
-        self.gone: Callable[[str], None] | None = None
         self.parts = [
             RankPart(config, rank, self.memory, self.store) for rank in range(1, config.compute.tensor_parallel)
         ]
@@ -40,6 +39,9 @@ class ThreadRanks:
         ]
         self._meeting: Ranks | None = None
         self.failed: list[BaseException] = []
+
+    def watch(self, gone: Callable[[str], None]) -> None:
+        pass
 
     def meet_in(self, ranks: Ranks | None) -> None:
         self._meeting = ranks

@@ -9,18 +9,21 @@ import itertools
 import os
 import signal
 from types import SimpleNamespace
-from typing import Any
 
 from helpers.scripted_core import ScriptedCore
 
 from windlass.engine.api.request import RequestOutput
+from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce
 
 POISON = 8
 
 
 class WaitingCore(ScriptedCore):
-    plan_watcher: Any = None
+    _watcher: PlanWatcher | None = None
+
+    def watch_plans(self, watcher: PlanWatcher) -> None:
+        self._watcher = watcher
 
     def step(self, announce: Announce) -> list[RequestOutput]:
         waiting = dict(self._running)
@@ -42,5 +45,5 @@ class WaitingCore(ScriptedCore):
         ]
         planned = [SimpleNamespace(seq_id=seq.seq_id, start=0, num_tokens=1) for seq in live]
         plan = SimpleNamespace(step=self._steps, new=planned, forks=[], sequences=planned, num_tokens=len(planned))
-        if self.plan_watcher is not None:
-            self.plan_watcher(plan, lambda: live)
+        if self._watcher is not None:
+            self._watcher(plan, lambda: live)

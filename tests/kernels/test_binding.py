@@ -2,10 +2,24 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 
-from windlass.kernels import FORMS, Backend, BlockWeight, PanelWeight, bind, cpu, reads_narrow_weights
+from windlass.kernels import (
+    FORMS,
+    Backend,
+    BlockWeight,
+    PanelWeight,
+    bind,
+    binding,
+    cpu,
+    multiplies_narrow_rows,
+    ranks_refusal,
+    reads_narrow_weights,
+)
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 
@@ -14,7 +28,7 @@ WITH_KERNELS = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="
 
 @pytest.fixture
 def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "not compiled: do this"))
+    choose(monkeypatch, "not compiled: do this")
 
 
 @WITH_KERNELS
@@ -48,6 +62,23 @@ def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool
     assert backend.table(3, 5, torch.float32).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
 
 
+def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(refused: str | None = None, **fields: Any) -> binding._Own:
+        return binding._Own(lambda _: refused, TorchBackend, **fields)
+
+    for own, expected in (
+        (None, (False, False, "no group for meta")),
+        (entry(narrow=False), (False, False, "no group for meta")),
+        (entry(narrow=True, pairs=lambda options: options.dtype == torch.bfloat16), (True, True, "no group for meta")),
+        (entry(narrow=True, share_memory=True), (True, False, None)),
+        (entry("none", narrow=True, pairs=lambda _: True, share_memory=True), (False, False, "no group for meta")),
+    ):
+        monkeypatch.setattr(binding, "_OWN_KERNELS", {} if own is None else {"meta": own})
+        refusal = ranks_refusal("meta")
+        assert (reads_narrow_weights("meta"), multiplies_narrow_rows("meta")) == expected[:2]
+        assert refusal is None if expected[2] is None else refusal is not None and expected[2] in refusal
+
+
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
     backend, form = bind("cpu"), FORMS[name]
@@ -75,7 +106,7 @@ def test_every_backend_embeds_the_same_rows(
     ids, source, found = torch.tensor([3, 0, 3]), torch.randn(5, 32), []
     for unavailable in (False, True):
         if unavailable:
-            monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
+            choose(monkeypatch, "off")
         backend = bind("cpu", dtype, torch.float32)
         table = backend.table_and_head(5, 32, FORMS["q8_0"] if quantized else torch.float32)
         if isinstance(table, BlockWeight):

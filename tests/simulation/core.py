@@ -46,7 +46,6 @@ class SimulatedCore(EngineCore):
         self._deterministic = False
         self._planner = PLANNER
         self._process = process
-        self.plan_watcher = None
         self._grammars = _NoGrammars()  # type: ignore[assignment]
         self._compiling = CompilingRequests(self._grammars, config.scheduling.max_waiting)
         self.blocks = BlockManager([KVGroupLayout(plan.num_blocks, None)], plan.block_size)

@@ -10,7 +10,6 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
 import numpy as np
@@ -174,7 +173,3 @@ def _table(planes: Sequence[PlaneForm]) -> dict[str, dict[str, Any]]:
         start, end = end, end + plane.num_bytes
         table[f"plane{index}"] = {"dtype": plane.dtype, "shape": list(plane.shape), "data_offsets": [start, end]}
     return table
-
-
-def form_of(shape: tuple[int, ...], dtype: str, item_bytes: int) -> PlaneForm:
-    return PlaneForm(shape, dtype, prod(shape) * item_bytes)

@@ -18,6 +18,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client import EngineClient
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.replicas.choice import PrefixRouter
 from windlass.engine.client.replicas.member import Replica
@@ -31,8 +32,8 @@ _logger = logging.getLogger("windlass.engine.client")
 _STATES = frozenset({"starting", "ready", "restarting", "failed", "closed"})
 
 
-class ReplicatedClient:
-    """An `EngineClient` over several.
+class ReplicatedClient(EngineClient):
+    """Over several.
 
     clients: not started; the first one's configuration says how many there are. The others load what the first has come to:
     as much cache, as long a context, the weights where it has put them.
@@ -56,8 +57,11 @@ class ReplicatedClient:
     # ---- the EngineClient protocol -----------------------------------------------------------------------------------
     @property
     def engines(self) -> tuple[ProcessClient, ...]:
-        """Each of them; see `engines_of`."""
         return tuple(replica.client for replica in self._replicas)
+
+    @property
+    def is_several(self) -> bool:
+        return True
 
     @property
     def info(self) -> ModelInfo | None:

@@ -18,6 +18,7 @@ from multiprocessing.connection import Pipe
 from queue import SimpleQueue
 from typing import Any, TypeVar
 
+from windlass.engine.api.child_output import child_output
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core.black_box import memory_file
@@ -38,6 +39,7 @@ class _OtherRank:
     def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
         self.rank = rank
         self.pipe, theirs = Pipe()
+        output = child_output()
         with theirs:
             self.process = subprocess.Popen(
                 [
@@ -48,7 +50,8 @@ class _OtherRank:
                 pass_fds=[theirs.fileno(), memory, store],
                 env={**os.environ, **wait_settings(os.environ)},
                 stdin=subprocess.DEVNULL,
-                stdout=2,
+                stdout=output,
+                stderr=output,
             )
         self.answers: SimpleQueue[Any] = SimpleQueue()
 
@@ -68,7 +71,7 @@ class OtherRanks:
     def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
         self.count = config.compute.tensor_parallel
         self.memory, self.store = memory_file(memory_bytes(self.count)), memory_file(0)
-        self.gone: Gone | None = None  # told once, by another thread, why a rank is not there any more
+        self._gone: Gone | None = None
         self._meeting: Ranks | None = None
         self._fault: str | None = None
         self._closing = False
@@ -82,6 +85,12 @@ class OtherRanks:
         except OSError as error:
             self.close()
             raise LoadError(f"`compute.tensor_parallel`: a process cannot be started: {error.strerror}") from None
+
+    def watch(self, gone: Gone) -> None:
+        """Have somebody told, once or twice and by any thread, why a rank is not there any more; one that is gone already too."""
+        self._gone = gone
+        if self._fault is not None:
+            gone(self._fault)
 
     def meet_in(self, ranks: Ranks | None) -> None:
         """Have steps fail that wait in there for a rank that is gone."""
@@ -151,5 +160,5 @@ class OtherRanks:
         self._fault = fault = self._fault or f"rank {other.rank} ended: {other.describe_end()}"
         if self._meeting is not None:
             self._meeting.end(fault)
-        if self.gone is not None:
-            self.gone(fault)
+        if self._gone is not None:
+            self._gone(fault)

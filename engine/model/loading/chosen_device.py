@@ -24,6 +24,10 @@ class ChosenDevice(NamedTuple):
     notices: tuple[str, ...] = ()
 
 
+# Of torch's allocator for CPUs, of the system through torch, and of libraries of a GPU that say no more.
+_NO_MEMORY = ("can't allocate", "not enough memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
+
+
 def choose_device(name: str, rank: int = 0, ranks: int = 1) -> ChosenDevice:
     """ "auto" is CUDA where there is a GPU that the kernels run on. LoadError for a named device that is not there, or on which
     they do not.
@@ -94,4 +98,4 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or kernels.is_out_of_memory(error):
         return True
     plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError | kernels.RankEndedError)
-    return plain and ("alloc" in str(error) or "memory" in str(error))
+    return plain and any(words in str(error) for words in _NO_MEMORY)

@@ -16,7 +16,6 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 
 BLOCK = 32
-STORAGE = "q5_0"
 _OFFSET = 16  # the code of zero in that form
 _TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # the floats times two, by their lower three bits; the fourth is the sign
 _CODES = torch.tensor([_OFFSET + n for n in _TWICE] + [_OFFSET - n for n in _TWICE], dtype=torch.uint8)

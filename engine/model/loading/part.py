@@ -5,7 +5,7 @@ from __future__ import annotations
 from math import prod
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.machine import processors
+from windlass.engine.api.machine import processor_quota, processors
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GgufIndex, units
@@ -75,8 +75,11 @@ def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int 
     ranks, engines, found = part.ranks, config.replicas, list[str]()
     own = config.compute.cores
     processes, cores = (ranks * engines, processors()) if own is None else (ranks, len(own))
+    if own is not None and (quota := processor_quota()) is not None:  # all engines have that in common
+        cores = max(1, min(cores, int(quota) // engines))
     if processes > cores:
-        found.append(f"{processes} ranks share {cores} cores, and wait for each other: use fewer")
+        shared = "one core" if cores == 1 else f"{cores} cores"
+        found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
     tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "table and head")]
     needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
     if free is not None and needed > free:

@@ -13,15 +13,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from windlass.engine.cache.runs import NO_BOUND
 from windlass.engine.model.adapters.adapter import LayerChanges
-from windlass.engine.model.batch import ForwardBatch, QueryVersions
+from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import HeadNorm, Norm
 from windlass.engine.model.norm_spec import NormForm
-from windlass.kernels import AttentionCall, Backend, KVPages, Weight
-
-_NO_BOUND = 2**62  # beyond any sequence
+from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
 
 
 @dataclass(slots=True)
@@ -100,15 +99,10 @@ def _slopes(heads: int, factor: float) -> tuple[float, ...]:
     return tuple([slope * factor for slope in slopes])
 
 
-def _one_range(batch: ForwardBatch) -> dict[str, Any]:
-    """The ranges of a call whose queries meet all keys as they are."""
-    far = torch.full_like(batch.seq_lens, _NO_BOUND)[:, None]  # [B, 1]
-    return {"range_ends": far, "range_rows": batch.query_start[:-1, None], "range_reaches": far}
-
-
-def _ranges_of(versions: QueryVersions, rows: Tensor, window: int) -> dict[str, Any]:
-    """Those of a call. window: the place of its kind among them."""
-    return {"range_ends": versions.ends, "range_rows": rows, "range_reaches": versions.reaches[window]}
+def _one_range(batch: ForwardBatch) -> KeyRanges:
+    """The ranges of a call whose queries meet all keys as they are, at their distance."""
+    far = torch.full_like(batch.seq_lens, NO_BOUND)[:, None]  # [B, 1]
+    return KeyRanges(far, batch.query_start[:-1, None], far, torch.zeros_like(far))
 
 
 class SharedAttention:
@@ -156,9 +150,12 @@ class SharedAttention:
             window, cap = kind.window, kind.soft_cap
             if kind.slopes is not None:
                 slopes = self._slopes_of(kind.slopes, batch.seq_lens.device)
-                ranges = _one_range(batch) if versions is None else _ranges_of(versions, versions.plain_rows, 0)
-                gaps = torch.zeros_like(batch.seq_lens)[:, None] if versions is None else versions.gaps
-                calls.append(AttentionCall(*operands, soft_cap=cap, **ranges, alibi_slopes=slopes, range_gaps=gaps))
+                ranges = (
+                    _one_range(batch)
+                    if versions is None
+                    else KeyRanges(versions.ends, versions.plain_rows, versions.reaches[0], versions.gaps)
+                )
+                calls.append(AttentionCall(*operands, soft_cap=cap, ranges=ranges, alibi_slopes=slopes))
             elif kind.chunked:  # nothing moves in such a model, so there are no versions
                 calls.append(AttentionCall(*operands, chunk=window, soft_cap=cap, prompts=batch.prompts))
             elif versions is None:
@@ -166,8 +163,8 @@ class SharedAttention:
                 calls.append(call)
             else:
                 rows = versions.rows if kind.rotates else versions.plain_rows
-                ranges = _ranges_of(versions, rows, self._windows.index(window))
-                calls.append(AttentionCall(*operands, soft_cap=cap, **ranges))
+                ranges = KeyRanges(versions.ends, rows, versions.reaches[self._windows.index(window)])
+                calls.append(AttentionCall(*operands, soft_cap=cap, ranges=ranges))
         growths = [] if batch.growth is None else list(batch.growth.unbind(0))
         inputs = AttentionInputs(rotations, growths, list(batch.slots.unbind(0)), calls)
         if versions is not None:

@@ -40,7 +40,7 @@ class LatentQueries(NamedTuple):
 
     def of(self, tokens: Tensor, call: AttentionCall) -> tuple[LatentQueries, AttentionCall]:
         """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.some_sequences`), naming their rows."""
-        if call.range_rows is None:
+        if call.ranges is None:
             return LatentQueries(self.q[tokens], None), call
         count, total = tokens.shape[0], self.q.shape[0]
         place = torch.full((total,), -1, dtype=torch.int64, device=tokens.device)  # of each token among these
@@ -53,8 +53,9 @@ class LatentQueries(NamedTuple):
             rows = torch.cat((place, turned))
             if kept.shape[0]:
                 turns = QueryTurns(place[self.turns.sources[kept]], self.turns.cos[kept], self.turns.sin[kept])
-        named = torch.where(call.range_rows < 0, call.range_rows, rows[call.range_rows.clamp(min=0)])
-        return LatentQueries(self.q[tokens], turns), replace(call, range_rows=named)
+        before = call.ranges.rows
+        named = torch.where(before < 0, before, rows[before.clamp(min=0)])
+        return LatentQueries(self.q[tokens], turns), replace(call, ranges=replace(call.ranges, rows=named))
 
 
 class LatentForms:

@@ -18,6 +18,7 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
+from windlass.engine.client import EngineClient
 from windlass.engine.client.replicas.prefix import PrefixKeys
 from windlass.engine.client.replicas.sums import side_by_side, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
@@ -40,8 +41,8 @@ class RemoteEngine:
     restarts: int
 
 
-class RayClient:
-    """An `EngineClient` over a deployment of `EngineReplica`. config: as the replicas have it, but for where the model is."""
+class RayClient(EngineClient):
+    """Over a deployment of `EngineReplica`. config: as the replicas have it, but for where the model is."""
 
     def __init__(self, handle: DeploymentHandle[Any], config: EngineConfig) -> None:
         self._handle, self._config = handle, config
@@ -59,8 +60,12 @@ class RayClient:
     # ---- the EngineClient protocol -----------------------------------------------------------------------------------
     @property
     def engines(self) -> tuple[RemoteEngine, ...]:
-        """Each of them, by name; see `engines_of`."""
+        """Each of them, by name."""
         return tuple(self._known[name] for name in sorted(self._known))
+
+    @property
+    def is_several(self) -> bool:
+        return True
 
     @property
     def info(self) -> ModelInfo | None:

@@ -15,6 +15,7 @@ from windlass.engine.api.machine import available_memory, processor_quota, proce
 from windlass.engine.client.replicas.placement import Placement
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.core.threads import rank_threads
+from windlass.engine.model.loading.preflight import prepare_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 MIB = 1 << 20
@@ -149,3 +150,25 @@ def test_engines_share_a_quota_whenever_they_start(system: System, quota: str | 
         assert [rank_threads(each.compute) for each in named] == [3, 3]
     finally:
         placement.close()
+
+
+@pytest.mark.usefixtures("eight")
+@pytest.mark.parametrize(
+    ("quota", "replicas", "told"),
+    [
+        (None, 1, None),
+        ("100000 100000", 1, "2 ranks share one core"),
+        ("200000 100000", 1, None),
+        ("200000 100000", 2, "2 ranks share one core"),
+        ("100000 100000", 2, "2 ranks share one core"),
+    ],
+)
+def test_ranks_on_cores_of_their_own_are_told_of_the_quota(
+    system: System, quota: str | None, replicas: int, told: str | None
+) -> None:
+    """Each engine has four cores, and its part of what all may take."""
+    if quota is not None:
+        system.write("cpu.max", quota)
+    config = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2, cores=tuple(range(4)), replicas=replicas)
+    notices = prepare_model(config, "cpu", reads_narrow=True, free=None).notices
+    assert [notice.partition(",")[0] for notice in notices if "ranks share" in notice] == ([told] if told else [])

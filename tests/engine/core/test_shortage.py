@@ -6,6 +6,7 @@ No GPU is needed: steps fail with what torch raises on one, after some of their 
 from __future__ import annotations
 
 import asyncio
+import os
 import weakref
 from pathlib import Path
 from typing import Any
@@ -15,17 +16,17 @@ import pytest
 import torch
 from helpers.configs import engine_config
 from helpers.engines import Finished, greedy, make_core, run
-from helpers.little_memory import NO_ROOM, POINTS, little_memory
+from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
-from windlass.engine.client.inline import InlineClient
+from windlass.engine.client.process import ProcessClient
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
 from windlass.kernels import DeviceMemory, is_out_of_memory
 
-ROWS = 20  # that there is memory for
+TESTS = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module")
@@ -292,14 +293,10 @@ def test_which_errors_leave_the_device_as_it_was() -> None:
 
 
 @pytest.mark.anyio
-async def test_streams_of_a_client_go_on(model: Path) -> None:
-    held: list[EngineCore] = []
-
-    def made(config: Any, progress: Any) -> EngineCore:
-        held.append(EngineCore(config, progress))
-        return held[0]
-
-    client = InlineClient(engine_config(model, kv_cache_memory=8 << 20, device="cpu", prefix_caching=False), core=made)
+async def test_streams_of_a_client_go_on(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
+    config = engine_config(model, kv_cache_memory=8 << 20, device="cpu", prefix_caching=False)
+    client = ProcessClient(config, core="helpers.little_memory:core")
     await client.start()
 
     async def ask(request: EngineRequest, begun: asyncio.Event | None = None) -> list[int]:
@@ -312,15 +309,14 @@ async def test_streams_of_a_client_go_on(model: Path) -> None:
 
     try:
         expected = await ask(greedy("alone", prompt(1, 9), 50))
-        with little_memory(held[0], ROWS):
-            streams = []
-            for number in range(3):
-                begun = asyncio.Event()
-                streams.append(asyncio.ensure_future(ask(greedy(f"stream {number}", prompt(1, 9), 50), begun)))
-                await begun.wait()
-            with pytest.raises(DeviceMemoryError, match="ran out of memory"):
-                await ask(greedy("newest", prompt(3, 40), 5))
-            assert await asyncio.gather(*streams) == [expected] * 3
+        streams = []
+        for number in range(3):
+            begun = asyncio.Event()
+            streams.append(asyncio.ensure_future(ask(greedy(f"stream {number}", prompt(1, 9), 50), begun)))
+            await begun.wait()
+        with pytest.raises(DeviceMemoryError, match="ran out of memory"):
+            await ask(greedy("newest", prompt(3, 40), 5))
+        assert await asyncio.gather(*streams) == [expected] * 3
         assert client.state == "ready" and await ask(greedy("again", prompt(1, 9), 50)) == expected
         assert (await client.stats()).kv_blocks_used == 0
     finally:

@@ -22,7 +22,7 @@ from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snap
 @ON_A_CPU
 def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
-    monkeypatch.setattr("windlass.engine.execution.batch._FIRST_COLUMNS", 4)
+    monkeypatch.setattr("windlass.engine.execution.sequences._FIRST_COLUMNS", 4)
     core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
     batches = core.runner.batches
     build = batches.build

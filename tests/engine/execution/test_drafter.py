@@ -16,9 +16,11 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, RepeatPenalty
+from windlass.engine.cache.changes import LoadedBlock, ParkedPages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import SchedulerOutput
 
 VOCAB = 128
 
@@ -187,6 +189,28 @@ def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> No
     stats = core.stats()
     assert stats.num_preemptions > 0
     assert stats.spec_decode_model_num_accepted_tokens > 0.8 * stats.spec_decode_model_num_draft_tokens > 100
+
+
+def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+    """A plan may park a block, and have it hold what was read from a file at once: the draft model's half of it too."""
+    core = with_draft(directory_of("llama"), directory_of("llama"), kv_persist=str(tmp_path))
+    store, drafter = core._store, core.runner.drafter
+    assert store is not None and drafter is not None
+    planes = [plane for cache in (core.runner.cache, drafter._cache) for plane in cache.planes[0] if plane.numel()]
+    for plane in planes:
+        plane[:, 3] = 1.0
+    held = store.pages.copy_of(0, 3, 0.0)
+    for plane in planes:
+        plane[:, 3] = 2.0
+    ticket = store.pages.stage(0, tuple(plane.copy() for plane in held), lambda: False)
+    assert ticket is not None
+    first = core.runner.sequences.step + 1
+    loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)
+    core.runner.follow(SchedulerOutput(first, parked=(ParkedPages(7, ((3,),)),), loaded=loaded))
+    core.runner.follow(SchedulerOutput(first + 1, unparked=(ParkedPages(7, ((5,),)),)))
+    assert len(planes) == 4
+    assert all((plane[:, 3] == 1.0).all() and (plane[:, 5] == 2.0).all() for plane in planes)
+    core.close()
 
 
 def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], Path]) -> None:

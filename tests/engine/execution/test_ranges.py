@@ -7,14 +7,15 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
-from windlass.engine.execution.ranges import NO_BOUND, query_ranges
+from windlass.engine.cache.runs import NO_BOUND, OPEN_END, SlotLayout, SlotRun
+from windlass.engine.execution.ranges import query_ranges, spans_of
+from windlass.engine.execution.row_ranges import LAST_TURNED, TURNS, VERSIONS, RangeNumbers
 from windlass.engine.rotary.distances import PLAIN
 
 
-def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0) -> Any:
+def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0, **kept: int) -> Any:
     """runs: (first slot, end slot, position as rotated, shift)."""
-    layout = SlotLayout(tuple(SlotRun(*run) for run in runs))
+    layout = SlotLayout(tuple(SlotRun(*run) for run in runs), **kept)
     return SimpleNamespace(layout=layout, window=window, sinks=sinks)
 
 
@@ -46,3 +47,27 @@ def test_sinks_are_met_from_the_edge_and_share_nothing_with_what_follows(count: 
     # A query at p stands as if at 11, the last place from which the sinks and the window hang together.
     assert found.turns.tolist() == [11 - p for p in range(20, 20 + count)]
     assert found.reaches[0, 0].tolist() == [NO_BOUND, 8]
+
+
+def test_the_example_in_the_module() -> None:
+    """What its docstring tells of a query at position 70, in slot 22."""
+    closed = sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), num_closed=48, slot_offset=-48)
+    assert [(span.offset, span.shift) for span in spans_of(closed)] == [(48, 48), (48, 0)]
+    found = query_ranges([(closed, 70, 1)], [PLAIN], [None, 20], anchored=False)
+    assert found.ends.tolist() == [[16, OPEN_END]] and found.rows.tolist() == [[1, 0]]
+    assert found.turns.tolist() == [-48] and found.gaps.tolist() == [[0, 0]]
+    assert found.reaches[:, 0].tolist() == [[NO_BOUND] * 2, [20, 20]]
+    anchored = query_ranges([(closed, 70, 1)], [PLAIN], [None], anchored=True)
+    assert anchored.rows.tolist() == [[0, 1]] and anchored.turns.tolist() == [48]
+
+    left_open = [(0, 16, 0, 0), (16, OPEN_END, 64, 0)]
+    found = query_ranges([(sequence(*left_open, slot_offset=-48), 70, 1)], [PLAIN], [20], anchored=False)
+    assert found.gaps.tolist() == [[48, 0]] and found.reaches[0].tolist() == [[0, 20]]
+    sinks = sequence(*left_open, window=20, sinks=3, slot_offset=-48)
+    found = query_ranges([(sinks, 70, 1)], [PLAIN], [None], anchored=False)
+    assert found.ends[0].tolist() == [3, 16, OPEN_END] and found.reaches[0, 0].tolist() == [NO_BOUND, 0, 20]
+    assert found.turns.tolist() == [-48] and found.rows[0].tolist() == [1, 0, 0]
+    numbers = RangeNumbers([None], anchored=False)._numbers_of(sinks)
+    assert numbers[VERSIONS].tolist() == [1, 0, 0] and (numbers[TURNS, 0], numbers[LAST_TURNED, 0]) == (0, 22)
+    numbers = RangeNumbers([None], anchored=False)._numbers_of(closed)
+    assert numbers[VERSIONS].tolist() == [1, 0] and (numbers[TURNS, 0], numbers[LAST_TURNED, 0]) == (-48, NO_BOUND)

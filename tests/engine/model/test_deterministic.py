@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
@@ -17,7 +18,6 @@ from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 TEXT = torch.randint(3, 128, (700,), generator=torch.Generator().manual_seed(9)).tolist()
@@ -185,7 +185,7 @@ def test_bits_do_not_depend_on_company(model: str, directory_of: Callable[[str],
 def test_without_the_compiled_kernels(
     model: str, directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    choose(monkeypatch, "turned off by this test")
     directory, sent, options = directory_of(model), requests_for(model)[3::4], MODELS[model]
     want = alone(directory, sent, **options)
     for name in ("batch", "chunks of 7"):

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 from helpers.device import DEVICE
 from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n, rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run
@@ -17,7 +17,6 @@ from helpers.tiny_models import make_model
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling, resolve
-from windlass.kernels.cpu import library
 
 TRAINED = 64
 PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()
@@ -47,15 +46,12 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(params=["compiled", "plain torch"])
-def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
+def kernels(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "plain torch":
         if DEVICE != "cpu":
             pytest.skip("of kernels for a CPU")
-        monkeypatch.setenv(library.ISA_VARIABLE, "off")
-    library._attempt.cache_clear()
-    yield request.param
-    monkeypatch.undo()
-    library._attempt.cache_clear()
+        choose(monkeypatch, "turned off by this test")
+    return str(request.param)
 
 
 def core_of(model: Path, **options: Any) -> EngineCore:

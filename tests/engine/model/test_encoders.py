@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
 from safetensors.torch import load_file, save_file
@@ -26,7 +27,6 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.families import reading
 from windlass.engine.model.families.family import is_set
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels.cpu import library
 
 TOLERANCE = 1e-5  # of the largest number of the reference
 TEXT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -80,7 +80,7 @@ def test_heads_are_those_of_transformers(family: str, head: str, tmp_path: Path)
 
 
 def test_without_compiled_kernels(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    choose(monkeypatch, "turned off by this test")
     assert error(make_core(encoder), encoder) < TOLERANCE
     assert error(make_core(encoder, deterministic=True), encoder) < TOLERANCE
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import MATRIX_FORMS, kernels
+from helpers.cpu_kernels import MATRIX_FORMS, choose, kernels
 from helpers.device import DEVICE, ON_A_CPU
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
@@ -18,7 +18,7 @@ from windlass.engine.api.request import ContextRule, EngineRequest
 from windlass.engine.model.mixers import latent_forms
 from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.kernels import AttentionCall, Backend, KVPages
+from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages
 from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import latent, library
@@ -108,13 +108,10 @@ def expected(
             seen, row_of = place <= index, torch.full((length,), token)
             if call.window is not None:
                 seen &= index - place < call.window
-            if call.range_ends is not None and call.range_rows is not None and call.range_reaches is not None:
+            if (ranges := call.ranges) is not None:
                 begin = 0
                 for end, row, reach in zip(
-                    call.range_ends[b].tolist(),
-                    call.range_rows[b].tolist(),
-                    call.range_reaches[b].tolist(),
-                    strict=True,
+                    *(ranges.ends[b].tolist(), ranges.rows[b].tolist(), ranges.reaches[b].tolist()), strict=True
                 ):
                     inside = (place >= begin) & (place < end)
                     row_of[inside] = row + i
@@ -184,9 +181,11 @@ def test_moved_keys_meet_their_versions(
     far = 10**6
     call = replace(
         call_of(SPEC, lengths, news),
-        range_ends=torch.tensor([[32, 200, 200], [20, 70, 70], [16, 48, 90], [50, 50, 50]]),
-        range_rows=torch.tensor([[total + 33, 0, 0], [total + 34, 1, 1], [total, -1, 41], [74, 74, 74]]),
-        range_reaches=torch.tensor([[far, far, far], [far, 64, 64], [far, far, far], [far, far, far]]),
+        ranges=KeyRanges(
+            ends=torch.tensor([[32, 200, 200], [20, 70, 70], [16, 48, 90], [50, 50, 50]]),
+            rows=torch.tensor([[total + 33, 0, 0], [total + 34, 1, 1], [total, -1, 41], [74, 74, 74]]),
+            reaches=torch.tensor([[far, far, far], [far, 64, 64], [far, far, far], [far, far, far]]),
+        ),
     )
     call.block_tables[2, 1:3] = -1
     q = torch.randn(total, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
@@ -248,7 +247,7 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
 def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where prompts may be rounded, and what is cached is not float32."""
     form = kernels(name)
-    monkeypatch.setattr(library, "_attempt", lambda: (form, None))
+    choose(monkeypatch, form)
     device = torch.device("cpu")
     plain, narrow, strict = (
         CompiledBackend(BackendOptions(device, **options))

@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 from helpers import tiny_experts, tiny_families, tiny_plain
+from helpers.cpu_kernels import choose
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
@@ -21,7 +22,6 @@ from safetensors.torch import load_file, save_file
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.model.families import reading
 from windlass.engine.model.families.family import is_set
-from windlass.kernels.cpu import library
 
 FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
 TOLERANCE = 1e-5  # of the largest reference logit
@@ -129,7 +129,7 @@ def test_every_switch_counts(family: Path, key: str, other: Any, tmp_path: Path)
 def test_the_same_bits_in_any_chunks(family: Path, compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Under `deterministic`; and they are the reference's logits, whichever backend computes them."""
     if not compiled:
-        monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+        choose(monkeypatch, "turned off by this test")
         assert error(make_core(family), family) < TOLERANCE
     found = []
     for budget in (64, 7):

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from helpers.cpu_kernels import choose
 from transformers.generation import logits_process as hf
 
 from windlass.engine.api.request import SamplingParams
@@ -28,7 +29,7 @@ VOCAB = 97
 def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Every test of this file holds for compiled draws and for plain torch."""
     if request.param == "plain":
-        monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "for this test"))
+        choose(monkeypatch, "for this test")
         assert isinstance(the_backend(), TorchBackend)
     elif cpu.unavailable_reason() is not None:
         pytest.skip(str(cpu.unavailable_reason()))

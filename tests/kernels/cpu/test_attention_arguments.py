@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cpu_kernels import kernels
+from helpers.cpu_kernels import kernels, look_again
 
-from windlass.kernels import AttentionCall, KVPages, cpu
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
 from windlass.kernels.cpu import attention, library, structs
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.structs import AttentionArguments
@@ -37,7 +37,7 @@ def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPat
     kernels("generic")
     places, size = structs.declared_fields()
     monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": structs.FieldPlace(8, 8)}, size))
-    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert "AttentionArguments has other fields" in reason and "install a C++ compiler" in reason
 
@@ -96,8 +96,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
     expected |= {"table_columns": 7, "window": 0, "soft_cap": 0.0, "scale": 0.5, "page_type": 3, "lengths_are_64": 1}
     assert {name: getattr(watched.found, name) for name, _ in AttentionArguments._fields_} == expected
     ends, plain, all_of_it = torch.tensor([[1, 1]] * 2), torch.tensor([[0, 0], [1, 1]]), torch.full((2, 2), 9)
-    call = replace(call, range_ends=ends, range_rows=plain, range_reaches=all_of_it)
-    call = replace(call, alibi_slopes=sinks, range_gaps=ends)
+    call = replace(call, ranges=KeyRanges(ends, plain, all_of_it, gaps=ends), alibi_slopes=sinks)
     out = cpu.paged_attention_prefill(torch.zeros(5, 6, 8), codes, call, library=watched.library)
     found = watched.found
     assert found.rounds == 0

@@ -9,6 +9,7 @@ import torch
 from helpers.block_bytes import random_blocks
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.block_filling import pack_blocks, repack_blocks
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.blocks import BlockWeight, store
@@ -60,9 +61,9 @@ def test_threads_do_not_change_the_bytes(block_form: BlockForm) -> None:
     kernels("generic")
     rows, columns = 1030, 2048  # enough for several threads
     blocks, source = random_blocks(rows, columns, block_form), torch.randn(rows, columns)
-    fillings = [lambda weight: repack_blocks(weight.narrow(0, rows), blocks)]
+    fillings = [lambda weight: repack_blocks(weight.narrow(0, rows), blocks, library=load())]
     if block_form in QUANTIZED:
-        fillings.append(lambda weight: pack_blocks(weight.narrow(0, rows), source))
+        fillings.append(lambda weight: pack_blocks(weight.narrow(0, rows), source, library=load()))
     before = torch.get_num_threads()
     for fill in fillings:
         found = [BlockWeight.empty(rows, columns, block_form) for _ in range(3)]
@@ -149,15 +150,15 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     kernels("generic")
     weight = BlockWeight.empty(3, 64, FORMS["q4_0"])
     with pytest.raises(ValueError, match="q4_0 wants"):
-        repack_blocks(weight.narrow(0, 3), torch.zeros(3, 35, dtype=torch.uint8))
+        repack_blocks(weight.narrow(0, 3), torch.zeros(3, 35, dtype=torch.uint8), library=load())
     with pytest.raises(ValueError, match="not into q4_0"):
-        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64))
+        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64), library=load())
     weight = BlockWeight.empty(3, 64, FORMS["q4_k"])
     for source in (torch.randn(2, 64), torch.randn(3, 64).double()):
         with pytest.raises(ValueError, match="pack_blocks"):
-            pack_blocks(weight.narrow(0, 3), source)
+            pack_blocks(weight.narrow(0, 3), source, library=load())
     with pytest.raises(ValueError, match="weights"):
-        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64), torch.ones(64).half())
+        pack_blocks(weight.narrow(0, 3), torch.randn(3, 64), torch.ones(64).half(), library=load())
     many = BlockWeight.empty(3, 64, replace(FORMS["q4_k"], super_groups=65))
     with pytest.raises(ValueError, match="65"):
-        pack_blocks(many.narrow(0, 3), torch.randn(3, 64))
+        pack_blocks(many.narrow(0, 3), torch.randn(3, 64), library=load())

@@ -11,6 +11,7 @@ import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import AttentionCall, KVPages, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -259,7 +260,7 @@ def test_refusals_say_why() -> None:
     assert refusal(causal=False) == ""
     assert refusal(chunk=8) == ""
     with pytest.raises(ValueError, match="block_table"):
-        cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()))
+        cpu.paged_attention_decode(case.q, pages, replace(call, block_tables=case.table.long()), library=load())
     with pytest.raises(ValueError, match="window"):
         case.window = 0
         case.got(kernels("generic"))

@@ -8,10 +8,10 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers.block_weights import random_blocks
-from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, choose, kernels
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
-from windlass.kernels.cpu import library, ops
+from windlass.kernels.cpu import load, ops
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.blocks import codes_of, group_scales, store
@@ -154,7 +154,7 @@ def test_threads_do_not_change_the_bits(form: BlockForm) -> None:
         results = []
         for threads in (1, 2, 3):
             torch.set_num_threads(threads)
-            results.append(cpu.linear_blocks(x, weight))
+            results.append(cpu.linear_blocks(x, weight, library=load()))
         torch.set_num_threads(before)
         assert torch.equal(results[0], results[1])
         assert torch.equal(results[0], results[2])
@@ -264,7 +264,7 @@ def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deter
 
 @pytest.mark.parametrize("activations", ["int8", "float32"])
 def test_what_is_recorded_is_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(library, "_attempt", lambda: (library_of, None))
+    choose(monkeypatch, library_of)
     backend = bind("cpu", activations="int8" if activations == "int8" else "float32")
     assert isinstance(backend, CompiledBackend)
     plain = torch.randn(16, 96)
@@ -286,10 +286,10 @@ def test_operands_that_do_not_fit_are_refused() -> None:
     weight = random_blocks(3, 8, FORMS["q4_0"])
     for x, bias in ((torch.randn(2, 7), None), (torch.randn(8), None), (torch.randn(2, 8), torch.randn(4))):
         with pytest.raises(ValueError, match="linear_blocks"):
-            cpu.linear_blocks(x, weight, bias)
+            cpu.linear_blocks(x, weight, bias, library=load())
     with pytest.raises(ValueError, match="float64"):
-        cpu.linear_blocks(torch.randn(2, 8).double(), weight)
+        cpu.linear_blocks(torch.randn(2, 8).double(), weight, library=load())
     with pytest.raises(ValueError, match="out is"):
-        cpu.linear_blocks(torch.randn(2, 8), weight, out=torch.empty(2, 4))
+        cpu.linear_blocks(torch.randn(2, 8), weight, out=torch.empty(2, 4), library=load())
     with pytest.raises(ValueError, match="no product"):
-        cpu.linear_blocks(torch.randn(2, 8), random_blocks(3, 8, BlockForm("odd", bits=8, group=16)))
+        cpu.linear_blocks(torch.randn(2, 8), random_blocks(3, 8, BlockForm("odd", bits=8, group=16)), library=load())

@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
-from windlass.kernels import AttentionCall, KVPages, cpu, plane_shapes
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, plane_shapes
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu import attention, latent
+from windlass.kernels.cpu import attention, latent, load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -121,9 +121,9 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     first = torch.tensor([[16, 300], [16, 70], [16, 33]])
     ranged = AttentionCall(
         *(tables, start, torch.tensor(lengths), call.score_scale, dim**-0.5),
-        range_ends=first,
-        range_rows=torch.stack((start[:3] + 13, start[:3]), dim=1).contiguous(),
-        range_reaches=torch.full((3, 2), 10**6),
+        ranges=KeyRanges(
+            first, torch.stack((start[:3] + 13, start[:3]), dim=1).contiguous(), torch.full((3, 2), 10**6)
+        ),
     )
     want = reference.paged_attention(versions, seen, ranged)
     got = attention.paged_attention_prefill(versions, seen, ranged, library=form)
@@ -151,10 +151,10 @@ def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library
 def test_operands_that_do_not_fit_are_refused() -> None:
     q, attended, up = operands(SHAPES[1], torch.float32, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
-        latent.latent_queries(q, up, 21)
+        latent.latent_queries(q, up, 21, library=load())
     with pytest.raises(ValueError, match="does not fit"):
-        latent.latent_values(attended[:, :, :20], up, 10)
+        latent.latent_values(attended[:, :, :20], up, 10, library=load())
     with pytest.raises(ValueError, match="for 2 heads"):
-        latent.latent_values(attended[:, :2], up, 10)
+        latent.latent_values(attended[:, :2], up, 10, library=load())
     with pytest.raises(ValueError, match="weight"):
-        latent.rms_norm_in_place(torch.randn(2, 8), torch.ones(7), 1e-6)
+        latent.rms_norm_in_place(torch.randn(2, 8), torch.ones(7), 1e-6, library=load())

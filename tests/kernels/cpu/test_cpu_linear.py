@@ -9,6 +9,7 @@ import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import bind, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.torch.linear import linear_widened
 
@@ -70,7 +71,7 @@ def test_threads_do_not_change_the_bits() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(cpu.linear_small(x, weight))
+        results.append(cpu.linear_small(x, weight, library=load()))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -154,7 +155,7 @@ def test_refusals_say_why() -> None:
         assert reason is not None
         assert word in reason
         with pytest.raises(ValueError, match=word):
-            cpu.linear_small(wrong_x, wrong_weight, bias)
+            cpu.linear_small(wrong_x, wrong_weight, bias, library=load())
 
 
 @pytest.mark.parametrize(("rows", "times"), [(2, 1), (192, 1), (193, 0), (4096, 0)])

@@ -8,10 +8,10 @@ from typing import Any
 import pytest
 import torch
 from helpers.block_weights import random_blocks
-from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, choose, kernels
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, bind, cpu
-from windlass.kernels.cpu import blocks, expert_products, library, panels
+from windlass.kernels.cpu import blocks, expert_products, library, load, panels
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.ops import ACTIVATIONS
@@ -38,7 +38,7 @@ def library_of(request: pytest.FixtureRequest) -> Library:
 
 def filled_panels(numbers: torch.Tensor) -> PanelWeight:
     weight = PanelWeight.empty(*numbers.shape, numbers.dtype)
-    panels.pack_panels(weight.narrow(0, numbers.shape[0]), numbers)
+    panels.pack_panels(weight.narrow(0, numbers.shape[0]), numbers, library=load())
     return weight
 
 
@@ -172,7 +172,7 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
             assert torch.equal(into, got) and (room[:, :7] == -1).all() and (room[:, 7 + columns // 2 :] == -1).all()
         narrow, numbers = x.bfloat16(), (torch.randn(columns, inner) / inner**0.5).bfloat16()
         wide = narrow.float() @ numbers.float().T + (0.0 if bias is None else bias)
-        want = cpu.gated_activation(wide, activation)
+        want = cpu.gated_activation(wide, activation, library=load())
         got = panels.linear_panels_rounded(
             narrow, filled_panels(numbers), bias, activation=activation, library=library_of
         )
@@ -222,7 +222,7 @@ def test_experts_with_many_rows_in_panels(library_of: Library) -> None:
 
 def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """The same backends that round dense products of as many rows."""
-    monkeypatch.setattr(library, "_attempt", lambda: (library_of, None))
+    choose(monkeypatch, library_of)
     weights = [random_blocks(40, 320, FORMS["q8_0"]) for _ in range(2)]
     x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
     chosen[60:] = 1
@@ -267,7 +267,7 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
         pytest.skip("another set of instructions was asked for")
     weight, few = random_blocks(40, 320, FORMS["q4_k"]), blocks.FEWEST_ROUNDED_ROWS - 1
     x = torch.randn(few + 1, 320)
-    bytes_of = {rows: cpu.linear_blocks(x[:rows], weight) for rows in (few, few + 1)}
+    bytes_of = {rows: cpu.linear_blocks(x[:rows], weight, library=load()) for rows in (few, few + 1)}
     rounded = bind("cpu", torch.float32, activations="int8", rounds_prompts=True)
     assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
     assert torch.equal(rounded.linear(x, weight), product(x, weight, library.load()))
@@ -285,7 +285,7 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
         narrow.linear(many, panel_weight), panels.linear_panels_rounded(many, panel_weight, library=library.load())
     )
     exact = bind("cpu", torch.bfloat16, deterministic=True)
-    assert torch.equal(exact.linear(many, panel_weight), panels.linear_panels(many, panel_weight))
+    assert torch.equal(exact.linear(many, panel_weight), panels.linear_panels(many, panel_weight, library=load()))
     for options in ({"rounds_prompts": False}, {"rounds_prompts": True, "deterministic": True}):
         exact = bind("cpu", torch.float32, activations="int8", **options)
         assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])

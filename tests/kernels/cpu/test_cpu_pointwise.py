@@ -13,6 +13,7 @@ import torch.nn.functional as F
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels import cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -110,9 +111,11 @@ def test_rotate_refusals_say_why() -> None:
     assert "fit" in (cpu.rotate_refusal(q, torch.randn(2, 2, 16), k, pages, pages) or "")
     table = torch.zeros(2, 9)
     with pytest.raises(ValueError, match="18 rotary dims"):
-        cpu.rotate_and_append(q, k, k, table, table, torch.ones(2), pages, pages, torch.tensor([0, 1]))
+        cpu.rotate_and_append(q, k, k, table, table, torch.ones(2), pages, pages, torch.tensor([0, 1]), library=load())
     with pytest.raises(ValueError, match="cos and sin"):
-        cpu.rotate_and_append(q, k, k, table[:, :4], table[:, :5], torch.ones(2), pages, pages, torch.tensor([0, 1]))
+        cpu.rotate_and_append(
+            q, k, k, table[:, :4], table[:, :5], torch.ones(2), pages, pages, torch.tensor([0, 1]), library=load()
+        )
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -197,15 +200,15 @@ def test_wrong_operands_are_refused() -> None:
     kernels("generic")
     x = torch.randn(2, 8)
     with pytest.raises(ValueError, match="weight"):
-        cpu.rms_norm(x, torch.ones(7), 1e-5)
+        cpu.rms_norm(x, torch.ones(7), 1e-5, library=load())
     with pytest.raises(ValueError, match="residual"):
-        cpu.rms_norm(x, torch.ones(8), 1e-5, torch.zeros(3, 8))
+        cpu.rms_norm(x, torch.ones(8), 1e-5, torch.zeros(3, 8), library=load())
     with pytest.raises(ValueError, match="float64"):
-        cpu.rms_norm(x.double(), torch.ones(8), 1e-5)
+        cpu.rms_norm(x.double(), torch.ones(8), 1e-5, library=load())
     with pytest.raises(ValueError, match="relu"):
-        cpu.gated_activation(x, "relu")
+        cpu.gated_activation(x, "relu", library=load())
     with pytest.raises(ValueError, match="2F"):
-        cpu.gated_activation(x[:, :7], "silu")
+        cpu.gated_activation(x[:, :7], "silu", library=load())
 
 
 def run_with(isa: str) -> str:

@@ -10,14 +10,13 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, PACKED_FORMS, PAIR_FORMS, kernels
+from helpers.cpu_kernels import FORMS, PACKED_FORMS, PAIR_FORMS, choose, kernels
 from helpers.ranges import FAR, Part, RangeCase, random_parts
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
-from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
@@ -147,9 +146,10 @@ def test_slopes_are_checked(form: Library) -> None:
     for slopes in (SLOPES[:3], SLOPES.double(), SLOPES.repeat(2)[::2]):
         with pytest.raises(ValueError, match="alibi_slopes"):
             decode(q, pages, replace(call, alibi_slopes=slopes), form)
-    assert call.range_gaps is not None
+    ranges = call.ranges
+    assert ranges is not None and ranges.gaps is not None
     with pytest.raises(ValueError, match="int64"):
-        decode(q, pages, replace(call, range_gaps=call.range_gaps.int()), form)
+        decode(q, pages, replace(call, ranges=replace(ranges, gaps=ranges.gaps.int())), form)
 
 
 @pytest.mark.parametrize("name", PACKED_FORMS)
@@ -164,7 +164,7 @@ def test_one_range_of_plain_rows_has_the_bits_of_a_call_without(name: str, page_
                 shapes, [[Part(old + new, reach=window or FAR)] for old, new in shapes], page_type=page_type
             )
             q, pages, call = case.operands()
-            plain = replace(call, window=window, range_ends=None, range_rows=None, range_reaches=None)
+            plain = replace(call, window=window, ranges=None)
             assert torch.equal(attention(q, pages, call, form), attention(q, pages, plain, form))
 
 
@@ -229,28 +229,24 @@ def test_what_cannot_be_is_refused(form: Library) -> None:
     for shapes, attention in (([(40, 1)], decode), ([(30, 11)], prefill)):
         case = RangeCase(shapes, [[Part(10, hole=True), Part(20, shift=3), Part(41)]])
         q, pages, call = case.operands()
-        rows, ends = call.range_rows, call.range_ends
-        assert rows is not None and ends is not None
+        ranges = call.ranges
+        assert ranges is not None
         for broken in (len(q), len(q) - shapes[0][1] + 1, -2, FAR, -FAR):
             with pytest.raises(IndexError, match="row that q lacks"):
-                attention(q, pages, replace(call, range_rows=torch.tensor([[-1, broken, 0]])), form)
+                attention(q, pages, replace(call, ranges=replace(ranges, rows=torch.tensor([[-1, broken, 0]]))), form)
         # A hole may name anything that is left out anyway.
-        attention(
-            q,
-            pages,
-            replace(call, range_reaches=torch.tensor([[5, 0, FAR]]), range_rows=torch.tensor([[-1, 999, 0]])),
-            form,
-        )
+        seen = replace(ranges, reaches=torch.tensor([[5, 0, FAR]]), rows=torch.tensor([[-1, 999, 0]]))
+        attention(q, pages, replace(call, ranges=seen), form)
         with pytest.raises(ValueError, match="before the last key"):
-            attention(q, pages, replace(call, range_ends=ends - 1), form)
+            attention(q, pages, replace(call, ranges=replace(ranges, ends=ranges.ends - 1)), form)
         tables = call.block_tables.clone()
         tables[0, 1] = -1
         with pytest.raises(IndexError, match="block"):
             attention(q, pages, replace(call, block_tables=tables), form)
         with pytest.raises(ValueError, match="int64"):
-            attention(q, pages, replace(call, range_rows=rows.int()), form)
+            attention(q, pages, replace(call, ranges=replace(ranges, rows=ranges.rows.int())), form)
         with pytest.raises(ValueError, match="rows for"):
-            attention(q, pages, replace(call, range_ends=None, range_rows=None, range_reaches=None), form)
+            attention(q, pages, replace(call, ranges=None), form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
@@ -290,7 +286,7 @@ def test_turned_queries_refuse_what_is_none(form: Library) -> None:
 def test_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded step reads the ranges that it finds when it is repeated."""
     found = kernels(name)
-    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    choose(monkeypatch, found)
     backend, case = bind("cpu"), case_of([(300, 1), (40, 1), (700, 1)], 5)
     assert isinstance(backend, CompiledBackend)
     q, rows, cos, sin, _ = case.versions()
@@ -299,8 +295,9 @@ def test_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
         out = backend.paged_attention(backend.turn_queries(q, rows, cos, sin), pages, call)
     assert recording.obstacle is None
     torch.testing.assert_close(out.double(), case.expected(), rtol=1e-5, atol=1e-5)
-    assert call.range_reaches is not None
-    for change in (lambda: q.mul_(0.5), lambda: call.range_reaches.clamp_(max=50), lambda: sin.neg_()):
+    ranges = call.ranges
+    assert ranges is not None
+    for change in (lambda: q.mul_(0.5), lambda: ranges.reaches.clamp_(max=50), lambda: sin.neg_()):
         change()
         assert recording.repeat()
         expected = backend.paged_attention(backend.turn_queries(q, rows, cos, sin), pages, call)

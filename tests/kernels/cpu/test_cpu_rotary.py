@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import KVPages, bind, cpu
-from windlass.kernels.cpu import library, rotary
+from windlass.kernels.cpu import load, rotary
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference, rowwise
 
@@ -73,13 +73,13 @@ def test_angles_refuse_wrong_operands() -> None:
     kernels("generic")
     inv_freq, index = torch.rand(1, 2, 8, dtype=torch.float64), torch.zeros(3, dtype=torch.int64)
     with pytest.raises(ValueError, match="float32"):
-        cpu.rotary_angles(inv_freq.float(), index, index)
+        cpu.rotary_angles(inv_freq.float(), index, index, library=load())
     with pytest.raises(ValueError, match="float64"):
-        cpu.rotary_angles(inv_freq[..., ::2], index, index)
+        cpu.rotary_angles(inv_freq[..., ::2], index, index, library=load())
     with pytest.raises(ValueError, match="int64"):
-        cpu.rotary_angles(inv_freq, index, index.int())
+        cpu.rotary_angles(inv_freq, index, index.int(), library=load())
     with pytest.raises(ValueError, match=r"\[3\]"):
-        cpu.rotary_angles(inv_freq, index, index[:2])
+        cpu.rotary_angles(inv_freq, index, index[:2], library=load())
 
 
 # -- re-rotation ---------------------------------------------------------------------------------------------------
@@ -206,7 +206,7 @@ def test_a_slot_outside_the_pages_changes_nothing(form: Library, source: int, ta
 
 @pytest.mark.parametrize(("source", "target"), [(40, 0), (0, 40), (-1, 0), (0, -1)])
 def test_the_plain_form_refuses_slots_too(monkeypatch: pytest.MonkeyPatch, source: int, target: int) -> None:
-    monkeypatch.setattr(library, "_attempt", lambda: (None, "turned off by this test"))
+    choose(monkeypatch, "turned off by this test")
     pages = pages_of(2, 16, 16, torch.float32)
     before = copy_of(pages)
     half = torch.ones(2, 8)
@@ -232,7 +232,9 @@ def test_values_stay_where_they_are_unless_asked_along() -> None:
         before = copy_of(pages)
         sources, targets, angle = torch.arange(3), torch.arange(3) + 8, torch.rand(3, 8)
         if form == "cpu":
-            cpu.rerotate_cached_keys(pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False)
+            cpu.rerotate_cached_keys(
+                pages.key, pages.value, sources, targets, angle.cos(), angle.sin(), values=False, library=load()
+            )
         else:
             reference.rerotate_cached_keys(pages, sources, targets, angle.cos(), angle.sin(), values=False)
         assert torch.equal(bits(pages.value), bits(before.value))
@@ -244,13 +246,15 @@ def test_rerotate_refusals_say_why() -> None:
     pages, index, half = pages_of(2, 16, 16, torch.float32), torch.arange(2), torch.ones(2, 8)
     assert "int8" in (cpu.rerotate_refusal(pages.key.to(torch.int8), pages.value.to(torch.int8)) or "")
     with pytest.raises(ValueError, match="18 rotary dims"):
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9))
+        cpu.rerotate_cached_keys(
+            pages.key, pages.value, index, index, torch.ones(2, 9), torch.ones(2, 9), library=load()
+        )
     with pytest.raises(ValueError, match="cos and sin"):
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, half, half[:1])
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index, half, half[:1], library=load())
     with pytest.raises(ValueError, match="int64"):
-        cpu.rerotate_cached_keys(pages.key, pages.value, index, index.int(), half, half)
+        cpu.rerotate_cached_keys(pages.key, pages.value, index, index.int(), half, half, library=load())
     with pytest.raises(ValueError, match="contiguous"):
-        cpu.rerotate_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half)
+        cpu.rerotate_cached_keys(pages.key[:, ::2], pages.value[:, ::2], index, index, half, half, library=load())
 
 
 # -- large appends go past the caches ------------------------------------------------------------------------------

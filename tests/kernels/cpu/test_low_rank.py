@@ -9,6 +9,7 @@ import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
 from windlass.kernels import LowRank, LowRankPart, RowSlots, bind
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
 
@@ -137,7 +138,7 @@ def test_a_table_is_written_between_steps() -> None:
 
     def added() -> torch.Tensor:
         out = zeros.clone()
-        add_low_rank(out, x, table, slots)
+        add_low_rank(out, x, table, slots, library=load())
         return out
 
     assert torch.equal(added(), zeros)
@@ -155,14 +156,14 @@ def test_what_does_not_fit_is_refused() -> None:
     x, out = torch.randn(2, 24), torch.randn(2, 40)
     for slots in ([0, 1], [-2, 0]):
         with pytest.raises(IndexError, match="slot"):
-            add_low_rank(out, x, table, torch.tensor(slots))
+            add_low_rank(out, x, table, torch.tensor(slots), library=load())
     slots = torch.tensor([0, 0])
     for bad in (x.double(), x[:, :20], x.to(torch.bfloat16), x.t().contiguous().t()):
         with pytest.raises(ValueError, match="add_low_rank"):
-            add_low_rank(out, bad, table, slots)
+            add_low_rank(out, bad, table, slots, library=load())
     for bad in (slots.int(), slots[:1]):
         with pytest.raises(ValueError, match="add_low_rank"):
-            add_low_rank(out, x, table, bad)
+            add_low_rank(out, x, table, bad, library=load())
     for other in ([41], 24), ([40], 25):
         with pytest.raises(ValueError, match="low rank"):
             table.put(0, change(other[0], other[1], [3], down=torch.float32, up=torch.float32))
@@ -182,5 +183,5 @@ def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatc
         x, out = torch.randn(5, inner), torch.randn(5, 70)
         other = out.clone()
         plain.add_low_rank(out, x, tables[0], RowSlots(torch.tensor(slots)))
-        add_low_rank(other, x, tables[1], torch.tensor(slots))
+        add_low_rank(other, x, tables[1], torch.tensor(slots), library=load())
         assert torch.allclose(out, other, atol=2e-5 * float(other.abs().max()), rtol=0)

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.cpu_kernels import PACKED_FORMS, kernels
+from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
-from windlass.kernels.cpu import library
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.recording import CompiledRecording
 
@@ -41,7 +40,7 @@ def backend() -> CompiledBackend:
 def chosen(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> CompiledBackend:
     """The backend of the kernels that this process takes for its best."""
     found = kernels(request.param)
-    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    choose(monkeypatch, found)
     return compiled()
 
 

@@ -6,7 +6,7 @@ import ctypes
 from pathlib import Path
 
 import pytest
-from helpers.cpu_kernels import kernels
+from helpers.cpu_kernels import kernels, look_again
 
 from windlass.kernels.cpu import library, structs
 from windlass.kernels.cpu.sampling import CompiledDraw
@@ -26,7 +26,7 @@ def test_a_library_with_another_size_is_not_loaded(name: str, monkeypatch: pytes
     kernels("generic")
     compiled = structs.SIZES[name]
     monkeypatch.setitem(structs.SIZES, name, compiled + 8)
-    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert f"{name}: {compiled} bytes, not {compiled + 8}" in reason
     assert "install a C++ compiler" in reason and "\n" not in reason
@@ -38,14 +38,14 @@ def test_a_library_that_tells_no_sizes_is_not_loaded(monkeypatch: pytest.MonkeyP
     kernels("generic")
     older = ctypes.CDLL(None)  # has none of our functions
     monkeypatch.setattr(ctypes, "CDLL", lambda path: older)
-    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    look_again(monkeypatch)
     assert "install a C++ compiler" in str(library.unavailable_reason())
 
 
 def test_a_library_of_other_sources_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     """Structs may be the same where a function has another argument, which nothing but the sources tells."""
     kernels("generic")
-    monkeypatch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    look_again(monkeypatch)
     monkeypatch.setattr(library, "fingerprint", lambda folder: fingerprint(folder)[:-1] + "x")
     assert "(compiled from other sources): install a C++ compiler" in str(library.unavailable_reason())
     monkeypatch.setattr(library, "fingerprint", lambda folder: "")  # a package without them: nothing to compare with

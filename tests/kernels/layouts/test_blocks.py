@@ -37,5 +37,7 @@ def test_what_is_stored_comes_out_again(form: BlockForm, rows: int, columns: int
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
 def test_a_weight_takes_the_bits_that_its_form_says(form: BlockForm) -> None:
+    scales, columns = form.parts / form.group, form.group * (form.super_groups or 1)
+    bits = form.bits + (8 * scales + 16 * form.parts / columns if form.super_groups else 16 * scales)
     weight = BlockWeight.empty(64, 1024, form)
-    assert weight.nbytes == weight.numel() * form.bits_per_weight / 8
+    assert weight.nbytes == weight.numel() * bits / 8

@@ -7,12 +7,11 @@ import math
 
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
-from windlass.kernels.cpu import library
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts import int8 as int8_layout
 from windlass.kernels.torch import reference
@@ -354,8 +353,7 @@ def test_threads_do_not_change_the_bits_of_decoding(name: str, kv_heads: int, le
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (kernels("generic"), None) if compiled else (None, "turned off by this test")
-    monkeypatch.setattr(library, "_attempt", lambda: found)
+    choose(monkeypatch, kernels("generic") if compiled else "turned off by this test")
     pages = int8_pages(2, 16, 16, blocks=30, size=16)
     table = torch.randperm(30).view(3, 10).int()
     q, temperature = torch.randn(61, 4, 16), torch.rand(61) + 0.5

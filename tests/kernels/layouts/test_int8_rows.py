@@ -7,12 +7,11 @@ from itertools import pairwise
 
 import pytest
 import torch
-from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
+from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu, plane_shapes
-from windlass.kernels.cpu import library
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, bind, cpu, plane_shapes
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts import int8_rows
@@ -273,7 +272,7 @@ def test_versions_of_queries_meet_their_ranges(name: str) -> None:
         count = len(q)
         ends = torch.tensor([[32, 64, 999]] * 2)
         rows = torch.stack((call.query_start[:2] + count, torch.tensor([-1, -1]), call.query_start[:2]), dim=1)
-        call = replace(call, range_ends=ends, range_rows=rows.contiguous(), range_reaches=torch.full((2, 3), 10**6))
+        call = replace(call, ranges=KeyRanges(ends, rows.contiguous(), torch.full((2, 3), 10**6)))
         for b in range(2):
             scale_of(coded)[call.block_tables[b, 2:4].long()] = torch.nan
             call.block_tables[b, 2:4] = -1
@@ -297,8 +296,7 @@ def test_poison_shows_where_it_is_seen(name: str) -> None:
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize("deterministic", [True, False])
 def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    found = (kernels("generic"), None) if compiled else (None, "turned off by this test")
-    monkeypatch.setattr(library, "_attempt", lambda: found)
+    choose(monkeypatch, kernels("generic") if compiled else "turned off by this test")
     q, coded, floats, call = case_of(96, 6, [(50, 40), (139, 1), (0, 20), (30, 3)])
     own = bind("cpu", deterministic=deterministic)
     got = own.paged_attention(q, coded, call)
@@ -364,7 +362,7 @@ def test_what_does_not_fit_is_refused(form: Library) -> None:
 
 def test_appending_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernels(FORMS[0])
-    monkeypatch.setattr(library, "_attempt", lambda: (found, None))
+    choose(monkeypatch, found)
     backend = bind("cpu")
     assert isinstance(backend, CompiledBackend)
     q, coded, _, call = case_of(64, 3, [(30, 1), (90, 1)])

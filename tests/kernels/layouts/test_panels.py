@@ -7,6 +7,7 @@ import torch
 from helpers.cpu_kernels import FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
 
 from windlass.kernels import BlockWeight, bind, cpu
+from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts.panels import DTYPES, PanelWeight
 
@@ -87,7 +88,7 @@ def test_threads_do_not_change_the_bits() -> None:
     results = []
     for threads in (1, 2, 3):
         torch.set_num_threads(threads)
-        results.append(cpu.linear_panels(x, weight))
+        results.append(cpu.linear_panels(x, weight, library=load()))
     torch.set_num_threads(before)
     assert torch.equal(results[0], results[1])
     assert torch.equal(results[0], results[2])
@@ -198,7 +199,7 @@ def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPa
     kernels("generic")
     monkeypatch.setattr("windlass.kernels.cpu.panels._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
     x, weight, bias = torch.randn(40, 97), torch.randn(203, 97).to(dtype), torch.randn(203)
-    assert_linear(x, weight, bias, cpu.linear_panels_widened(x, panels(weight), bias))
+    assert_linear(x, weight, bias, cpu.linear_panels_widened(x, panels(weight), bias, library=load()))
 
 
 @pytest.mark.parametrize("rows", [1, 12, 512, 513, 600])
@@ -246,9 +247,9 @@ def test_misuse_is_refused() -> None:
     with pytest.raises(IndexError):
         weight.narrow(10, 11)
     with pytest.raises(ValueError, match="into"):
-        cpu.pack_panels(weight.narrow(0, 10), torch.randn(11, 8))
+        cpu.pack_panels(weight.narrow(0, 10), torch.randn(11, 8), library=load())
     with pytest.raises(ValueError, match="int32"):
-        cpu.pack_panels(weight.narrow(0, 10), torch.zeros(10, 8, dtype=torch.int32))
+        cpu.pack_panels(weight.narrow(0, 10), torch.zeros(10, 8, dtype=torch.int32), library=load())
     for x, bias, word in (
         (torch.randn(2, 7), None, "columns"),
         (torch.randn(8), None, "columns"),
@@ -258,6 +259,6 @@ def test_misuse_is_refused() -> None:
     ):
         for product in PRODUCTS:
             with pytest.raises(ValueError, match=word):
-                product(x, weight, bias)
+                product(x, weight, bias, library=load())
     assert weight.nbytes == 2 * 32 * 8
     assert (weight.numel(), weight.shape, weight.device.type) == (160, (20, 8), "cpu")

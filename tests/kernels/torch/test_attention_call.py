@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KVPages, bind
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, bind
 from windlass.kernels.torch import batched, reference, rowwise
 
 BLOCK, DIM, VALUE_DIM = 4, 6, 5
@@ -122,7 +122,7 @@ def test_parts_of_a_call() -> None:
     _q, _, plain = Case([(9, 3), (14, 1), (0, 8), (3, 1)]).operands()
     ends = torch.tensor([[5, 12], [0, 15], [8, 8], [4, 4]])
     firsts, reaches = torch.tensor([[0, 13], [-1, 3], [4, -1], [12, 16]]), torch.full((4, 2), 9)
-    call = replace(plain, range_ends=ends, range_rows=firsts, range_reaches=reaches)
+    call = replace(plain, ranges=KeyRanges(ends, firsts, reaches, gaps=ends + 7), alibi_slopes=torch.ones(1))
     assert (call.batch_size, call.num_tokens, call.only_single_tokens, call.has_ranges) == (4, 13, False, True)
     assert not plain.has_ranges
     whole = torch.randn(17, 1, 1)
@@ -133,8 +133,9 @@ def test_parts_of_a_call() -> None:
     assert rows.tolist() == [3, 12] and singles.only_single_tokens and singles.query_start.tolist() == [0, 1, 2]
     assert torch.equal(singles.block_tables, call.block_tables[[1, 3]]) and singles.seq_lens.tolist() == [15, 4]
     assert torch.equal(singles.score_scale, call.score_scale[[3, 12]])
-    assert singles.range_ends is not None and singles.range_rows is not None
-    assert torch.equal(singles.range_ends, ends[[1, 3]]) and torch.equal(singles.range_rows, firsts[[1, 3]])
+    assert singles.ranges is not None and singles.ranges.gaps is not None
+    assert torch.equal(singles.ranges.ends, ends[[1, 3]]) and torch.equal(singles.ranges.rows, firsts[[1, 3]])
+    assert torch.equal(singles.ranges.gaps, ends[[1, 3]] + 7) and torch.equal(singles.ranges.reaches, reaches[:2])
     parts = list(call.sequences(fewest=2))
     assert [(rows, length) for rows, length, _ in parts] == [(slice(0, 3), 12), (slice(4, 12), 8)]
     for b, (rows, length, own) in zip((0, 2), parts, strict=True):
@@ -146,12 +147,15 @@ def test_parts_of_a_call() -> None:
             range(length - own.num_tokens + 1, length + 1)
         )
         assert torch.equal(alone.block_tables, call.block_tables[b].expand(own.num_tokens, -1))
-        assert alone.range_rows is not None and alone.range_ends is not None
+        assert alone.ranges is not None and alone.ranges.gaps is not None
         wanted = [[r if r < 0 else r + i for r in firsts[b].tolist()] for i in range(own.num_tokens)]
-        assert alone.range_rows.tolist() == wanted and alone.range_ends.tolist() == [ends[b].tolist()] * own.num_tokens
+        assert (
+            alone.ranges.rows.tolist() == wanted and alone.ranges.ends.tolist() == [ends[b].tolist()] * own.num_tokens
+        )
+        assert torch.equal(alone.ranges.gaps, alone.ranges.ends + 7) and (alone.ranges.reaches == 9).all()
         some = own.some_tokens(1, 3)
         assert (some.num_tokens, some.seq_lens.tolist()) == (2, [length - own.num_tokens + 3])
-        assert some.range_rows is not None and some.range_rows.tolist() == wanted[1:2]
+        assert some.ranges is not None and some.ranges.rows.tolist() == wanted[1:2]
     with pytest.raises(ValueError, match="token by token"):
         call.token_by_token()
     with pytest.raises(ValueError, match="token by token"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 from helpers.block_weights import random_blocks
+from helpers.cpu_kernels import choose
 
 from windlass.kernels import FORMS, BlockForm, bind
 from windlass.kernels.torch import blocks
@@ -32,7 +33,7 @@ def test_the_product_is_that_of_what_was_rounded(form: BlockForm, rows: int, col
 def test_float32_activations_are_not_rounded(
     form: BlockForm, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
+    choose(monkeypatch, "off")
     monkeypatch.setattr(blocks, "_WIDENED", 1000)  # several pieces
     x, weight, bias = torch.randn(7, 300), random_blocks(21, 300, form), torch.randn(21)
     backend = bind("cpu", activations="float32", deterministic=deterministic)
@@ -52,7 +53,7 @@ def test_a_group_that_is_no_number_spoils_its_row_alone() -> None:
 @pytest.mark.parametrize("compiled", [False, True])
 def test_rows_of_several_storages_are_one_weight(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
-        monkeypatch.setattr("windlass.kernels.cpu.library._attempt", lambda: (None, "off"))
+        choose(monkeypatch, "off")
     backend = bind("cpu")
     plain = backend.matrix(8, 96, torch.float32)
     assert isinstance(plain, torch.Tensor)

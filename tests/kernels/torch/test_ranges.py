@@ -82,26 +82,29 @@ def test_what_a_call_sees() -> None:
         KeyRange(16, 21, 0, FAR),
     ]
     with pytest.raises(ValueError, match="no ranges"):
-        replace(call, range_ends=None, range_rows=None, range_reaches=None).key_ranges()
+        replace(call, ranges=None).key_ranges()
 
 
 def test_what_cannot_be_is_refused() -> None:
     q, pages, call = RangeCase([(30, 11)], [[Part(10, hole=True), Part(20, shift=3), Part(41)]]).operands()
-    assert call.range_ends is not None
+    ranges = call.ranges
+    assert ranges is not None
     for form in (reference, rowwise):
         with pytest.raises(ValueError, match="last range ends before key 40"):
-            form.paged_attention(q, pages, replace(call, range_ends=call.range_ends - 1))
+            form.paged_attention(q, pages, replace(call, ranges=replace(ranges, ends=ranges.ends - 1)))
         for row in (-2, len(q) - 10, len(q) + 5):
             with pytest.raises(IndexError, match="row"):
-                form.paged_attention(q, pages, replace(call, range_rows=torch.tensor([[-1, row, 0]])))
+                form.paged_attention(q, pages, replace(call, ranges=replace(ranges, rows=torch.tensor([[-1, row, 0]]))))
     with pytest.raises(ValueError, match="keys in ranges"):
         batched.paged_attention(q, pages, call)
     with pytest.raises(ValueError, match="rows for"):
-        reference.paged_attention(q, pages, replace(call, range_ends=None, range_rows=None, range_reaches=None))
-    with pytest.raises(ValueError, match="come together"):
-        replace(call, range_rows=None)
+        reference.paged_attention(q, pages, replace(call, ranges=None))
     with pytest.raises(ValueError, match="come together"):
         replace(call, alibi_slopes=torch.ones(4))
+    with pytest.raises(ValueError, match="come together"):
+        replace(call, ranges=replace(ranges, gaps=ranges.ends))
+    with pytest.raises(ValueError, match="come together"):
+        replace(call, ranges=None, alibi_slopes=torch.ones(4))
     for other in ({"window": 5}, {"chunk": 5}, {"causal": False}):
         with pytest.raises(ValueError, match="causal, without"):
             replace(call, **other)  # type: ignore[arg-type]

@@ -7,11 +7,10 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
-from helpers.cpu_kernels import FORMS
+from helpers.cpu_kernels import FORMS, choose
 from helpers.cpu_kernels import kernels as form_of
 
 from windlass.kernels import AttentionCall, Backend, KVPages, bind
-from windlass.kernels.cpu import library
 from windlass.kernels.torch import reference, rowwise
 
 ROWS = 37
@@ -22,8 +21,7 @@ Operation = Callable[[torch.Tensor], torch.Tensor]
 def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Makes one form of the compiled kernels, or none, the one that is found."""
     torch.manual_seed(3)
-    found = (None, "turned off by this test") if request.param == "plain torch" else (form_of(request.param), None)
-    monkeypatch.setattr(library, "_attempt", lambda: found)
+    choose(monkeypatch, "turned off by this test" if request.param == "plain torch" else form_of(request.param))
     return str(request.param)
 
 

@@ -160,14 +160,14 @@ def test_a_row_keeps_its_bits_where_keys_move_by_whole_cuts(monkeypatch: pytest.
     monkeypatch.setattr(attention, "KEY_CUT", 64)
     q, pages, call = RangeCase([(330, 1)], [[Part(10), Part(64, hole=True), Part(400)]]).operands()
     stay = paged_attention(q, pages, call, deterministic=True)
-    assert call.range_ends is not None
+    assert call.ranges is not None
     for cuts in (1, 2, 7):
         between = call.block_tables.new_full((1, 4 * cuts), -1)
         moved = replace(
             call,
             block_tables=torch.cat((call.block_tables[:, :4], between, call.block_tables[:, 4:]), 1),
             seq_lens=call.seq_lens + 64 * cuts,
-            range_ends=call.range_ends + torch.tensor([0, 64 * cuts, 64 * cuts]),
+            ranges=replace(call.ranges, ends=call.ranges.ends + torch.tensor([0, 64 * cuts, 64 * cuts])),
         )
         assert torch.equal(paged_attention(q, pages, moved, deterministic=True), stay)
 
@@ -177,11 +177,11 @@ def test_what_is_not_there_shows() -> None:
     q, pages, call = RangeCase([(30, 3), (5, 1)], [[Part(10), Part(33, shift=3)], [Part(6)]]).operands()
     sound = paged_attention(q, pages, call)
     assert sound.isfinite().all()
-    assert call.range_rows is not None
+    assert call.ranges is not None
     for row in (len(q) - 2, len(q), -2):
-        rows = call.range_rows.clone()
+        rows = call.ranges.rows.clone()
         rows[0, 0] = row
-        found = paged_attention(q, pages, replace(call, range_rows=rows))
+        found = paged_attention(q, pages, replace(call, ranges=replace(call.ranges, rows=rows)))
         assert found[2].isnan().all() and torch.equal(found[3], sound[3])
     for block in (-1, pages.key.shape[0]):
         tables = call.block_tables.clone()

@@ -17,7 +17,6 @@ from helpers.waiting_core import POISON
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.looks import CacheGroupPicture, CachePicture, CacheQuestion, CacheSequencePicture
 from windlass.engine.api.request import EngineRequest, EngineStats, SamplingParams
-from windlass.engine.client import engines_of
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.replicas.client import ReplicatedClient
 from windlass.engine.client.replicas.sums import side_by_side, sum_stats
@@ -73,7 +72,7 @@ async def until(condition, seconds: float = 10.0) -> None:
 
 async def test_they_look_like_one():
     async with running() as client:
-        first, second = engines_of(client)
+        first, second = client.engines
         assert client.info is not None and client.info.replicas == 2
         assert (client.state, client.restarts) == ("ready", 0)
         names = [f"r{number}" for number in range(6)]
@@ -118,7 +117,7 @@ async def test_what_has_not_begun_goes_on_elsewhere_and_the_rest_is_told():
         names = [f"r{number}" for number in range(8)]
         work = [asyncio.create_task(tokens(client, request(name, max_tokens=60))) for name in names]
         await asyncio.sleep(0.03)
-        victim, other = engines_of(client)
+        victim, other = client.engines
         os.kill(victim.pid, signal.SIGKILL)
         results = await asyncio.gather(*work, return_exceptions=True)
         told = [result for result in results if isinstance(result, EngineDeadError)]
@@ -135,8 +134,8 @@ async def test_a_request_that_kills_an_engine_kills_no_other():
     async with running() as client:
         with pytest.raises(EngineDeadError):
             await tokens(client, request("poison", POISON))
-        assert sum(engine.state == "ready" for engine in engines_of(client)) == 1
-        await until(lambda: all(engine.state == "ready" for engine in engines_of(client)))
+        assert sum(engine.state == "ready" for engine in client.engines) == 1
+        await until(lambda: all(engine.state == "ready" for engine in client.engines))
         assert client.restarts == 1
 
 
@@ -144,11 +143,11 @@ async def test_with_all_engines_gone_everybody_is_told():
     async with running() as client:
         work = [asyncio.create_task(tokens(client, request(f"r{n}", max_tokens=200))) for n in range(6)]
         await asyncio.sleep(0.03)
-        for engine in engines_of(client):
+        for engine in client.engines:
             os.kill(engine.pid, signal.SIGKILL)
         results = await asyncio.gather(*work, return_exceptions=True)
         assert all(isinstance(result, EngineDeadError) for result in results)
-        await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in engines_of(client)))
+        await until(lambda: client.restarts == 2 and all(engine.state == "ready" for engine in client.engines))
         await until(lambda: any(replica.usable for replica in client._replicas))
         assert len(await tokens(client, request("new"))) == 5
 
@@ -186,7 +185,7 @@ async def test_ended_samples_and_abandoned_requests_leave_nothing():
 
 async def test_adapters_are_loaded_everywhere_and_brought_along():
     async with running() as client:
-        victim, other = engines_of(client)
+        victim, other = client.engines
         await client.load_adapter(AdapterSource(1, "one", "/one"))
         assert victim.adapter_ids == other.adapter_ids == {1}
         with pytest.raises(RequestError):
@@ -205,7 +204,7 @@ async def test_adapters_are_loaded_everywhere_and_brought_along():
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_one_that_comes_while_an_adapter_is_loaded_has_it_like_the_others(monkeypatch, leaves):
     async with running() as client:
-        victim, other = engines_of(client)
+        victim, other = client.engines
         go, load = asyncio.Event(), other.load_adapter
 
         async def slowly(source):
@@ -240,7 +239,7 @@ async def test_one_that_cannot_load_fails_the_start(monkeypatch, tmp_path):
 
 async def test_one_that_is_given_up_leaves_the_others(monkeypatch):
     async with running() as client:
-        victim, other = engines_of(client)
+        victim, other = client.engines
         monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")  # of engines that are started from now on
         os.kill(victim.pid, signal.SIGKILL)
         await until(lambda: victim.state == "failed")
