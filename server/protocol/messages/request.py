@@ -16,6 +16,7 @@ from windlass.server.protocol.messages.blocks import InputMessage, Texts
 from windlass.server.protocol.tools import (
     MAX_TOOLS,
     FunctionDefinition,
+    FunctionName,
     ToolDefinition,
     check_functions,
     check_parameters,
@@ -39,7 +40,7 @@ class CustomTool(StrictModel):
     }
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # Anthropic's may be longer than OpenAI's
+    name: FunctionName
     description: str | None = None
     input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
