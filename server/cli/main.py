@@ -22,6 +22,7 @@ from windlass.server.cli.rope.commands import app as rope
 from windlass.server.cli.top.command import top
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
+from windlass.server.options.elsewhere import hint
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options, to_flat
 from windlass.server.options.replicas import ReplicaOptions
@@ -266,7 +267,7 @@ def version() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; errors are one line on standard error."""
-    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options)
+    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options, elsewhere=hint)
 
 
 def main() -> None:

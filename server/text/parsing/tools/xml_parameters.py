@@ -46,9 +46,7 @@ class XmlParametersParser(StreamParser):
         name = yield from self.run_of(_NAME)
         return name if len(name) < MAX_NAME and (yield from self.literal(">")) else ""
 
-    def _parameters(
-        self, schema: Mapping[str, Any], known: dict[str, frozenset[str]]
-    ) -> Generator[None, None, None]:
+    def _parameters(self, schema: Mapping[str, Any], known: dict[str, frozenset[str]]) -> Generator[None, None, None]:
         self.argue("{")
         self.forget()
         written: set[str] = set()
