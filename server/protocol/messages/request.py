@@ -163,11 +163,13 @@ class MessageRequest(SharedRequest):
     """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
     goes on with it."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "stop": "it is called stop_sequences here",
         "max_completion_tokens": "it is called max_tokens here",
         "response_format": "it is called output_config.format here",
         "n": "a message is one answer",
+        "n_predict": "it is called max_tokens here",
+        "num_predict": "it is called max_tokens here",
     }
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
 
