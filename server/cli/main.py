@@ -236,9 +236,9 @@ def size_command(
 ) -> None:
     """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit. Loads no weights."""
     from windlass.server.cli.size import print_size
-    from windlass.server.options.spelling import read_size
+    from windlass.server.options.spelling import read_memory
 
-    print_size(model, engine, replicas.checked(), None if free is None else read_size("--free", free), as_json)
+    print_size(model, engine, replicas.checked(), None if free is None else read_memory("--free", free), as_json)
 
 
 @app.command()

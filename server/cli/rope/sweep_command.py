@@ -12,7 +12,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.parsing import parse_json
-from windlass.server.options.spelling import ModelArgument, option, read_dtype, read_size
+from windlass.server.options.spelling import ModelArgument, option, read_dtype, read_memory
 from windlass.server.startup.choice import choose_model
 
 
@@ -188,7 +188,7 @@ def sweep(
         from windlass.server.cli.rope.tasks.run import TaskOptions, parse_lengths, parse_tasks, run_tasks
 
         names, numbers = parse_tasks(tasks), parse_lengths(lengths) if lengths else ()
-        memory = None if kv_cache_memory is None else read_size("--kv-cache-memory", kv_cache_memory)
+        memory = None if kv_cache_memory is None else read_memory("--kv-cache-memory", kv_cache_memory)
         given = _given(documents=documents, seed=seed, kv_cache_memory=memory, report_only=report_only)
         name, path = choose_model(model)
         run_tasks(TaskOptions(model=path, model_name=model or name, tasks=names, lengths=numbers, **given, **shared))

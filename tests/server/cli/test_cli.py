@@ -359,6 +359,11 @@ def test_times_that_never_end() -> None:
         (["--kv-persist", "~nobody-of-that-name/x"], "give a folder"),
         (["--kv-persist-size", "much"], "--kv-persist-size: cannot read 'much' as a size"),
         (["--kv-host-memory", "much"], "--kv-host-memory: cannot read 'much' as a size"),
+        (["--kv-cache-memory", "4"], "--kv-cache-memory: 4 is 4 bytes: write 4GiB"),
+        (["--kv-host-memory", "1048575"], "--kv-host-memory: 1048575 is 1048575 bytes: write 1048575MiB"),
+        (["--max-model-len", "8q"], "cannot read '8q' as tokens: write for example 8192, 8k (8,000) or 8K (8,192)"),
+        (["--max-model-len", "1.5K"], "cannot read '1.5K' as tokens"),
+        (["--max-num-batched-tokens", "auto"], "cannot read 'auto' as tokens"),
         (["--kv-persist-size", "1GiB"], "name one with --kv-persist, or leave it out"),
         (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
         (["--speculative-tokens", "17"], "--speculative-tokens must lie between 1 and 16, got 17"),
@@ -370,6 +375,31 @@ def test_times_that_never_end() -> None:
 )
 def test_a_bad_option_is_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [
+        ("8192", 8192),
+        ("8k", 8000),
+        ("8K", 8192),
+        ("25.6k", 25600),
+        (" 1m ", 10**6),
+        ("1M", 1 << 20),
+        ("auto", None),
+        ("Auto", None),
+    ],
+)
+def test_tokens_as_vllm_writes_them(written, tokens, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        "windlass.server.startup.launch.serve", lambda model, engine, *others: found.append(engine) or 0
+    )
+    assert cli.run(["serve", "--max-model-len", written]) == 0
+    monkeypatch.setenv("WINDLASS_MAX_MODEL_LEN", written)
+    assert cli.run(["serve", "--max-num-batched-tokens", "2K"]) == 0
+    assert [engine.max_model_len for engine in found] == [tokens, tokens]
+    assert found[1].max_num_batched_tokens == 2048 and found[1].to_config(Path()).max_model_len == tokens
 
 
 @pytest.mark.parametrize(
