@@ -292,7 +292,7 @@ async def _run(
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
-    engine = asyncio.create_task(_follow(client, loading, settings, url, shown_options), name="engine")
+    engine = asyncio.create_task(_follow(app, client, loading, settings, url, shown_options), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, stats_interval), name="activity")
     watch = LoopWatch(app.state.windlass.beat).start()
@@ -318,7 +318,12 @@ async def _run(
 
 
 async def _follow(
-    client: SupervisedEngine, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
+    app: FastAPI,
+    client: SupervisedEngine,
+    loading: LoadingDisplay,
+    settings: ServerSettings,
+    url: str,
+    shown_options: list[str],
 ) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
@@ -327,7 +332,8 @@ async def _follow(
     check_profiles(settings.rope_profiles, info.rotary_groups)
     check_own_rule(settings, sizes_of(info))
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described()
-    for line in summary(info, ", ".join(settings.model_names), url, profiles, shown_options, sampling):
+    names, chats = ", ".join(settings.model_names), app.state.windlass.text.renders_chats
+    for line in summary(info, names, url, profiles, shown_options, sampling, chats=chats):
         say(line)
     await client.wait_state("failed")
     say(f"error: {in_options(client.failure)}")

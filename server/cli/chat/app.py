@@ -123,6 +123,7 @@ class ChatLoop:
         )
         if served is None:
             return
+        self._check_template(served.id)
         self._context = served.max_model_len
         self._dialogue.params = self._dialogue.params or dict(served.recommended_sampling or {})
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
@@ -130,6 +131,20 @@ class ChatLoop:
         if self._dialogue.params:
             shown = " ".join(f"{name}={value:g}" for name, value in self._dialogue.params.items())
             self._console.greet(f"Drawn with {shown}, as this model's authors recommend; /params sets others.")
+
+    def _check_template(self, model: str) -> None:
+        """Raise EngineError, before anything is typed, where no message could be answered."""
+        from windlass.clients import APIError
+
+        try:
+            with self._console.leavable():
+                self._client.count_tokens([{"role": "user", "content": "hello"}], model=model)
+        except APIError as error:
+            if error.code == "no_chat_template":
+                raise EngineError(
+                    f"{model} has no chat template: continue texts with `windlass generate`, or give it one with "
+                    "`windlass serve --chat-template FILE` and chat through --url"
+                ) from None
 
     def _command(self, line: str) -> bool:
         """Carry it out; False to leave."""

@@ -120,5 +120,9 @@ def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_onc
     assert "  memory    3.0 MiB of weights, 5.0 MiB of cache (" in text
     beyond = "beyond them it needs a scaling: --rope-scaling auto, or rope_scaling in requests" in text
     assert beyond is (longest > info.trained_len)
+    chats = "\n".join(summary(info, "toy", "http://x/v1", chats=False))
+    line = "\n  chats     none: the model has no chat template (--chat-template FILE gives it one)"
+    assert chats.replace(line, "") == text and line in chats
+    assert "chats" not in "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
     scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))
     assert "beyond them" not in "\n".join(summary(scaled, "toy", "http://x/v1"))

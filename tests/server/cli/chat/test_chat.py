@@ -200,6 +200,14 @@ def test_it_begins_with_what_the_model_s_authors_recommend():
         assert (live.engine.requests[-1].sampling.temperature, live.engine.requests[-1].sampling.top_p) == (1.0, 1.0)
 
 
+def test_a_model_without_a_template_is_told_of_before_anything_is_read():
+    with live_server(template=None) as live:
+        result = piped("hello\n", "--url", live.url)
+        assert (result.returncode, result.stdout, live.engine.requests) == (2, "", [])
+        assert "toy has no chat template: continue texts with `windlass generate`, or give it one with" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
 def test_a_server_that_is_not_there():
     result = piped("hello\n", "--url", "http://127.0.0.1:9")
     assert result.returncode == 2
