@@ -80,9 +80,17 @@ def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any,
         name = error.option_name
         if len(name) == 2:  # of -ngl, it is -n that there is not
             name = next((given for given in arguments if given.startswith(name)), name)
-        meant = elsewhere(context, name) or _nearest_option(context, name)
+        meant = elsewhere(context, name) or _as_argument(context, name) or _nearest_option(context, name)
         message = f"No such option: {name}" + (f": {meant}" if meant else "")
     return _fail(message.rstrip(".") + hint)
+
+
+def _as_argument(context: Any, name: str) -> str | None:
+    """That an argument of the command is meant: it stands without its name."""
+    for parameter in context.command.params:
+        if parameter.param_type_name == "argument" and parameter.name == name.removeprefix("--").replace("-", "_"):
+            return f"give it without an option, as {parameter.metavar or parameter.name.upper()}"
+    return None
 
 
 def _nearest_option(context: Any, name: str) -> str | None:

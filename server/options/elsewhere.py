@@ -74,7 +74,7 @@ _FIELDS = {  # theirs: the field of a request
     "--scheduling-policy": "priority",
 }
 _INSTEAD = {  # theirs: what to do
-    "-m --model": "name the model without an option, as in windlass serve MODEL",
+    "-m": "name the model without an option, as in windlass serve MODEL",
     "--revision": "name it with the model, as org/name@REV",
     "--download-dir": "set HF_HOME",
     "--offline": "set HF_HUB_OFFLINE=1",
