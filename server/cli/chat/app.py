@@ -50,12 +50,15 @@ def chat_here(model: str | None, options: EngineOptions, system: str | None) -> 
 def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
     """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
     from windlass.clients import APIError, Client, RetryPolicy
+    from windlass.server.cli.key_hint import with_key_hint
 
     console = ChatConsole()
     try:
         with Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client:
             return ChatLoop(console, Dialogue(system=system), client, model, None).run()
-    except (APIError, ValueError) as error:
+    except APIError as error:
+        raise EngineError(f"{url}: {with_key_hint(error)}") from error
+    except ValueError as error:
         raise EngineError(f"{url}: {_one_line(error)}") from error
 
 

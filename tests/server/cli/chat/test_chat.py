@@ -219,6 +219,7 @@ def test_a_key():
     with serve("--kv-cache-memory", "64MiB", "--api-key", "secret") as locked:
         refused = piped("hi\n", "--url", locked.url)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+        assert refused.stderr.endswith(": give one with --api-key\n")
         given = piped("/params max_tokens=3\nhi\n", "--url", locked.url, "--api-key", "secret")
         assert given.returncode == 0 and given.stdout
 
