@@ -95,6 +95,7 @@ def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
         body = {"model": tmp_path.name, "prompt": "hi", "max_tokens": 30}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20.0).status_code == 200
         assert bool([line for line in served.lines if "answers" in line and "tokens/s" in line]) is said
+        assert [line for line in served.lines if line.startswith("  chats     none: ")]  # there is no template
 
 
 @pytest.mark.parametrize(
