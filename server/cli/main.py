@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.cli.app import add_commands
+from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
@@ -28,6 +30,7 @@ from windlass.server.options.engine_names import in_options, to_flat
 from windlass.server.options.replicas import ReplicaOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.spelling import LogLevel, ModelArgument, ModelOption, option
+from windlass.server.options.variables import mistyped
 
 app = InjectingTyper(
     name="windlass",
@@ -48,8 +51,12 @@ HelpAll = Annotated[bool, help_all_option()]
 
 
 @app.callback()
-def program(version: Annotated[bool, version_option(f"windlass {__version__}")] = False) -> None:
+def program(
+    context: typer.Context, version: Annotated[bool, version_option(f"windlass {__version__}")] = False
+) -> None:
     """What stands before a command."""
+    for name, near in mistyped(context.command, os.environ):
+        say(f"warning: the variable {name} has no effect: did you mean {near}?")
 
 
 @app.command(cls=BriefHelp)
@@ -271,7 +278,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point of the `windlass` script."""
+    """Run the command of the process's arguments, and end it."""
     sys.exit(run())
 
 
