@@ -32,6 +32,7 @@ from windlass.engine.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from windlass.engine.errors import LoadError
 from windlass.engine.rotary.ladder import LadderStep
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import entry
@@ -362,8 +363,6 @@ def test_times_that_never_end() -> None:
         (["--kv-persist", "~nobody-of-that-name/x"], "give a folder"),
         (["--kv-persist-size", "much"], "--kv-persist-size: cannot read 'much' as a size"),
         (["--kv-host-memory", "much"], "--kv-host-memory: cannot read 'much' as a size"),
-        (["--served-model-name", ""], "--served-model-name is empty: give a name, or leave it out"),
-        (["--served-model-name", " , "], "--served-model-name is empty"),
         (["--kv-cache-memory", "4"], "--kv-cache-memory: 4 is 4 bytes: write 4GiB"),
         (["--kv-host-memory", "1048575"], "--kv-host-memory: 1048575 is 1048575 bytes: write 1048575MiB"),
         (["--max-model-len", "8q"], "cannot read '8q' as tokens: write for example 8192, 8k (8,000) or 8K (8,192)"),
@@ -380,6 +379,12 @@ def test_times_that_never_end() -> None:
 )
 def test_a_bad_option_is_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize("name", ["", " , "])
+def test_a_name_that_is_empty_is_refused(name):
+    with pytest.raises(LoadError, match="--served-model-name is empty: give a name, or leave it out"):
+        ServerOptions(served_model_name=[name]).to_settings("toy")
 
 
 @pytest.mark.parametrize(
