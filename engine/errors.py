@@ -78,12 +78,15 @@ class SlowReaderError(EngineError):
     """More of an answer waited for whoever reads it than is kept."""
 
 
-def nearest(given: object, known: Iterable[str]) -> str | None:
-    """The nearest of a few known names, letter case aside; None where none is near, or `given` is no text."""
+def nearest(given: object, known: Iterable[str], cutoff: float = _CUTOFF) -> str | None:
+    """The nearest of a few known names, letter case aside; None where none is near, or `given` is no text.
+
+    cutoff: the share of characters that must agree.
+    """
     if not isinstance(given, str):
         return None
     by_lower = {name.lower(): name for name in known}
-    found = difflib.get_close_matches(given[:_LONGEST].lower(), by_lower, n=1, cutoff=_CUTOFF)
+    found = difflib.get_close_matches(given[:_LONGEST].lower(), by_lower, n=1, cutoff=cutoff)
     return by_lower[found[0]] if found else None
 
 

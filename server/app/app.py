@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -15,7 +15,7 @@ from starlette.routing import BaseRoute
 
 from windlass._version import __version__
 from windlass.engine.client import EngineClient
-from windlass.engine.errors import EngineError, did_you_mean
+from windlass.engine.errors import EngineError, nearest
 from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
 from windlass.server.app.description import pages
 from windlass.server.app.description.document import describe
@@ -47,6 +47,7 @@ from windlass.server.routes.retrieval import classes, embeddings, ranking
 if TYPE_CHECKING:
     from windlass.server.text.tokenizer import Tokenizer
 
+_PATHS_CUTOFF = 0.75  # share of characters that agree: "completion" is near "completions", "ping" is not near "pooling"
 _ROUTES = (
     completions,
     infill,
@@ -142,6 +143,21 @@ async def _on_error(request: Request, error: Exception) -> Response:
     return error_response(from_exception(error) or internal_error(), request.scope)
 
 
+def _nearest_path(path: str, known: Sequence[str]) -> str | None:
+    """The nearest by what stands behind /v1, which all have in common: /v1/batches is not near to /v1/cache."""
+    if f"/v1{path}" in known:
+        return f"/v1{path}"
+    versioned = path.startswith("/v1/")
+    ordered = sorted(known, key=lambda other: other.startswith("/v1/") == versioned)
+    behind = {_unversioned(other): other for other in ordered}
+    near = nearest(_unversioned(path), behind, _PATHS_CUTOFF)
+    return None if near is None else behind[near]
+
+
+def _unversioned(path: str) -> str:
+    return path.removeprefix("/v1").removeprefix("/")
+
+
 async def _on_http_exception(request: Request, error: Exception) -> Response:
     """What the router itself refuses: unknown paths and methods."""
     assert isinstance(error, HTTPException)
@@ -149,8 +165,8 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     headers = dict(error.headers or {})
     if error.status_code == 404:
         path = request.scope["path"][:200]
-        known = [other for other in known_paths(_all_routes(request.app)) if other != path]
-        hint = f" (did you mean '/v1{path}'?)" if f"/v1{path}" in known else did_you_mean(path, known)
+        meant = _nearest_path(path, [other for other in known_paths(_all_routes(request.app)) if other != path])
+        hint = "" if meant is None else f" (did you mean {meant!r}?)"
         message = f"there is no endpoint {where}{hint}"
     elif error.status_code == 405:
         # The router names the methods of one route only.

@@ -18,6 +18,7 @@ from windlass.clients import APIConnectionError, APIError, APIStatusError, Clien
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
@@ -197,9 +198,9 @@ def generate_remote(
                 for choice in chunk.choices:
                     reason = choice.finish_reason or reason
     except APIStatusError as error:
-        raise EngineError(f"{url} answered {error.status}: {error.message}") from error
+        raise EngineError(f"{url} answered {error.status}: {with_key_hint(error)}") from error
     except APIConnectionError as error:
-        raise EngineError(f"cannot reach {url} ({error.message}): is the server running?") from error
+        raise EngineError(error.message) from error
     except (APIError, ValueError) as error:
         raise EngineError(f"{url}: {error}") from error
     finally:

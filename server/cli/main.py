@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -13,6 +14,7 @@ from typer_injector import Depends, InjectingTyper
 
 from windlass._version import __version__
 from windlass.clients.loadtest.cli.app import add_commands
+from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
 from windlass.engine.errors import EngineError
@@ -22,11 +24,13 @@ from windlass.server.cli.rope.commands import app as rope
 from windlass.server.cli.top.command import top
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
+from windlass.server.options.elsewhere import hint
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options, to_flat
 from windlass.server.options.replicas import ReplicaOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.spelling import LogLevel, ModelArgument, ModelOption, option
+from windlass.server.options.variables import mistyped
 
 app = InjectingTyper(
     name="windlass",
@@ -47,8 +51,12 @@ HelpAll = Annotated[bool, help_all_option()]
 
 
 @app.callback()
-def program(version: Annotated[bool, version_option(f"windlass {__version__}")] = False) -> None:
+def program(
+    context: typer.Context, version: Annotated[bool, version_option(f"windlass {__version__}")] = False
+) -> None:
     """What stands before a command."""
+    for name, near in mistyped(context.command, os.environ):
+        say(f"warning: the variable {name} has no effect: did you mean {near}?")
 
 
 @app.command(cls=BriefHelp)
@@ -243,9 +251,9 @@ def size_command(
 ) -> None:
     """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit. Loads no weights."""
     from windlass.server.cli.size import print_size
-    from windlass.server.options.spelling import read_size
+    from windlass.server.options.spelling import read_memory
 
-    print_size(model, engine, replicas.checked(), None if free is None else read_size("--free", free), as_json)
+    print_size(model, engine, replicas.checked(), None if free is None else read_memory("--free", free), as_json)
 
 
 @app.command()
@@ -274,11 +282,11 @@ def version() -> None:
 
 def run(arguments: Sequence[str] | None = None) -> int:
     """Run one command and return the exit code; errors are one line on standard error."""
-    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options)
+    return run_app(app, "windlass", arguments, errors=(EngineError,), words=in_options, elsewhere=hint)
 
 
 def main() -> None:
-    """Entry point of the `windlass` script."""
+    """Run the command of the process's arguments, and end it."""
     sys.exit(run())
 
 

@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from heapq import heappop, heappush
+from itertools import count
 from typing import Any
 
 
@@ -42,10 +44,50 @@ class Kept:
 
 @dataclass(slots=True, eq=False)
 class _Shelf:
-    """What one owner has, oldest first, and its bytes."""
+    """What one owner has, oldest first, and its bytes. number: counted up from shelf to shelf."""
 
+    owner: str
+    number: int
     kept: OrderedDict[str, Kept] = field(default_factory=OrderedDict)
     size: int = 0
+
+
+class _Largest:
+    """Which shelf has most, of those it is told of at every change; of several the one that was begun first.
+
+    A heap in which amounts of before stay until they come up, or are half of it.
+    """
+
+    def __init__(self, amount: Callable[[_Shelf], int]) -> None:
+        self._amount = amount
+        self._heap: list[tuple[int, int, _Shelf]] = []
+        self._tidy_at = 64
+
+    def changed(self, shelf: _Shelf) -> None:
+        if shelf.kept:
+            heappush(self._heap, (-self._amount(shelf), shelf.number, shelf))
+        if len(self._heap) > self._tidy_at:
+            self._heap = sorted({entry[1]: entry for entry in self._heap if self._holds(entry)}.values())
+            self._tidy_at = 2 * len(self._heap) + 64
+
+    def find(self, but: _Shelf | None) -> _Shelf | None:
+        """The one that has most of all others; None where there is no other."""
+        aside = []
+        while (first := self._first()) is not None and first is but:
+            aside.append(heappop(self._heap))
+        for entry in aside:
+            heappush(self._heap, entry)
+        return first
+
+    def _first(self) -> _Shelf | None:
+        while self._heap:
+            if self._holds(self._heap[0]):
+                return self._heap[0][2]
+            heappop(self._heap)
+        return None
+
+    def _holds(self, entry: tuple[int, int, _Shelf]) -> bool:
+        return bool(entry[2].kept) and -entry[0] == self._amount(entry[2])
 
 
 class ResponseStore:
@@ -59,7 +101,10 @@ class ResponseStore:
         self._most = most
         self._max_bytes = max_bytes
         self._shelves: dict[str, _Shelf] = {}  # of owners that have something
+        self._begun = count()  # shelves
         self._number = self._size = 0  # of all responses
+        self._largest_number = _Largest(lambda shelf: len(shelf.kept))
+        self._largest_size = _Largest(lambda shelf: shelf.size)
         self._lock = threading.Lock()
 
     @property
@@ -95,7 +140,7 @@ class ResponseStore:
         output_link = _Link(answered, sizes[1], input_link)
         kept = Kept(owner, body, input_link, output_link)
         with self._lock:
-            shelf = self._shelves.get(owner) or _Shelf()
+            shelf = self._shelves.get(owner) or _Shelf(owner, next(self._begun))
             of_others = self._size - shelf.size
             if len(body) + output_link.whole_size() > max(self._max_bytes // 2, self._max_bytes - of_others):
                 return
@@ -104,7 +149,7 @@ class ResponseStore:
             self._number += 1
             self._count(shelf, len(body) + _hold(output_link))
             while self._number > self._most or self._size > self._max_bytes:
-                self._forget_one(response_id)
+                self._forget_one(shelf)
 
     def delete(self, response_id: str, owner: str) -> bool:
         """Forget the owner's response of this id; whether there was one."""
@@ -114,16 +159,11 @@ class ResponseStore:
             self._forget(response_id, owner)
             return True
 
-    def _forget_one(self, new: str) -> None:
-        """The new one goes last."""
-        by_number = self._number > self._most
-        others = [
-            (owner, shelf) for owner, shelf in self._shelves.items() if len(shelf.kept) > 1 or new not in shelf.kept
-        ]
-        whose, shelf = max(
-            others or self._shelves.items(), key=lambda one: len(one[1].kept) if by_number else one[1].size
-        )
-        self._forget(next(iter(shelf.kept)), whose)
+    def _forget_one(self, newest: _Shelf) -> None:
+        """newest: where the newest response is, which goes last."""
+        largest = self._largest_number if self._number > self._most else self._largest_size
+        shelf = largest.find(but=newest if len(newest.kept) == 1 else None) or newest
+        self._forget(next(iter(shelf.kept)), shelf.owner)
 
     def _forget(self, response_id: str, owner: str) -> None:
         shelf = self._shelves[owner]
@@ -136,6 +176,8 @@ class ResponseStore:
     def _count(self, shelf: _Shelf, more: int) -> None:
         shelf.size += more
         self._size += more
+        self._largest_number.changed(shelf)
+        self._largest_size.changed(shelf)
 
 
 def _hold(link: _Link | None) -> int:

@@ -12,6 +12,7 @@ import typer
 import yaml  # type: ignore[import-untyped]  # stubs are a package of their own
 
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.server.options.elsewhere import hint
 from windlass.server.options.spelling import option
 
 MAX_BYTES = 1024 * 1024
@@ -42,9 +43,9 @@ def use_config_file(context: typer.Context, path: Path | None) -> None:
         parameter: Any = parameters.get(key.replace("-", "_"))
         if parameter is None:
             known = [name.replace("_", "-") for name in parameters]
-            raise LoadError(
-                f"{where}: {key[:64]!r} is no option of {context.command_path}{did_you_mean(key[:64], known)}"
-            )
+            ours = hint(context, "--" + key.replace("_", "-"))
+            meant = did_you_mean(key[:64], known) if ours is None else f": {ours}"
+            raise LoadError(f"{where}: {key[:64]!r} is no option of {context.command_path}{meant}")
         if parameter.name in values:
             raise LoadError(f"{where}: {key} is there twice")
         value = _spelt(where, key, node, repeatable=bool(getattr(parameter, "multiple", False)))

@@ -30,7 +30,7 @@ from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.options.ladder import parse_ladder
 from windlass.server.options.panels import ADAPTERS, BATCHING, CONTEXT, MODEL, ROTARY, SPECULATION
 from windlass.server.options.profiles import is_profile_name, parse_profiles
-from windlass.server.options.spelling import choose, option, read_dtype, read_size
+from windlass.server.options.spelling import choose, option, read_dtype, read_memory, tokens_option
 
 _LOAD_FORMATS: tuple[LoadFormat, ...] = get_args(LoadFormat)
 _QUANTIZATIONS: tuple[Quantization, ...] = get_args(Quantization)
@@ -72,21 +72,22 @@ class EngineOptions:
     ] = "safetensors"
     max_model_len: Annotated[
         int | None,
-        option("--max-model-len", panel=CONTEXT, help="Longest prompt and output together, in tokens. May exceed the "
-               "model's own length (see --rope-scaling). Default: the model's own, if it fits."),
+        tokens_option("--max-model-len", panel=CONTEXT, auto=True, help="Longest prompt and output together, in tokens, such as "
+                      "8192 or 8K. May exceed the model's own length (see --rope-scaling). Default, and auto: the model's "
+                      "own, if it fits."),
     ] = None  # fmt: skip
     shift_context: Annotated[
         int | None,
-        option("--shift-context", panel=CONTEXT, help="Tokens that a sequence holds which drops its oldest ones "
-               "(context_overflow shift). Default: --max-model-len."),
+        tokens_option("--shift-context", panel=CONTEXT, help="Tokens that a sequence holds which drops its oldest ones "
+                      "(context_overflow shift). Default: --max-model-len."),
     ] = None  # fmt: skip
     max_total_tokens: Annotated[
         int | None,
-        option("--max-total-tokens", panel=CONTEXT, help="Where such a sequence ends, prompt and answer together. Default: "
-               "nowhere."),
+        tokens_option("--max-total-tokens", panel=CONTEXT, help="Where such a sequence ends, prompt and answer together. "
+                      "Default: nowhere."),
     ] = None  # fmt: skip
     max_num_batched_tokens: Annotated[
-        int, option("--max-num-batched-tokens", panel=BATCHING, help="Token budget of one step.")
+        int, tokens_option("--max-num-batched-tokens", panel=BATCHING, help="Token budget of one step.")
     ] = 2048
     max_num_seqs: Annotated[int, option("--max-num-seqs", panel=BATCHING, help="Sequences that run at once.")] = 64
     max_waiting: Annotated[
@@ -94,8 +95,8 @@ class EngineOptions:
     ] = 1024
     max_waiting_tokens: Annotated[
         int,
-        option("--max-waiting-tokens", panel=BATCHING, help="Tokens that waiting requests may have together; more are refused "
-               "with 429."),
+        tokens_option("--max-waiting-tokens", panel=BATCHING, help="Tokens that waiting requests may have together; more are "
+                      "refused with 429."),
     ] = 8 << 20  # fmt: skip
     kv_cache_memory: Annotated[
         str | None,
@@ -319,14 +320,14 @@ class EngineOptions:
             "weight_cache": self._weight_cache(),
             "kv_cache_memory": None
             if self.kv_cache_memory is None
-            else read_size("--kv-cache-memory", self.kv_cache_memory),
+            else read_memory("--kv-cache-memory", self.kv_cache_memory),
             "kv_persist": self._kv_persist(),
             "kv_persist_size": None
             if self.kv_persist_size is None
-            else read_size("--kv-persist-size", self.kv_persist_size),
+            else read_memory("--kv-persist-size", self.kv_persist_size),
             "kv_host_memory": None
             if self.kv_host_memory is None
-            else read_size("--kv-host-memory", self.kv_host_memory),
+            else read_memory("--kv-host-memory", self.kv_host_memory),
             "rope_scaling": self.parse_rope_scaling(),
             "lora": self.adapters(),
             "rope_update": self.parse_rope_update(),

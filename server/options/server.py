@@ -292,6 +292,8 @@ class ServerOptions:
         check_seconds("--stats-interval", self.stats_interval)
         check_seconds("--request-timeout", self.request_timeout, zero=False, endless=True)
         names = tuple(dict.fromkeys(split(self.served_model_name))) or (model_name,)
+        if self.served_model_name and not split(self.served_model_name):
+            raise LoadError("--served-model-name is empty: give a name, or leave it out")
         for source in engine.adapters():
             if source.name in names:
                 raise LoadError(f"--lora {source.name}: the model has this name: choose another")

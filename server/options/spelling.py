@@ -6,8 +6,10 @@ Knows typer; knows nothing of what an option is for.
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import fields
+from decimal import Decimal
 from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
@@ -18,16 +20,29 @@ from windlass.engine.errors import LoadError, did_you_mean
 
 LOG_FORMATS = ("text", "json")
 MAX_TEMPLATE_BYTES = 1024 * 1024
+_TOKENS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30}
+_LEAST_BARE_BYTES = 1 << 20
 MOST_SECONDS = 1e9  # a system's clocks count a little further
 _LOG_LEVELS = ("debug", "info", "warning", "error")
 
 Choice = TypeVar("Choice", bound=str)
 
 
-def option(*names: str, help: str, panel: str | None = None, metavar: str | None = None) -> Any:
-    """A typer option that also reads WINDLASS_<FIRST NAME>."""
+def option(
+    *names: str,
+    help: str,
+    panel: str | None = None,
+    metavar: str | None = None,
+    parser: Callable[[str], Any] | None = None,
+) -> Any:
+    """A typer option that also reads WINDLASS_<FIRST NAME>. parser: makes its value of what is written."""
     variable = "WINDLASS_" + names[0].split("/")[0].removeprefix("--").replace("-", "_").upper()
-    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, metavar=metavar)
+    return typer.Option(*names, help=help, envvar=variable, rich_help_panel=panel, metavar=metavar, parser=parser)
+
+
+def tokens_option(name: str, *, help: str, panel: str, auto: bool = False) -> Any:
+    """An option that is a number of tokens. auto: it may be the word, too, for what holds without the option."""
+    return option(name, help=help, panel=panel, metavar="TOKENS", parser=_read_tokens_or_auto if auto else _read_tokens)
 
 
 ModelArgument = Annotated[
@@ -72,11 +87,34 @@ def read_dtype(name: str, value: str, parse: Callable[[str], str] = parse_dtype)
         raise LoadError(f"{name}: {error}") from error
 
 
+def _read_tokens(text: str | int) -> int:
+    """A number of tokens, as vLLM writes them too: 8192, 8k (8,000) or 8K (8,192)."""
+    match = re.fullmatch(r"\s*(-?\d{1,18})(\.\d{1,18})?([kmgKMG]?)\s*", str(text))
+    if match is None or (match[2] and match[3] not in ("k", "m", "g")):
+        raise typer.BadParameter(
+            f"cannot read {str(text)[:64]!r} as tokens: write for example 8192, 8k (8,000) or 8K (8,192)"
+        )
+    return int(Decimal(match[1] + (match[2] or "")) * _TOKENS[match[3]])
+
+
+def _read_tokens_or_auto(text: str | int) -> int | None:
+    """None for auto, which is what holds without the option."""
+    return None if str(text).strip().lower() == "auto" else _read_tokens(text)
+
+
 def read_size(name: str, value: str) -> int:
     try:
         return parse_size(value)
     except LoadError as error:
         raise LoadError(f"{name}: {error}") from error
+
+
+def read_memory(name: str, value: str) -> int:
+    """A size of memory: one that was meant in GiB is not taken for bytes. Raises LoadError."""
+    size = read_size(name, value)
+    if size < _LEAST_BARE_BYTES and (number := value.strip()).isdecimal():
+        raise LoadError(f"{name}: {number} is {number} bytes: write {number}{'GiB' if size < 1024 else 'MiB'}")
+    return size
 
 
 def check_seconds(name: str, value: float | None, *, zero: bool = True, endless: bool = False) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar
 
@@ -21,6 +22,7 @@ from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from windlass.engine.errors import did_you_mean, nearest
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
+from windlass.server.protocol.elsewhere import asks_for_nothing
 
 INT32_MAX = 2**31 - 1
 INT64_MAX = 2**63 - 1
@@ -35,6 +37,7 @@ class StrictModel(BaseModel):
 
     hints: ClassVar[dict[str, str]] = {}  # unknown field -> what to do instead
     ignored: ClassVar[frozenset[str]] = frozenset()  # fields accepted without effect, whatever they hold
+    neutral: ClassVar[Mapping[str, Any]] = {}  # fields accepted without effect where they hold this value
 
     @model_validator(mode="before")
     @classmethod
@@ -50,6 +53,9 @@ class StrictModel(BaseModel):
                     if name not in known or not known[name].is_required():
                         dropped.add(name)
                 elif name not in known:
+                    if name in cls.neutral and asks_for_nothing(value, cls.neutral[name]):
+                        dropped.add(name)
+                        continue
                     hint = cls.hints.get(name)
                     if hint is None:
                         meant = nearest(name, known)

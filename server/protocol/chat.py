@@ -117,11 +117,12 @@ class ChatRequest(GenerationRequest):
     `functions` and `function_call` are the older names of `tools` and `tool_choice`; answers have the older form then.
     """
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
         "prompt": "it belongs to /v1/completions; this is /v1/chat/completions, which takes messages",
         "echo": "it belongs to /v1/completions",
         "suffix": "it belongs to /v1/completions",
         "chat_template": "templates come from the model or the operator, never from a request",
+        "n_probs": "ask for logprobs and top_logprobs here",
     }
 
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]

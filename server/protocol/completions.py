@@ -31,10 +31,11 @@ _TOKEN = {"type": "integer", "minimum": 0}
 class CompletionRequest(GenerationRequest):
     """`prompt`: a string, a list of strings, token ids, or a list of token-id lists."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = GenerationRequest.hints | {
         "messages": "it belongs to /v1/chat/completions; this is /v1/completions, which takes prompt",
         "top_logprobs": "it belongs to /v1/chat/completions; here logprobs is the number of alternatives",
         "tools": "it belongs to /v1/chat/completions",
+        "n_probs": "it is called logprobs here",
     }
 
     prompt: Annotated[

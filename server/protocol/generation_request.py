@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -23,6 +24,7 @@ from windlass.server.protocol.base import (
     TokenId,
     without_nulls,
 )
+from windlass.server.protocol.elsewhere import HINTS, NEUTRAL
 
 # OpenAI's settings of its own prompt cache
 PROMPT_CACHE = frozenset({"prompt_cache_retention", "prompt_cache_options"})
@@ -78,6 +80,9 @@ class PassageSpan(StrictModel):
 
 class SharedRequest(StrictModel):
     """Sampling, serving and bookkeeping fields of every endpoint that generates. None always means "not given"."""
+
+    hints: ClassVar[dict[str, str]] = HINTS
+    neutral: ClassVar[Mapping[str, Any]] = NEUTRAL
 
     model: str | None = None
 
@@ -201,6 +206,10 @@ class SharedRequest(StrictModel):
 class GenerationRequest(SharedRequest):
     """What only completions and chats have: OpenAI's older names, several answers at once, and what answers show."""
 
+    hints: ClassVar[dict[str, str]] = HINTS | {
+        "n_predict": "it is called max_tokens here",
+        "num_predict": "it is called max_tokens here",
+    }
     ignored: ClassVar[frozenset[str]] = PROMPT_CACHE
 
     max_tokens: Annotated[int, Field(ge=0, le=INT32_MAX)] | None = None

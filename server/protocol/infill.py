@@ -36,7 +36,7 @@ class FilePassage(StrictModel):
 class InfillRequest(SharedRequest):
     """What stands before a gap and behind it. llama.cpp's names beside ours; what is longer than the context is cut."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "suffix": "it belongs to /v1/completions; here it is input_suffix",
         "max_tokens": "here it is n_predict",
         "repetition_penalty": "here it is repeat_penalty",

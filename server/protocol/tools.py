@@ -23,7 +23,8 @@ _ESCAPE = re.compile(
     re.DOTALL,
 )
 
-Name = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+# Anthropic's may be as long, and a recorded request to /v1/messages is repeated as a chat; OpenAI's have at most 64.
+FunctionName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]
 
 
 def check_parameters(schema: dict[str, Any]) -> dict[str, Any]:
@@ -72,7 +73,7 @@ class FunctionDefinition(StrictModel):
     `strict` has no effect: arguments are held to the schema where a call is required, and not where it is up to the model.
     """
 
-    name: Name
+    name: FunctionName
     description: str | None = None
     parameters: Annotated[FreeForm, AfterValidator(check_parameters)] | None = None
     strict: bool | None = None

@@ -14,9 +14,11 @@ import json
 import os
 import shutil
 import tempfile
+import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from stat import S_ISDIR
 from typing import Any
 
 from windlass.clients.terminal.lines import say
@@ -24,6 +26,8 @@ from windlass.engine.errors import LoadError
 from windlass.server.startup.catalogue.folder import cache_folder
 
 _LONGEST_STEM = 120
+_MAKING = ".making-"  # how the name of what is not yet whole begins
+_ABANDONED_SECONDS = 3600.0  # nothing is that long in the making
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +41,9 @@ class Derivation:
     index: str
     files: Sequence[str]
     made_by: int
+    # Descriptors that hold the lock of what this process uses, one for each directory however often it is asked for. They are
+    # let go by its end alone, as nobody tells of the last use: engines are started again, and models of an LLM outlive it.
+    _held: dict[Path, int] = field(default_factory=dict, init=False, compare=False, repr=False)
 
     def directory(self, stem: str, sources: Sequence[Path], source: str, fill: Callable[[Path], None]) -> Path:
         """The directory made from these files as they are now; made where it is not there yet.
@@ -52,13 +59,17 @@ class Derivation:
             if self._use(target, files):
                 return target
             target.parent.mkdir(parents=True, exist_ok=True)
-            made = Path(tempfile.mkdtemp(prefix=".making-", dir=target.parent))
+            self._remove_abandoned(target.parent, _MAKING)
+            made = Path(tempfile.mkdtemp(prefix=_MAKING, dir=target.parent))
         except (OSError, RuntimeError) as error:  # RuntimeError: there is no home directory
             reason = getattr(error, "strerror", None) or error
             say(f"notice: what is derived from {source} cannot be kept for later starts ({reason}): set WINDLASS_CACHE")
-            made = Path(tempfile.mkdtemp(prefix=f"windlass-{self.folder}-"))
+            prefix = f"windlass-{self.folder}-"
+            self._remove_abandoned(Path(tempfile.gettempdir()), prefix)
+            made = Path(tempfile.mkdtemp(prefix=prefix))
             atexit.register(shutil.rmtree, made, ignore_errors=True)
             fill(made)
+            self._use(made, files)
             return made
         try:
             fill(made)
@@ -94,7 +105,7 @@ class Derivation:
             if self._is_current(target, files):
                 return
         # What lies there is damaged: it is moved away first, since a directory replaces no other that holds something.
-        with tempfile.TemporaryDirectory(prefix=".making-", dir=target.parent) as away:
+        with tempfile.TemporaryDirectory(prefix=_MAKING, dir=target.parent) as away:
             try:
                 with contextlib.suppress(FileNotFoundError):
                     target.rename(Path(away) / "old")
@@ -102,6 +113,20 @@ class Derivation:
             except OSError as error:
                 if not self._is_current(target, files):
                     raise LoadError(f"cannot write {target} ({error.strerror or error}): remove it") from None
+
+    def _remove_abandoned(self, folder: Path, prefix: str) -> None:
+        """What killed starts have left: not yet whole, or, where nothing could be kept, whole and used no more."""
+        for left in folder.glob(prefix + "*"):
+            with contextlib.suppress(OSError):
+                found = left.lstat()
+                if found.st_uid != os.geteuid() or not S_ISDIR(found.st_mode):
+                    continue  # another's, in a folder for all
+                if time.time() - found.st_mtime < _ABANDONED_SECONDS:
+                    continue
+                if (left / self.index).exists():
+                    self._remove_unused(left)
+                else:
+                    shutil.rmtree(left, ignore_errors=True)
 
     def _remove_older(self, target: Path, files: Sequence[dict[str, Any]]) -> None:
         """Directories of what the first file was before it changed."""
@@ -118,6 +143,10 @@ class Derivation:
             with contextlib.suppress(OSError):  # a file system without locks
                 fcntl.flock(held, fcntl.LOCK_SH)  # never let go: the end of the process does
             if self._is_current(directory, files):
+                before = self._held.pop(directory, None)  # perhaps of one that was there before, and damaged
+                self._held[directory] = held
+                if before is not None:
+                    os.close(before)
                 return True
             os.close(held)
         return False

@@ -105,10 +105,13 @@ def summary(
     profiles: Sequence[str] = (),
     options: Sequence[str] = (),
     sampling: str = "",
+    *,
+    chats: bool = True,
 ) -> list[str]:
     """The lines shown when a server is ready.
 
     profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
+    chats: whether there is a chat template.
     sampling: what holds for requests that leave it out, and where that comes from.
     """
     stored = info.quantization or info.weight_dtype
@@ -137,6 +140,8 @@ def summary(
         lines.append("  scaling   auto: the least that the length of a request needs")
     if profiles:
         lines.append(f"  profiles  {', '.join(profiles)}")
+    if info.generates and not chats:
+        lines.append("  chats     none: the model has no chat template (--chat-template FILE gives it one)")
     if sampling:
         lines.append(f"  sampling  {sampling}, where a request does not say")
     if options:

@@ -322,7 +322,7 @@ async def _run(
     client.progress = loading
     client.start_nowait()
     http = asyncio.create_task(server.serve(), name="http")
-    engine = asyncio.create_task(_follow(client, loading, settings, url, start.shown), name="engine")
+    engine = asyncio.create_task(_follow(app, client, loading, url, start.shown), name="engine")
     stop = asyncio.create_task(stopping.wait(), name="stop")
     activity = asyncio.create_task(report_activity(app.state.windlass.metrics, start.stats_interval), name="activity")
     watch = LoopWatch(app.state.windlass.beat).start()
@@ -347,17 +347,17 @@ async def _run(
         await ending.close(server, http)
 
 
-async def _follow(
-    client: SupervisedEngine, loading: LoadingDisplay, settings: ServerSettings, url: str, shown_options: list[str]
-) -> int:
+async def _follow(app: FastAPI, client: SupervisedEngine, loading: LoadingDisplay, url: str, shown: list[str]) -> int:
     """Show the model when it is ready; returns an exit code when the engine is given up. Raises LoadError."""
     info = await client.wait_ready()
     loading.begin()
     loading.stop()
+    state, settings = app.state.windlass, app.state.windlass.settings
     check_profiles(settings.rope_profiles, info.rotary_groups)
     check_own_rule(settings, sizes_of(info))
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described(settings.sampling_sources)
-    for line in summary(info, ", ".join(settings.model_names), url, profiles, shown_options, sampling):
+    names, chats = ", ".join(settings.model_names), state.text.renders_chats
+    for line in summary(info, names, url, profiles, shown, sampling, chats=chats):
         say(line)
     await client.wait_state("failed")
     say(f"error: {in_options(client.failure)}")

@@ -84,6 +84,11 @@ class TextService:
         return self._template_facts[True]
 
     @property
+    def renders_chats(self) -> bool:
+        """Whether there is a template for plain chats."""
+        return self._template_facts[False] is not None
+
+    @property
     def processes_lost(self) -> int:
         """Processes that ended when nobody had asked them to."""
         return self._pool.processes_lost
@@ -272,7 +277,7 @@ class TextService:
         facts = self._template_facts[bool(tools)]
         if facts is None:
             raise bad_request(
-                "this model has no chat template: use /v1/completions, or start the server with a chat template",
+                "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",
                 "messages",
                 "no_chat_template",
             )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from types import SimpleNamespace
 
 import pytest
 from helpers.doc_examples import ROOT
@@ -14,6 +15,7 @@ import windlass
 from windlass.engine.rotary.fields import fields_of
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import main as cli
+from windlass.server.options import elsewhere
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 
@@ -87,6 +89,65 @@ def test_paths_are_served() -> None:
     assert {"/infill", "/tokenize"} <= paths
     for path in paths - {"/completion"}:
         assert f"{path}`" in http or f"`POST {path}" in http, path
+
+
+def theirs_to_ours() -> dict[str, str]:
+    """Options of other servers that are none of ours, as the page has them, and what it says of each: ours and the remark."""
+    found: dict[str, str] = {}
+    for row in rows("vLLM") + rows("llama.cpp"):
+        for option in (option for part in code(row[0]) for option in re.findall(r"(?<!\S)--?[a-z][\w-]*+(?!…)", part)):
+            found[option] = " | ".join([found.get(option, ""), *row[1:]])
+    return {option: said for option, said in found.items() if option not in options() and not option.startswith("-h")}
+
+
+def test_a_command_says_of_their_options_what_the_page_says() -> None:
+    command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
+    page = theirs_to_ours()
+    assert len(page) > 100
+    for option, said in page.items():
+        if option == "--model":
+            continue  # it is an argument here
+        hint = elsewhere.hint(SimpleNamespace(command=command), option)
+        assert hint is not None, option
+        named = set(re.findall(r"--[a-z][a-z-]*", hint))
+        assert named <= options() - {option}, (option, hint)
+        if hint.startswith("here it is a field"):
+            assert hint.split()[-1] in FIELDS, option
+        elif "leave it out" not in hint:
+            words = named or set(re.findall(r"[\w/@-]+", hint)[-2:])
+            assert words & set(re.findall(r"[\w/@-]+", said)), (option, hint)
+    tables = (elsewhere._OURS, elsewhere._FIELDS, elsewhere._INSTEAD, elsewhere._NEEDLESS)
+    assert {option for table in tables for names in table for option in names.split()} - {"-m", "--seed"} <= set(page)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "said"),
+    [
+        ("serve", "--enable-prefix-caching", "here it is --prefix-caching, which is on by default"),
+        ("serve", "--ctx-size", "here it is --max-model-len"),
+        ("serve", "-ngl", "a model lies on one device, all of it: leave it out"),
+        ("serve", "-np", "here it is --max-num-seqs"),
+        ("serve", "--temp", "here it is a field of a request, temperature"),
+        ("generate", "--temp", "here it is --temperature"),
+        ("serve", "-m", "name the model without an option, as in windlass serve MODEL"),
+        ("generate", "-m", "here it is --model"),
+        ("serve", "--model", "give it without an option, as MODEL"),
+        ("top", "--url", "give it without an option, as URL"),
+        # by their spelling
+        ("serve", "--prot", "did you mean --port?"),
+        ("serve", "--disable-prefix-caching", "did you mean --no-prefix-caching?"),
+        ("serve", "--enable-ui", "did you mean --ui?"),
+        ("serve", "--no-enable-cuda-graphs", "did you mean --no-cuda-graphs?"),
+        # nothing is near, or would be the opposite
+        ("serve", "--ctx-len", ""),
+        ("generate", "--alias", ""),
+        ("serve", "--no-kv-persist", ""),
+    ],
+)
+def test_an_option_that_is_not_there(command: str, option: str, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert cli.run([command, option, "5"]) == 2
+    expected = f"error: No such option: {option}{said and ': '}{said} (see windlass {command} --help)\n"
+    assert capsys.readouterr().err == expected
 
 
 def test_environment_variables_are_ours() -> None:

@@ -50,12 +50,15 @@ def chat_here(model: str | None, options: EngineOptions, system: str | None) -> 
 def chat_with(url: str, api_key: str | None, model: str | None, system: str | None) -> int:
     """Chat through the server at `url` (with or without /v1). Returns the exit code; raises EngineError, one line each."""
     from windlass.clients import APIError, Client, RetryPolicy
+    from windlass.server.cli.key_hint import with_key_hint
 
     console = ChatConsole()
     try:
         with Client(url, api_key=api_key, retry=RetryPolicy(max_retries=0)) as client:
             return ChatLoop(console, Dialogue(system=system), client, model, None).run()
-    except (APIError, ValueError) as error:
+    except APIError as error:
+        raise EngineError(f"{url}: {with_key_hint(error)}") from error
+    except ValueError as error:
         raise EngineError(f"{url}: {_one_line(error)}") from error
 
 
@@ -123,12 +126,27 @@ class ChatLoop:
         )
         if served is None:
             return
+        self._check_template(served.id)
         self._context = served.max_model_len
         facts = [served.id, served.architecture, f"context of {self._context:,} tokens" if self._context else None]
         self._console.greet(f"{', '.join(fact for fact in facts if fact)}. /help lists what there is, ctrl-D leaves.")
         if served.recommended_sampling:  # which holds for requests that do not say
             shown = " ".join(f"{name}={value:g}" for name, value in served.recommended_sampling.items())
             self._console.greet(f"Drawn with {shown}, as this model's authors recommend; /params sets others.")
+
+    def _check_template(self, model: str) -> None:
+        """Raise EngineError, before anything is typed, where no message could be answered."""
+        from windlass.clients import APIError
+
+        try:
+            with self._console.leavable():
+                self._client.count_tokens([{"role": "user", "content": "hello"}], model=model)
+        except APIError as error:
+            if error.code == "no_chat_template":
+                raise EngineError(
+                    f"{model} has no chat template: continue texts with `windlass generate`, or give it one with "
+                    "`windlass serve --chat-template FILE` and chat through --url"
+                ) from None
 
     def _command(self, line: str) -> bool:
         """Carry it out; False to leave."""

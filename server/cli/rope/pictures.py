@@ -41,7 +41,7 @@ COLOURS = {
     "rotate": "#8e6bbf",
     "other": "#6b7fa3",
 }
-_HIGHEST = 1e100
+HIGHEST = 1e100  # matplotlib has no axis for more
 DASHES = {"cut": (1, 1.5), "linear": (5, 2), "ntk": (5, 1.5, 1, 1.5), "rotate": (3, 1.2), "recompute": (7, 1.5)}
 
 
@@ -116,7 +116,7 @@ def draw_inspection(result: Inspection) -> Figure:
 
 def _drawn(value: float | None) -> float:
     """Not a number, which leaves a gap, for what matplotlib has no axis for."""
-    return math.nan if value is None or value > _HIGHEST else value
+    return math.nan if value is None or value > HIGHEST else value
 
 
 def draw_sweep(result: ScalingSweep, ink: str = INK) -> Figure:

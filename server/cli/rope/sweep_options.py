@@ -13,7 +13,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.parsing import parse_json
-from windlass.server.options.spelling import option, read_dtype, read_size
+from windlass.server.options.spelling import option, read_dtype, read_memory
 
 
 @dataclass(slots=True, kw_only=True)
@@ -203,7 +203,7 @@ class AskingOptions:
         if self.lengths:
             given["lengths"] = parse_lengths(self.lengths)
         if self.kv_cache_memory is not None:
-            given["kv_cache_memory"] = read_size("--kv-cache-memory", self.kv_cache_memory)
+            given["kv_cache_memory"] = read_memory("--kv-cache-memory", self.kv_cache_memory)
         return given
 
     def refuse(self) -> None:

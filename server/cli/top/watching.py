@@ -12,7 +12,6 @@ from rich.console import Console
 from rich.live import Live
 
 from windlass.clients import (
-    APIConnectionError,
     APIError,
     APIStatusError,
     Client,
@@ -22,6 +21,7 @@ from windlass.clients import (
 )
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
+from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.cli.top.figures import QUANTILES, Figures, MetricsLook, figures
 from windlass.server.cli.top.keys import typed_keys
 from windlass.server.cli.top.view import plain, screen
@@ -127,8 +127,5 @@ def _is_silence(error: APIError) -> bool:
 
 def _words(error: APIError) -> str:
     if isinstance(error, APIStatusError):
-        hint = ": give one with --api-key" if error.status == 401 else ""
-        return f"it answered {error.status}: {error.message}{hint}"
-    if isinstance(error, APIConnectionError):
-        return f"cannot reach it ({error.message}): is the server running?"
+        return f"it answered {error.status}: {with_key_hint(error)}"
     return error.message

@@ -16,6 +16,7 @@ from windlass.server.protocol.messages.blocks import InputMessage, Texts
 from windlass.server.protocol.tools import (
     MAX_TOOLS,
     FunctionDefinition,
+    FunctionName,
     ToolDefinition,
     check_functions,
     check_parameters,
@@ -39,7 +40,7 @@ class CustomTool(StrictModel):
     }
 
     type: Literal["custom"] | None = None
-    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,128}$")]  # Anthropic's may be longer than OpenAI's
+    name: FunctionName
     description: str | None = None
     input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
@@ -162,11 +163,13 @@ class MessageRequest(SharedRequest):
     """`messages` behind `system` go through the model's chat template. Where the last message is the assistant's, the answer
     goes on with it."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "stop": "it is called stop_sequences here",
         "max_completion_tokens": "it is called max_tokens here",
         "response_format": "it is called output_config.format here",
         "n": "a message is one answer",
+        "n_predict": "it is called max_tokens here",
+        "num_predict": "it is called max_tokens here",
     }
     ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
 

@@ -98,7 +98,7 @@ class ResponseRequest(SharedRequest):
     """`input` behind `instructions` goes through the model's chat template, after the conversation that
     `previous_response_id` names."""
 
-    hints: ClassVar[dict[str, str]] = {
+    hints: ClassVar[dict[str, str]] = SharedRequest.hints | {
         "messages": "it belongs to /v1/chat/completions; this is /v1/responses, which takes input",
         "max_tokens": "it is called max_output_tokens here",
         "max_completion_tokens": "it is called max_output_tokens here",
@@ -106,6 +106,8 @@ class ResponseRequest(SharedRequest):
         "reasoning_effort": "it is called reasoning.effort here",
         "logprobs": f"ask for top_logprobs, or include {LOGPROBS!r}",
         "n": "a response is one answer",
+        "n_predict": "it is called max_output_tokens here",
+        "num_predict": "it is called max_output_tokens here",
     }
     ignored: ClassVar[frozenset[str]] = PROMPT_CACHE | {"client_metadata", "max_tool_calls", "verbosity"}
 

@@ -9,6 +9,7 @@ import os
 import socket
 import subprocess
 import sys
+import tomllib
 import types
 from pathlib import Path
 
@@ -31,8 +32,10 @@ from windlass.engine.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
+from windlass.engine.errors import LoadError
 from windlass.engine.rotary.ladder import LadderStep
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli import entry
 from windlass.server.cli import main as cli
 from windlass.server.cli.brief_help import MAIN
 from windlass.server.options.connection_settings import ConnectionSettings
@@ -43,6 +46,7 @@ from windlass.server.options.server import ServerOptions
 from windlass.server.startup import engines, launch
 
 TESTS = Path(__file__).parents[2]
+ROOT = TESTS.parent
 YARN = '{"rope_type": "yarn", "factor": 4}'
 
 
@@ -379,6 +383,11 @@ def test_times_that_never_end() -> None:
         (["--kv-persist", "~nobody-of-that-name/x"], "give a folder"),
         (["--kv-persist-size", "much"], "--kv-persist-size: cannot read 'much' as a size"),
         (["--kv-host-memory", "much"], "--kv-host-memory: cannot read 'much' as a size"),
+        (["--kv-cache-memory", "4"], "--kv-cache-memory: 4 is 4 bytes: write 4GiB"),
+        (["--kv-host-memory", "1048575"], "--kv-host-memory: 1048575 is 1048575 bytes: write 1048575MiB"),
+        (["--max-model-len", "8q"], "cannot read '8q' as tokens: write for example 8192, 8k (8,000) or 8K (8,192)"),
+        (["--max-model-len", "1.5K"], "cannot read '1.5K' as tokens"),
+        (["--max-num-batched-tokens", "auto"], "cannot read 'auto' as tokens"),
         (["--kv-persist-size", "1GiB"], "name one with --kv-persist, or leave it out"),
         (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
         (["--speculative-tokens", "17"], "--speculative-tokens must lie between 1 and 16, got 17"),
@@ -390,6 +399,81 @@ def test_times_that_never_end() -> None:
 )
 def test_a_bad_option_is_one_line(arguments, expected, capsys):
     assert expected in error_of(capsys, "serve", *arguments)
+
+
+@pytest.mark.parametrize("name", ["", " , "])
+def test_a_name_that_is_empty_is_refused(name):
+    with pytest.raises(LoadError, match="--served-model-name is empty: give a name, or leave it out"):
+        ServerOptions(served_model_name=[name]).to_settings("toy")
+
+
+@pytest.mark.parametrize(
+    ("name", "near"),
+    [
+        ("WINDLASS_MAX_MODEL_LNE", "WINDLASS_MAX_MODEL_LEN"),
+        ("WINDLASS_CHACHE", "WINDLASS_CACHE"),
+        ("WINDLASS_PROT", "WINDLASS_PORT"),
+        ("WINDLASS_SYSTEMM", None),  # no command reads such a one from there
+        ("WINDLASS_SERVICE_HOST", None),  # Kubernetes gives these for a service of this name
+        ("WINDLASS_PORT_8000_TCP_ADDR", None),
+        ("WINDLASS_MAX_MODEL_LEN", None),
+        ("WINDLASS_API_KEY", None),
+        ("MAX_MODEL_LNE", None),
+    ],
+)
+def test_a_mistyped_variable_is_told_of(name, near, monkeypatch, capsys):
+    for variable in [variable for variable in os.environ if variable.startswith("WINDLASS_")]:
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv(name, "64")
+    assert cli.run(["version"]) == 0
+    said = f"warning: the variable {name} has no effect: did you mean {near}?\n" if near else ""
+    assert capsys.readouterr().err == said
+
+
+def test_ctrl_c_while_it_is_imported_is_one(monkeypatch):
+    class Interrupted:
+        def find_spec(self, name, path, target=None):
+            if name == "windlass.server.cli.main":
+                raise KeyboardInterrupt
+
+    monkeypatch.delitem(sys.modules, "windlass.server.cli.main")
+    monkeypatch.setattr(sys, "meta_path", [Interrupted(), *sys.meta_path])
+    with pytest.raises(SystemExit) as ended:
+        entry.main()
+    assert ended.value.code == 130
+
+
+def test_the_script_begins_where_little_is_imported():
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]["scripts"]
+    assert scripts == {"windlass": f"{entry.__name__}:main"}
+    code = f"import {entry.__name__}, sys; print([name for name in ('typer', 'rich', 'numpy') if name in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert done.stdout == "[]\n", done
+
+
+@pytest.mark.parametrize(
+    ("written", "tokens"),
+    [
+        ("8192", 8192),
+        ("8k", 8000),
+        ("8K", 8192),
+        ("25.6k", 25600),
+        (" 1m ", 10**6),
+        ("1M", 1 << 20),
+        ("auto", None),
+        ("Auto", None),
+    ],
+)
+def test_tokens_as_vllm_writes_them(written, tokens, monkeypatch):
+    found = []
+    monkeypatch.setattr(
+        "windlass.server.startup.launch.serve", lambda model, engine, *others: found.append(engine) or 0
+    )
+    assert cli.run(["serve", "--max-model-len", written]) == 0
+    monkeypatch.setenv("WINDLASS_MAX_MODEL_LEN", written)
+    assert cli.run(["serve", "--max-num-batched-tokens", "2K"]) == 0
+    assert [engine.max_model_len for engine in found] == [tokens, tokens]
+    assert found[1].max_num_batched_tokens == 2048 and found[1].to_config(Path()).max_model_len == tokens
 
 
 @pytest.mark.parametrize(
@@ -563,7 +647,8 @@ def test_generate_asks_a_running_server(capsys, model, unused_port):
         for address in (url, f"{url}/v1/"):
             assert cli.run([*arguments, address, "--api-key", "secret"]) == 0
             assert capsys.readouterr().out == byte_level().decode(list(range(100, 112)))
-        assert "answered 401" in error_of(capsys, *arguments, url, "--api-key", "wrong")
+        refused = error_of(capsys, *arguments, url, "--api-key", "wrong")
+        assert "answered 401" in refused and refused.endswith(": give one with --api-key")
         scaling = ["--api-key", "secret", "--rope-scaling", '{"rope_type": "linear", "factor": 2}']
         assert cli.run([*arguments, url, *scaling, "--rope-update", "frozen"]) == 0
         capsys.readouterr()
@@ -572,7 +657,8 @@ def test_generate_asks_a_running_server(capsys, model, unused_port):
         assert "no chat template" in error_of(capsys, *arguments, url, "--api-key", "secret", "--chat")
         assert "does not exist here" in error_of(capsys, *arguments, url, "--api-key", "secret", "--model", "other")
     unused = f"http://127.0.0.1:{unused_port}"
-    assert "is the server running?" in error_of(capsys, *arguments, unused)
+    said = error_of(capsys, *arguments, unused)
+    assert said.count("reach") == 1 and "is the server running" in said
 
 
 @pytest.fixture

@@ -122,6 +122,7 @@ def test_an_empty_file_sets_nothing(launched, write):
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
+        ("ctx_size: 8", "line 1: 'ctx_size' is no option of windlass serve: here it is --max-model-len"),
         ("host: h\nprot: 8000", "line 2: 'prot' is no option of windlass serve (did you mean 'port'?)"),
         ("config: other.yaml", "line 1: 'config' is no option"),
         ("help: true", "line 1: 'help' is no option"),

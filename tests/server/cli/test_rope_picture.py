@@ -19,6 +19,7 @@ from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.server.cli import main as cli
 from windlass.server.cli.rope.gallery import command, numbers
 from windlass.server.cli.rope.gallery.attending import choose_heads, draw_attention, read_pattern
+from windlass.server.cli.rope.gallery.distances import draw_scalings
 from windlass.server.cli.rope.gallery.encodings import read_learned
 from windlass.server.cli.rope.gallery.kinds import KINDS
 from windlass.server.cli.rope.gallery.style import write
@@ -161,6 +162,18 @@ def test_dollars_are_no_mathematics(tmp_path: Path) -> None:
     write(draw_attention("a $$b$$", 0, ["$x$", "\\$$y"], np.tril(np.full((1, 2, 2), 0.5)), [0]), out)
     text = out.read_text(encoding="utf-8")
     assert ">$x$<" in text and ">\\$$y<" in text and "Layer 0 of a $$b$$" in text
+
+
+@pytest.mark.parametrize("factor", [1e90, 1e200, 1e308])
+def test_pairs_that_hardly_turn_are_left_out_of_the_picture(factor: float) -> None:
+    """Any warning fails the test."""
+    base = RotaryBase(rope_theta=1e4, head_dim=8, rotary_dim=8, trained_len=512)
+    subject = make_subject(None, base, [RopeScaling.from_dict({"rope_type": "linear", "factor": factor})], 4096, "toy")
+    figure = draw_scalings(subject)
+    figure.draw_without_rendering()
+    drawn = [line.get_ydata() for line in figure.axes[0].lines if len(line.get_xdata()) != 2]
+    assert all(np.isfinite(heights).all() for heights in drawn)
+    assert max(len(label.get_text()) for label in figure.axes[0].get_yticklabels()) < 20
 
 
 def test_the_usual_length_is_one_that_can_be_looked_at() -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import re
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
+from helpers.doc_examples import ROOT
 from helpers.live_server import Live, live_server
 
-from windlass.server.protocol import chat, tools
+from windlass.server.protocol import chat, elsewhere, tools
 from windlass.server.protocol.base import StrictModel
 from windlass.server.protocol.messages import answers as message_answers
 from windlass.server.protocol.messages import blocks
@@ -140,6 +143,60 @@ def test_settings_of_other_services_have_no_effect(live: Live) -> None:
     plain = {"input": "a"}
     body = {**plain, "client_metadata": {"a": "b"}, "reasoning": {"context": "all_turns", "mode": "standard"}}
     assert prompt_of(live, "/v1/responses", body)[0] == prompt_of(live, "/v1/responses", plain)[0]
+
+
+PLAINEST: dict[str, dict[str, Any]] = {
+    COMPLETIONS: {"prompt": "a", "max_tokens": 2},
+    CHAT: {"messages": PLAIN["messages"][:1], "max_tokens": 2},
+    "/v1/messages": {"messages": PLAIN["messages"][:1], "max_tokens": 2},
+    "/v1/responses": {"input": "a", "max_output_tokens": 2},
+}
+
+
+@pytest.mark.parametrize("path", PLAINEST)
+def test_fields_of_other_servers_may_ask_for_nothing(live: Live, path: str) -> None:
+    plain = {**PLAINEST[path], "temperature": 0}
+    assert prompt_of(live, path, {**plain, **elsewhere.NEUTRAL, "prediction": None}) == prompt_of(live, path, plain)
+    others = (not value if isinstance(value, bool) else [0, "", {"a": 1}] for value in elsewhere.NEUTRAL.values())
+    for name, value in zip(elsewhere.NEUTRAL, others, strict=True):
+        assert live.refuse(path, {**plain, name: value})["param"] == name
+    for name, value in {
+        "mirostat": False,
+        "length_penalty": True,
+        "detokenize": 1,
+        "documents": {},
+        "n_probs": 5,
+    }.items():
+        assert live.refuse(path, {**plain, name: value})["param"] == name
+
+
+def test_the_page_has_the_values_that_ask_for_nothing() -> None:
+    page = (ROOT / "docs" / "http.md").read_text(encoding="utf-8")
+    (listed,) = re.findall(r"with this value alone: (.*?)\. With any", page, re.DOTALL)
+    shown = dict(part.split() for part in listed.replace("`", "").split(","))
+    assert {name: json.loads(value) for name, value in shown.items()} == elsewhere.NEUTRAL
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "said"),
+    [
+        (COMPLETIONS, {"n_predict": 5}, "it is called max_tokens here"),
+        (CHAT, {"num_predict": 5}, "it is called max_tokens here"),
+        ("/v1/messages", {"n_predict": 5}, "it is called max_tokens here"),
+        ("/v1/responses", {"n_predict": 5}, "it is called max_output_tokens here"),
+        (CHAT, {"n_keep": 5}, "it is called keep_tokens here"),
+        ("/v1/responses", {"num_keep": 5}, "it is called keep_tokens here"),
+        (COMPLETIONS, {"n_probs": 5}, "it is called logprobs here"),
+        (CHAT, {"n_probs": 5}, "ask for logprobs and top_logprobs here"),
+        (CHAT, {"cache_prompt": False}, "prompts are always cached, which changes no answer: leave it out"),
+        (CHAT, {"repeat_penalty": 1.1}, "it is called repetition_penalty here"),
+        (COMPLETIONS, {"rope_freq_scale": 0.5},
+         "it is rope_scaling here, an object such as {'rope_type': 'linear', 'factor': 4}"),
+    ],
+)  # fmt: skip
+def test_a_field_of_another_server_is_told_its_name_here(live: Live, path: str, fields: Any, said: str) -> None:
+    (name,) = fields
+    assert live.refuse(path, {**PLAINEST[path], **fields})["message"] == f"unknown field '{name}': {said}"
 
 
 @pytest.mark.parametrize(

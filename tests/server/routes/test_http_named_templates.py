@@ -50,7 +50,7 @@ def test_without_a_default_it_serves_chats_with_functions_only() -> None:
     with live_server(template=None, tool_template=TOOL_USE) as live:
         assert prompt_of(live, tools=[TOOL]).startswith("TOOLS look_up")
         error = live.refuse(PATH, {"messages": USER})
-        assert error["code"] == "no_chat_template"
+        assert error["code"] == "no_chat_template" and error["message"].endswith("with --chat-template FILE")
 
 
 def test_one_that_does_not_parse_is_told() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -206,6 +207,63 @@ def test_too_many_responses_displace_those_of_whoever_has_most_of_them() -> None
     for name in ("a2", "c1", *(f"b{number}" for number in range(13, 20))):
         assert store.delete(name, name[0])
     assert len(store) == store.size == 0
+
+
+@given(
+    st.lists(st.tuples(st.sampled_from("abcdef"), st.integers(0, 30), st.integers(0, 9)), max_size=80),
+    st.integers(1, 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_who_is_displaced_is_as_by_brute_force(steps: list[tuple[str, int, int]], most: int) -> None:
+    store = ResponseStore(most=most, max_bytes=100)
+    kept: dict[str, dict[str, int]] = {}  # sizes of each owner's responses, oldest first; owners by their first
+    for number, (owner, size, choice) in enumerate(steps):
+        name = f"{owner}{number}"
+        if choice == 0 and owner in kept:  # it deletes its newest
+            gone = list(kept[owner])[-1]
+            assert store.delete(gone, owner)
+            del kept[owner][gone]
+        else:
+            store.put(name, owner, b"", previous=None, asked=[], answered=[], sizes=(size, 0))
+            others = sum(sum(sizes.values()) for each, sizes in kept.items() if each != owner)
+            if size <= max(50, 100 - others):
+                kept.setdefault(owner, {})[name] = size
+        while (count := sum(map(len, kept.values()))) > most or sum(
+            sum(sizes.values()) for sizes in kept.values()
+        ) > 100:
+            whose = max(
+                (each for each in kept if list(kept[each]) != [name]),
+                key=lambda each: len(kept[each]) if count > most else sum(kept[each].values()),
+                default=owner,
+            )
+            del kept[whose][next(iter(kept[whose]))]
+            kept = {each: sizes for each, sizes in kept.items() if sizes}
+        kept = {each: sizes for each, sizes in kept.items() if sizes}
+        assert len(store) == sum(map(len, kept.values()))
+        assert all(store.get(each, of) for of, sizes in kept.items() for each in sizes)
+
+
+def test_one_that_displaces_many_owners_does_not_look_at_all_of_them_each_time() -> None:
+    """Counted in calls: the event loop waits for it."""
+    owners = 1000
+    store = ResponseStore(most=10_000, max_bytes=10 * owners)
+    for number in range(owners):
+        store.put("r", f"o{number}", b"", previous=None, asked=[], answered=[], sizes=(10, 0))
+    calls: list[str] = []
+    sys.setprofile(lambda frame, event, of: calls.append(event) if event == "call" else None)
+    try:
+        store.put("large", "me", b"", previous=None, asked=[], answered=[], sizes=(5 * owners, 0))
+    finally:
+        sys.setprofile(None)
+    assert store.get("large", "me") and len(store) == owners // 2 + 1
+    assert len(calls) < 50 * owners
+
+
+def test_what_finds_the_largest_does_not_grow_with_what_was_kept_before() -> None:
+    store = ResponseStore(most=10, max_bytes=1000)
+    for number in range(2000):
+        store.put("r", f"o{number}", b"", previous=None, asked=[], answered=[], sizes=(10, 0))
+    assert len(store._largest_number._heap) < 200 and len(store._largest_size._heap) < 200
 
 
 def test_a_server_that_keeps_nothing() -> None:

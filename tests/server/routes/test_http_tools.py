@@ -13,8 +13,10 @@ from helpers.chat_chunks import assembled
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
+from pydantic_core import to_jsonable_python
 
 from windlass.server.options.server import TOOL_CALL_PARSERS
+from windlass.server.protocol.messages.request import CustomTool, definitions
 from windlass.server.text.parsing.tools.formats import FORMATS, detect
 
 PATH = "/v1/chat/completions"
@@ -200,12 +202,20 @@ def test_a_round_trip(live: Live) -> None:
     assert prompt_of(live).endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
 
 
+def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
+    """`windlass replay` sends recorded messages with tools as chats."""
+    (offered,) = definitions([CustomTool(name="x" * 128, input_schema={})])
+    say(live, "Hello.")
+    assert ask(live, tools=[to_jsonable_python(offered, exclude_none=True)])["message"]["content"] == "Hello."
+    assert "x" * 128 in prompt_of(live)
+
+
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
         ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
-        ({"tools": [{"type": "function", "function": {"name": "x" * 65}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": {"type": "string"}}}]},
          "tools[0].function.parameters"),

@@ -12,6 +12,7 @@ from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.api.request import EngineStats
+from windlass.engine.client import EngineClient
 from windlass.engine.rotary.groups import apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.exchange.metrics import ServerMetrics
@@ -71,7 +72,7 @@ def test_an_engine_that_was_started_again_counts_from_nothing(monkeypatch):
 
 
 def test_the_times_of_requests_reach_the_metrics_all_the_same():
-    class Engine:
+    class Engine(EngineClient):
         restarts, state = 0, "ready"
 
         async def stats(self) -> EngineStats:
@@ -95,6 +96,7 @@ def test_a_busy_server_says_how_fast_it_is(options, said, tmp_path):
         body = {"model": tmp_path.name, "prompt": "hi", "max_tokens": 30}
         assert httpx.post(f"{url}/v1/completions", json=body, timeout=20.0).status_code == 200
         assert bool([line for line in served.lines if "answers" in line and "tokens/s" in line]) is said
+        assert [line for line in served.lines if line.startswith("  chats     none: ")]  # there is no template
 
 
 @pytest.mark.parametrize(
@@ -120,5 +122,9 @@ def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_onc
     assert "  memory    3.0 MiB of weights, 5.0 MiB of cache (" in text
     beyond = "beyond them it needs a scaling: --rope-scaling auto, or rope_scaling in requests" in text
     assert beyond is (longest > info.trained_len)
+    chats = "\n".join(summary(info, "toy", "http://x/v1", chats=False))
+    line = "\n  chats     none: the model has no chat template (--chat-template FILE gives it one)"
+    assert chats.replace(line, "") == text and line in chats
+    assert "chats" not in "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
     scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))
     assert "beyond them" not in "\n".join(summary(scaled, "toy", "http://x/v1"))

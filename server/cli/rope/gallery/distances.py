@@ -11,6 +11,7 @@ from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
 from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, TRAINED, new_figure, plain, thousands
 from windlass.server.cli.rope.gallery.subject import Numbers, Subject
+from windlass.server.cli.rope.pictures import HIGHEST
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -60,7 +61,7 @@ def draw_scalings(subject: Subject) -> Figure:
     for index, (label, scaling) in enumerate(subject.compared):
         style = _style(index)
         frequencies = subject.frequencies(scaling)
-        turning = frequencies > 0
+        turning = frequencies >= 2 * math.pi / HIGHEST
         left.plot(np.arange(subject.pairs)[turning], 2 * math.pi / frequencies[turning], label=label, **style)
         right.plot(far, _smoothed(far, frequencies), **style)
     left.set_yscale("log")

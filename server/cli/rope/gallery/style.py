@@ -40,7 +40,7 @@ def thousands(axes: Axes, which: str = "x") -> None:
     from matplotlib.ticker import FuncFormatter
 
     axis = axes.xaxis if which == "x" else axes.yaxis
-    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if value >= 1 else f"{value:g}"))
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if 1 <= value < 1e12 else f"{value:g}"))
 
 
 def write(figure: Figure, path: Path) -> None:

@@ -4,14 +4,16 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Generator, Iterator, Mapping
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from windlass.server.text.parsing.stream import MAX_NAME, Reading, StreamParser, as_json
 
 _NAME = re.compile(r"[^<>\s=]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
-MAX_SCHEMAS = 100  # that are looked at for the types of one parameter: references may lead in circles
+MAX_SCHEMAS = 100  # that are looked at for the types of one parameter: references may lead in circles, to long lists
+MAX_VALUES = 1000  # of an `enum`, types, or parts of a reference; longer ones say nothing
 _ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
 _TEXT = frozenset({"string", "null"})
 _KINDS = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
@@ -22,6 +24,7 @@ class XmlParametersParser(StreamParser):
     where it is none."""
 
     def run(self) -> Reading:
+        known: dict[str, dict[str, frozenset[str]]] = {}  # types of parameters that were written, by function
         while marker := (yield from self.until(("<tool_call>", "<function="), self.say)):
             if marker == "<tool_call>":
                 yield from self.space()
@@ -33,7 +36,7 @@ class XmlParametersParser(StreamParser):
                 self.give_back()
                 continue
             self.begin_call(name)
-            yield from self._parameters(self.options.schemas.get(name, {}))
+            yield from self._parameters(self.options.schemas.get(name, {}), known.setdefault(name, {}))
             if not (yield from self.peek()):
                 self.forget()  # the answer ended within a tag
             self.give_back()
@@ -43,7 +46,7 @@ class XmlParametersParser(StreamParser):
         name = yield from self.run_of(_NAME)
         return name if len(name) < MAX_NAME and (yield from self.literal(">")) else ""
 
-    def _parameters(self, schema: Mapping[str, Any]) -> Generator[None, None, None]:
+    def _parameters(self, schema: Mapping[str, Any], known: dict[str, frozenset[str]]) -> Generator[None, None, None]:
         self.argue("{")
         self.forget()
         written: set[str] = set()
@@ -61,8 +64,10 @@ class XmlParametersParser(StreamParser):
             if name not in written:
                 before = ", " if written else ""
                 written.add(name)
+                if name not in known:
+                    known[name] = _kinds_of(schema, name)
                 value = "".join(parts).removeprefix("\n").removesuffix("\n")
-                self.argue(f"{before}{json.dumps(name)}: {_as_json(value, _kinds_of(schema, name))}")
+                self.argue(f"{before}{json.dumps(name)}: {_as_json(value, known[name])}")
             self.forget()
         closed = yield from self.literal("</function>")
         if not closed and self.take_cut_tag(("<parameter=", "</function>")):
@@ -75,49 +80,67 @@ class XmlParametersParser(StreamParser):
             self.forget()
 
 
+@dataclass(slots=True)
+class _Budget:
+    left: int = MAX_SCHEMAS
+
+
 def _kinds_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that a parameter may have."""
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
-    return _kinds(found, schema, iter(range(MAX_SCHEMAS)))
+    return _kinds(found, schema, _Budget())
 
 
-def _kinds(schema: Any, root: Mapping[str, Any], budget: Iterator[int]) -> frozenset[str]:
+def _kinds(schema: Any, root: Mapping[str, Any], budget: _Budget) -> frozenset[str]:
     """The JSON types that a schema permits, as far as it says; all of them once the budget of schemas is spent.
 
     Integers are numbers here: neither is text.
     """
-    if not isinstance(schema, Mapping) or next(budget, None) is None:
+    if not budget.left:
+        return _ANY
+    budget.left -= 1  # for whatever it is: lists are long that hold no schemas, too
+    if not isinstance(schema, Mapping):
         return _ANY
     kinds = _ANY
     if isinstance(reference := schema.get("$ref"), str):
         kinds &= _kinds(_place(root, reference), root, budget)
     if isinstance(named := schema.get("type"), str | list):
         names = [named] if isinstance(named, str) else named
-        kinds &= {"number" if each == "integer" else each for each in names if isinstance(each, str)}
+        if len(names) <= MAX_VALUES:
+            kinds &= {"number" if each == "integer" else each for each in names if isinstance(each, str)}
     if "const" in schema:
-        kinds &= {_kind(schema["const"])}
-    if isinstance(values := schema.get("enum"), list):
-        kinds &= {_kind(value) for value in values}
+        kinds &= {_kind(type(schema["const"]))}
+    if isinstance(values := schema.get("enum"), list) and len(values) <= MAX_VALUES:
+        kinds &= {_kind(of) for of in set(map(type, values))}
     for key in ("anyOf", "oneOf"):
         if isinstance(branches := schema.get(key), list):
-            kinds &= frozenset[str]().union(*(_kinds(branch, root, budget) for branch in branches))
+            kinds &= frozenset[str]().union(*_each(branches, root, budget))
     if isinstance(parts := schema.get("allOf"), list):
-        kinds = kinds.intersection(*(_kinds(part, root, budget) for part in parts))
+        kinds = kinds.intersection(*_each(parts, root, budget))
     return kinds
+
+
+def _each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Budget) -> Iterator[frozenset[str]]:
+    """The types of each, until the budget is spent: all types stand for the rest."""
+    for schema in schemas:
+        yield _kinds(schema, root, budget)
+        if not budget.left:
+            yield _ANY
+            return
 
 
 def _place(root: Mapping[str, Any], reference: str) -> Any:
     """What a reference within the schema leads to, None for any other."""
-    start, *path = reference.split("/")
+    start, *path = reference.split("/", MAX_VALUES)
     found: Any = root if start == "#" else None
     for part in path:
         found = found.get(part.replace("~1", "/").replace("~0", "~")) if isinstance(found, Mapping) else None
     return found
 
 
-def _kind(value: Any) -> str:
-    return _KINDS.get(type(value), "array")
+def _kind(of: type) -> str:
+    return _KINDS.get(of, "array")
 
 
 def _as_json(text: str, kinds: frozenset[str]) -> str:

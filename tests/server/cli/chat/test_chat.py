@@ -209,6 +209,14 @@ def test_what_the_model_s_authors_recommend_is_the_server_s_default_and_comes_ba
             terminal.ask("/params temperature=0", r"next requests: temperature=0\n")
 
 
+def test_a_model_without_a_template_is_told_of_before_anything_is_read():
+    with live_server(template=None) as live:
+        result = piped("hello\n", "--url", live.url)
+        assert (result.returncode, result.stdout, live.engine.requests) == (2, "", [])
+        assert "toy has no chat template: continue texts with `windlass generate`, or give it one with" in result.stderr
+        assert result.stderr.count("\n") == 1
+
+
 def test_a_server_that_is_not_there():
     result = piped("hello\n", "--url", "http://127.0.0.1:9")
     assert result.returncode == 2
@@ -220,6 +228,7 @@ def test_a_key():
     with serve("--kv-cache-memory", "64MiB", "--api-key", "secret") as locked:
         refused = piped("hi\n", "--url", locked.url)
         assert refused.returncode == 2 and refused.stderr.count("\n") == 1
+        assert refused.stderr.endswith(": give one with --api-key\n")
         given = piped("/params max_tokens=3\nhi\n", "--url", locked.url, "--api-key", "secret")
         assert given.returncode == 0 and given.stdout
 
