@@ -40,6 +40,7 @@ _OURS = {  # theirs, separated by spaces: ours
     "-n --predict --n-predict": "--default-max-tokens",
     "-a --alias": "--served-model-name",
     "--chat-template-file": "--chat-template",
+    "--chat-template-kwargs": "--default-chat-template-kwargs",
     "--reasoning-format": "--reasoning-parser",
     "--api-prefix": "--root-path",
     "--ssl-key-file": "--ssl-keyfile",
@@ -68,11 +69,13 @@ _FIELDS = {  # theirs: the field of a request
     "--typical": "typical_p",
     "--grammar": "grammar",
     "--json-schema": "json_schema",
-    "--chat-template-kwargs --reasoning": "chat_template_kwargs",
+    "--reasoning": "chat_template_kwargs",
     "--reasoning-effort": "reasoning_effort",
     "--reasoning-budget": "thinking_budget",
     "--scheduling-policy": "priority",
 }
+_FOR_ALL = "--override-generation-config"  # sets some of these fields where a request does not
+_SET_BY_IT = {"temperature", "top_p", "top_k", "min_p", "typical_p", "repetition_penalty"}
 _INSTEAD = {  # theirs: what to do
     "-m": "name the model without an option, as in windlass serve MODEL",
     "--revision": "name it with the model, as org/name@REV",
@@ -124,7 +127,8 @@ def hint(context: Any, given: str) -> str | None:
         return f"here it is {ours}"
     if field := _find(_FIELDS, given):
         option = "--" + field.replace("_", "-")
-        return f"here it is {option}" if option in known else f"here it is a field of a request, {field}"
+        for_all = f"; {_FOR_ALL} sets it for those without" if field in _SET_BY_IT and _FOR_ALL in known else ""
+        return f"here it is {option}" if option in known else f"here it is a field of a request, {field}{for_all}"
     if why := _find(_NEEDLESS, given):
         return f"{why}: leave it out" if known.issuperset(_NAMED.findall(why)) else "leave it out"
     return _find(_INSTEAD, given)

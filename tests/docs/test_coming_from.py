@@ -112,7 +112,8 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
         named = set(re.findall(r"--[a-z][a-z-]*", hint))
         assert named <= options() - {option}, (option, hint)
         if hint.startswith("here it is a field"):
-            assert hint.split()[-1] in FIELDS, option
+            assert hint.partition(";")[0].split()[-1] in FIELDS, option
+            assert ("--override-generation-config" in said) <= ("--override-generation-config" in hint), option
         elif "leave it out" not in hint:
             words = named or set(re.findall(r"[\w/@-]+", hint)[-2:])
             assert words & set(re.findall(r"[\w/@-]+", said)), (option, hint)
@@ -127,7 +128,12 @@ def test_a_command_says_of_their_options_what_the_page_says() -> None:
         ("serve", "--ctx-size", "here it is --max-model-len"),
         ("serve", "-ngl", "a model lies on one device, all of it: leave it out"),
         ("serve", "-np", "here it is --max-num-seqs"),
-        ("serve", "--temp", "here it is a field of a request, temperature"),
+        (
+            "serve",
+            "--temp",
+            "here it is a field of a request, temperature; --override-generation-config sets it for those without",
+        ),
+        ("serve", "--seed", "here it is a field of a request, seed"),
         ("generate", "--temp", "here it is --temperature"),
         ("serve", "-m", "name the model without an option, as in windlass serve MODEL"),
         ("generate", "-m", "here it is --model"),
