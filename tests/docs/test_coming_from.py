@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
+from functools import cache
 from types import SimpleNamespace
 
 import pytest
@@ -37,9 +38,10 @@ def code(cell: str) -> list[str]:
     return re.findall(r"`([^`]+)`", cell)
 
 
-def options() -> set[str]:
+@cache
+def options() -> frozenset[str]:
     command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
-    return {name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts)}
+    return frozenset(name for parameter in command.params for name in (*parameter.opts, *parameter.secondary_opts))
 
 
 def test_every_option_that_is_called_ours_is_one() -> None:

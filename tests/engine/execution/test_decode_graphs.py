@@ -27,7 +27,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     return small_models(tmp_path_factory)
 
 
-@pytest.mark.parametrize("model", ["llama", "gemma3"])
+@pytest.mark.parametrize("model", ["llama", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_answers_are_those_without(model: str, directory_of: Callable[[str], Path]) -> None:
     """Of every kind of request side by side, under windows and the scale of an embedding too."""
     want = run(make_core(directory_of(model), cuda_graphs=False, **OPTIONS), traffic())

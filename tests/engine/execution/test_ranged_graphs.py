@@ -132,6 +132,7 @@ def test_ranges_grow_beyond_what_was_captured_and_vanish(directory_of: Callable[
     assert graphs is not None and graphs.num_replayed > len(stood), "those of the plain one alone have no ranges"
 
 
+@pytest.mark.slow
 def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
     """Each is a row with the ranges of its sequence, of the model and of a draft model."""
     sent = [greedy("shift", prompt(3, 40, period=4), 40, context=SHIFT), greedy("plain", prompt(9, 9, period=3), 30)]

@@ -52,7 +52,7 @@ def test_sinks_are_met_from_the_edge_and_share_nothing_with_what_follows(count: 
 def test_the_example_in_the_module() -> None:
     """What its docstring tells of a query at position 70, in slot 22."""
     closed = sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), num_closed=48, slot_offset=-48)
-    assert [(span.offset, span.shift) for span in spans_of(closed)] == [(48, 48), (48, 0)]
+    assert [(span.offset, span.shift) for span in spans_of(closed, [None])] == [(48, 48), (48, 0)]
     found = query_ranges([(closed, 70, 1)], [PLAIN], [None, 20], anchored=False)
     assert found.ends.tolist() == [[16, OPEN_END]] and found.rows.tolist() == [[1, 0]]
     assert found.turns.tolist() == [-48] and found.gaps.tolist() == [[0, 0]]

@@ -69,6 +69,7 @@ def test_streams_that_want_different_numbers(directory_of: Callable[[str], Path]
     assert min(replays(core)) > 10
 
 
+@pytest.mark.slow
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path) -> None:
     """What one of them lacks is neither proposed nor looked up."""
     tokens, found = {f"t{i}": i for i in range(96)}, []

@@ -212,6 +212,7 @@ def test_frequencies_that_change_on_the_way(tmp_path: Path) -> None:
     assert core.stats().key_moves > 0
 
 
+@pytest.mark.slow
 def test_windows_and_far_keys_longer_than_what_attention_takes_at_once(tmp_path: Path) -> None:
     """What is given up or kept twice goes by what was computed so far, which steps change."""
     directory = make_model("llama", tmp_path, num_hidden_layers=2, max_position_embeddings=256)

@@ -24,6 +24,7 @@ def errors_of(source: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_every_header_compiles_alone_and_twice_in_a_file() -> None:
     if shutil.which("g++") is None:
         pytest.skip("no g++")

@@ -16,7 +16,7 @@ from helpers.toy_tokenizers import byte_level
 from llguidance import LLMatcher, LLTokenizer
 
 from windlass.engine.errors import RequestError
-from windlass.server.text.workers.frames import Call
+from windlass.server.text.workers.frames import TaskCall
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 USER = [{"role": "user", "content": "hello"}]
@@ -253,7 +253,7 @@ def test_hostile_grammars_end_in_time_and_harm_no_stream(live: Live) -> None:
 def test_compiled_once(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
     live.complete("a", guided_regex="once|twice")
 
-    async def run(call: Call[Any], **more: Any) -> Any:
+    async def run(call: TaskCall[Any], **more: Any) -> Any:
         assert call.task != "compile_grammar", "it is compiled again"
         return await original(call, **more)
 
