@@ -6,7 +6,8 @@ import asyncio
 import dataclasses
 import json
 import threading
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ from helpers.any_client import any_client
 from helpers.eventually import eventually
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
-from helpers.scripted_http import Exchange, answer, events, scripted_server
+from helpers.scripted_http import Exchange, ScriptedServer, answer, events, scripted_server
 
 from windlass.clients import (
     APIConnectionError,
@@ -225,7 +226,9 @@ async def test_a_stream_that_was_cut_does_not_end_as_if_it_were_whole(kind: str,
         assert [chunk async for chunk in stream] == []  # its block is over
 
 
-async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing() -> None:
+@asynccontextmanager
+async def waited_for() -> AsyncIterator[tuple[Any, asyncio.Future[Any], ScriptedServer]]:
+    """A stream of which one chunk came, a task that waits for the next, and the server that never sends it."""
     part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
     with scripted_server(events(part, hang=True)) as server:
         async with AsyncClient(server.url) as client:
@@ -234,27 +237,25 @@ async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing()
             waiting = asyncio.ensure_future(anext(stream))
             while not stream._chunks.ag_running:
                 await asyncio.sleep(0)
-            waiting.cancel()
-            with pytest.raises(asyncio.CancelledError):
-                await waiting
-            with pytest.raises(StreamError, match="incomplete"):
-                await anext(stream)
+            yield stream, waiting, server
+
+
+async def test_a_stream_whose_task_was_cancelled_says_that_the_rest_is_missing() -> None:
+    async with waited_for() as (stream, waiting, _):
+        waiting.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await waiting
+        with pytest.raises(StreamError, match="incomplete"):
+            await anext(stream)
 
 
 async def test_closing_frees_a_task_that_waits_for_a_chunk() -> None:
-    part = {**ENVELOPE, "choices": [{"index": 0, "text": "part", "finish_reason": None}]}
-    with scripted_server(events(part, hang=True)) as server:
-        async with AsyncClient(server.url) as client:
-            stream = await client.completions("x", stream=True)
-            assert (await anext(stream)).text == "part"
-            waiting = asyncio.ensure_future(anext(stream))
-            while not stream._chunks.ag_running:
-                await asyncio.sleep(0)
-            await stream.aclose()
-            await stream.aclose()
-            with pytest.raises(APIConnectionError):
-                await asyncio.wait_for(waiting, 10)
-            assert await asyncio.to_thread(server.disconnects.wait, 10)
+    async with waited_for() as (stream, waiting, server):
+        await stream.aclose()
+        await stream.aclose()
+        with pytest.raises(APIConnectionError):
+            await asyncio.wait_for(waiting, 10)
+        assert await asyncio.to_thread(server.disconnects.wait, 10)
 
 
 @pytest.mark.parametrize("read", [0, 1])
