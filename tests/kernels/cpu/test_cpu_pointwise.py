@@ -218,8 +218,8 @@ def run_with(isa: str) -> str:
         "print(reason if reason else cpu.load().isa)\n"
         "import torch\n"
         "print(bind('cpu').explain())\n"
-        "try:\n    print(cpu.linear_small(torch.ones(1, 4), torch.ones(2, 4)).tolist())\n"
-        "except cpu.KernelsUnavailableError as error:\n    print(error)\n"
+        "try:\n    print(cpu.linear_small(torch.ones(1, 4), torch.ones(2, 4), library=cpu.load()).tolist())\n"
+        "except RuntimeError as error:\n    print(error)\n"
     )
     done = subprocess.run(
         [sys.executable, "-c", program],
