@@ -26,6 +26,7 @@ from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.storage import block_storages
 from windlass.engine.rotary.groups import main_group
 from windlass.engine.rotary.policy import ROPE_UPDATES
 from windlass.engine.rotary.scaling import original_len
@@ -80,10 +81,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     model = resolve_model(str(options.model))
     candidates, trained = candidates_of(model, options.max_len, options.sinks)
     candidates = [c for c in candidates if not options.kinds or c.kind in options.kinds]
+    if options.max_len <= trained:
+        raise SystemExit(f"error: --max-len {options.max_len} is not past the trained length, {trained}")
     texts, windows = make_windows(model, find_files(options.text), options.max_len, 1)
     scorer = Scorer.load(model, device="cpu", dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
     kept, progress = KeptPasses(options.keep), SweepProgress()
-    edges = [*range(0, options.max_len, options.stretch), options.max_len]
+    edges = edges_of(trained, options.max_len, options.stretch)
     losses: dict[str, dict[str, list[float]]] = {}
     try:
         reading = [Measure(scorer, texts, [window], trained, kept, progress) for window in windows]
@@ -107,7 +110,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "date": datetime.date.today().isoformat(),
         "machine": describe(),
         "model": str(options.model),
-        "cache": options.kv_cache_dtype,
+        **_types(scorer),
         "identity": scorer.identity,
         "trained_length": trained,
         "edges": edges,
@@ -115,6 +118,31 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         "scalings": {c.name: c.scaling for c in candidates if c.name in losses},
         "loss": losses,
     }
+
+
+def edges_of(trained: int, max_len: int, stretch: int) -> list[int]:
+    """Where the stretches end that losses are means over; what the table is of ends at one of these."""
+    return sorted({*range(0, max_len, stretch), trained, _late(trained, max_len), max_len})
+
+
+def _late(trained: int, end: int) -> int:
+    """From where on the last column looks."""
+    return (trained + end) // 2
+
+
+def _types(scorer: Scorer) -> dict[str, str]:
+    """What weights lie in, what they are multiplied by, and what keys and values are cached in."""
+    decoder = scorer.decoder
+    blocks = block_storages(decoder.spec, decoder.plan)
+    return {
+        "weights": ", ".join(blocks) or _name(decoder.weight_dtype),
+        "activations": decoder.backend.options.activations if blocks else _name(decoder.dtype),
+        "cache": _name(scorer.cache_dtype),
+    }
+
+
+def _name(dtype: Any) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _by_stretch(nll: Any, edges: Sequence[int]) -> list[float]:
@@ -163,7 +191,7 @@ def table(report: dict[str, Any]) -> str:
 
 def _table_of(report: dict[str, Any], names: list[str], texts: Sequence[str]) -> str:
     edges, trained = report["edges"], report["trained_length"]
-    end, late = edges[-1], (trained + edges[-1]) // 2
+    end, late = edges[-1], _late(trained, edges[-1])
     stretches = [(0, trained), *((a, b) for a, b in pairwise(edges) if a >= trained)]
     heads = [f"{a:,}–{b:,}" for a, b in stretches]
     heads += [f"0–{trained:,} against no scaling", f"{late:,}–{end:,} against cut text"]
@@ -225,9 +253,15 @@ def main() -> None:
     parser.add_argument("--report-only", action="store_true", help="read nothing")
     parser.add_argument("--plot", type=Path, help="draw it, as PNG")
     options = parser.parse_args()
+    if options.plot is not None and options.kinds and "none" not in options.kinds:
+        parser.error("--plot draws what lies above the cut text, which is read with the kind none: add it to --kinds")
     report = measure(options)
     publish(report, options.out, table)
-    if options.plot is not None:
+    if options.plot is None:
+        return
+    if len(report["loss"].get(CUT, ())) < len(report["texts"]):
+        print(f"no picture: not all texts have been read as {CUT} yet")
+    else:
         draw(report, options.plot)
 
 

@@ -6,12 +6,14 @@ import importlib.util
 import json
 import math
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import ModuleType
 
 import numpy as np
 import pytest
 import torch
+from helpers.gguf_models import WIDE, make_gguf
 from helpers.rotary_oracles import CachedInOnePass, cached_by_transformers, dynamic_frequencies
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
@@ -158,6 +160,7 @@ def test_every_kind_by_position(
         "longrope, untrained ramp to 3, frozen",
     } <= names
     assert found["edges"] == [0, 16, 32, 48, 64, 80, 96] and (tmp_path / "plot.png").stat().st_size > 1000
+    assert [found[key] for key in ("weights", "activations", "cache")] == ["float32"] * 3
     tokenizer, scorer = Tokenizer.from_directory(model), Scorer.load(model, device="cpu")
     ids = tokenizer.encode((texts / "a.txt").read_text())[: LENGTH + 1]
     for name in (
@@ -179,13 +182,66 @@ def test_every_kind_by_position(
     assert row.split("|")[-2].split()[0] == module._percent(float(apart.mean()))
     # A run that was cut short: what one text alone was read under stands in a table of its own.
     lines = keep.read_text().splitlines(keepends=True)
-    keep.write_text("".join(line for line in lines if not ("rerope" in line and "b.txt" in line)))
+    lost = [line for line in lines if ("rerope" in line or "cut to" in line) and "b.txt" in line]
+    keep.write_text("".join(line for line in lines if line not in lost))
     monkeypatch.setattr(Scorer, "logprobs", None)  # nothing is read
-    part = run(module, monkeypatch, tmp_path / "r.json", *arguments, "--report-only")
+    report_only = ["--report-only", "--plot", tmp_path / "none.png"]
+    part = run(module, monkeypatch, tmp_path / "r.json", *arguments, *report_only)
+    assert not (tmp_path / "none.png").exists()  # but a line that says why
     assert part["loss"]["rerope"] == {"a.txt": found["loss"]["rerope"]["a.txt"]}
     assert part["loss"]["yarn 3"] == found["loss"]["yarn 3"]
     shown = capsys.readouterr().out
+    assert shown.endswith("no picture: not all texts have been read as text cut to the trained length yet\n")
     assert "| a | 0–32" in shown and shown.index("| yarn 3 |") < shown.index("| a | 0–32") < shown.index("| rerope |")
+
+
+def test_a_report_says_in_what_types_it_was_read(tmp_path: Path) -> None:
+    """Blocks meet rows of 8 bits; with compiled kernels, `auto` caches them in less than float32."""
+    source = make_model("llama", tmp_path / "source", **{**WIDE, "num_hidden_layers": 1})
+    made = make_gguf(source, tmp_path / "made", lambda name: "Q4_1")
+    scorer = Scorer.load(made.derived, device="cpu")
+    cache = "float16" if scorer.cache_dtype == torch.float16 else "float32"
+    expected = {"weights": "q4_1", "activations": "int8", "cache": cache}
+    assert load("kinds_by_position")._types(scorer) == expected
+
+
+def test_columns_begin_and_end_where_their_headings_say() -> None:
+    """Whatever the stretch and the length: a loss that is its position shows which positions a mean is over."""
+    module = load("kinds_by_position")
+    for length, stretch in ((10240, 2048), (9216, 2048), (16384, 3000), (16384, 20000)):
+        edges = module.edges_of(8192, length, stretch)
+        late = (8192 + length) // 2
+        assert {0, 8192, late, length} <= set(edges) and edges == sorted(set(edges))
+        means = [(a + b) / 2 for a, b in pairwise(edges)]
+        report = {"edges": edges, "trained_length": 8192, "texts": [{"name": "a.txt"}]}
+        report["loss"] = {"no scaling": {"a.txt": means}, module.CUT: {"a.txt": [0.0] * len(means)}}
+        assert module.mean_over(report, means, 0, 8192) == 4096
+        assert module.mean_over(report, means, late, length) == (late + length) / 2
+        head = module.table(report).splitlines()[0]
+        assert "| 0–8,192 | 8,192–" in head and f"| {late:,}–{length:,} against cut text |" in head
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        (["--kinds", "yarn", "--plot", "p.png"], "is read with the kind none: add it to --kinds"),
+        (["--max-len", str(TRAINED)], f"--max-len {TRAINED} is not past the trained length, {TRAINED}"),
+    ],
+)
+def test_what_has_no_report_is_refused_before_anything_is_read(
+    more: list[str],
+    message: str,
+    model: Path,
+    texts: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    module = load("kinds_by_position")
+    monkeypatch.setattr(module, "Scorer", None)
+    with pytest.raises(SystemExit) as refused:
+        run(module, monkeypatch, tmp_path / "r.json", model, "--text", texts, "--keep", tmp_path / "k", *more)
+    assert message in capsys.readouterr().err + str(refused.value)
 
 
 def test_angles_of_less_precision_show_at_far_positions(
