@@ -8,7 +8,8 @@ shortest first. `bundled` is the demonstration model stretched by YaRN, far beyo
 something, its text does not. `1b` is a random Llama of 1B shape, `small` a tiny one to try the script with.
 
 After each length the JSON with all runs, the report (HTML) and the picture (PNG) are written anew: an interruption loses the
-length it falls into, and --resume goes on behind it. Nothing else may run on the machine meanwhile.
+length it falls into, and --resume measures what is missing, and lengths whose requests all failed once more. Nothing else may
+run on the machine meanwhile.
 """
 
 from __future__ import annotations
@@ -116,16 +117,16 @@ def measure_model(
     out: Path,
     budget: Budget,
 ) -> bool:
-    """All lengths that are not in the study yet, each saved as soon as it is there; False where the budget ended it."""
+    """All lengths that were not measured yet, each saved as soon as it is there; False where the budget ended it."""
     entries = study["models"][name]["lengths"]
     measured = {
         entry["length"]: seconds_per_request(read_run(entry["run"])) for entry in entries if entry["run"]["completed"]
     }
-    wanted = [length for length in lengths if length not in {entry["length"] for entry in entries}]
+    wanted = [length for length in lengths if length not in measured]
     if not wanted:
         return True
-    # Without a measurement: one request, thrown away, that warms the server up.
-    known = dict(measured) or {wanted[0]: seconds_per_request(bench(url, wanted[0], 1))}
+    first = bench(url, lengths[0], 1)  # thrown away: it warms the server up
+    known = dict(measured) or {lengths[0]: seconds_per_request(first)}
     total = sum((forecast(known, length, prompts) for length in wanted), Forecast(0.0, 0.0))
     print(f"{name}: {prompts} x {', '.join(f'{length:,}' for length in wanted)} tokens, about {total}", flush=True)
     for length in wanted:
@@ -138,9 +139,12 @@ def measure_model(
         run = bench(url, length, prompts)
         after = cpu_clock()
         share = after.foreign_share(before, os.cpu_count() or 1) if before and after else None
+        entries[:] = [entry for entry in entries if entry["length"] != length]  # one whose requests all failed
         entries.append({"length": length, "foreign_share": share, "run": run.to_dict()})
+        entries.sort(key=lambda entry: entry["length"])
         save_study(study, out)
-        measured[length] = seconds_per_request(run)
+        if run.completed:
+            measured[length] = seconds_per_request(run)
         if run.errors:
             print(f"    failed: {run.errors}", flush=True)
         if share is not None and share > 0.05:
@@ -161,7 +165,7 @@ def make_study(options: argparse.Namespace, serve: Serve, bench: Bench) -> dict[
         server = server_options(model, trained, longest, options.quantization)
         name = model if options.quantization == "none" else f"{model}, {options.quantization}"
         known = study["models"].setdefault(name, {"options": server, "lengths": []})
-        if set(options.lengths) <= {entry["length"] for entry in known["lengths"]}:
+        if set(options.lengths) <= {entry["length"] for entry in known["lengths"] if entry["run"]["completed"]}:
             continue
         with serve(path, server) as url:
             if not measure_model(study, name, options.lengths, options.num_prompts, url, bench, options.out, budget):

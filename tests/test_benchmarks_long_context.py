@@ -100,11 +100,30 @@ def test_an_interruption_keeps_what_was_measured_and_a_second_go_finishes(script
     again = script.make_study(
         options_for(script, tmp_path, "--resume"), no_server, lambda *a: asked.append(a[1]) or bench(*a)
     )
-    assert asked == [4096] and len(again["models"]["bundled"]["lengths"]) == 3
+    assert asked == [1024, 4096]  # the first warms the new server up
+    assert len(again["models"]["bundled"]["lengths"]) == 3
     assert again["models"]["bundled"]["lengths"][0] == saved["models"]["bundled"]["lengths"][0]
     # With nothing left to do, no server is started.
     done = script.make_study(options_for(script, tmp_path, "--resume"), None, None)
     assert done == json.loads(json.dumps(again))
+
+
+def all_failed() -> RunResult:
+    run = simulated_run(count=4, failing=4, input_tokens=(5,))
+    return RunResult(records=tuple(r for r in run.records if not r.completed), duration_s=1.0)
+
+
+def test_a_length_whose_requests_all_failed_is_told_and_measured_again(script, pieces, tmp_path, capsys):
+    def failing(url: str, length: int, prompts: int) -> RunResult:
+        return all_failed() if length == 2048 else bench(url, length, prompts)
+
+    study = script.make_study(options_for(script, tmp_path), no_server, failing)
+    assert "| bundled | 2,048 | – | – | – | – | 0 |" in pieces.text_table(study)
+    assert "failed: " in capsys.readouterr().out
+    again = script.make_study(options_for(script, tmp_path, "--resume"), no_server, bench)
+    assert [row["length"] for row in pieces.rows_of(again)] == [1024, 2048, 4096]
+    assert [row["completed"] for row in pieces.rows_of(again)] == [6, 6, 6]
+    assert "–" not in pieces.text_table(again)
 
 
 def test_a_bound_on_minutes_stops_before_the_length_that_breaks_it(script, tmp_path, monkeypatch, capsys):
@@ -168,10 +187,8 @@ def test_other_files_and_runs_without_answers_are_refused(script, pieces, tmp_pa
     (tmp_path / "long_context.json").write_text("{}", encoding="utf-8")
     with pytest.raises(ValueError, match="no study"):
         script.make_study(options_for(script, tmp_path, "--resume"), no_server, bench)
-    empty = simulated_run(count=4, failing=4, input_tokens=(5,))
-    failed = RunResult(records=tuple(r for r in empty.records if not r.completed), duration_s=1.0)
     with pytest.raises(ValueError, match="no request completed: http_429: the queue is full"):
-        pieces.seconds_per_request(failed)
+        pieces.seconds_per_request(all_failed())
 
 
 @pytest.mark.parametrize("wrong", [["--lengths", "0"], ["--num-prompts", "0"], ["--out", "x.html"]])

@@ -114,7 +114,7 @@ def text_table(study: dict[str, Any]) -> str:
     ]
     for row in rows_of(study):
         cells = [row[key] for key in ("ttft_ms", "prompt_tokens_per_second", "itl_ms", "itl_p95_ms")]
-        figures = [f"{value:,.0f}" if value >= 100 else f"{value:.1f}" if value is not None else "–" for value in cells]
+        figures = ["–" if value is None else f"{value:,.0f}" if value >= 100 else f"{value:.1f}" for value in cells]
         lines.append(f"| {row['model']} | {row['length']:,} | {' | '.join(figures)} | {row['completed']} |")
     lines.append("")
     for name, fit in fits_of(study).items():
