@@ -6,7 +6,8 @@ In front of paragraphs of each text stand notes, "The secret number of Alice is 
 further on the same sentence again, once. There the five digits count as found when each of them is the model's most likely
 next token: what greedy decoding would have written. One pass per text and scaling answers all questions, those at short
 positions first; distances are drawn at random. Prints a Markdown table: found by stretch of the text and by distance, with
-Wilson's 95 % intervals. Frequencies that follow the length are those of --max-len (`frozen`).
+Wilson's 95 % intervals. Frequencies that follow the length are those of --max-len (`frozen`). --keep goes on after an
+interruption.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from long_text_report import make_parser, publish
 from windlass.clients.loadtest.intervals import wilson
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.kept_lines import KeptLines, pass_key
 from windlass.server.cli.rope.texts import find_files, read_text
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -107,6 +109,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     tokenizer = Tokenizer.from_directory(options.model)
     scorer = Scorer.load(options.model, device="cpu", dtype="float32")
     scalings = [{"rope_type": "default"}, *map(json.loads, options.scaling)]
+    known: dict[str, list[bool]] = {}
+
+    def take(entry: Any) -> None:
+        known[str(entry["key"])] = [bool(right) for right in entry["found"]]
+
+    kept = KeptLines(options.keep, take)
     found = []
     for index, file in enumerate(find_files(options.text)):
         ids, questions = hide(
@@ -115,8 +123,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if len(ids) <= options.max_len:
             raise SystemExit(f"{file} is shorter than {options.max_len} tokens")
         for scaling in scalings:
-            with torch.inference_mode():
-                answers = ask(scorer, ids, questions, scaling)
+            key = pass_key(scorer.identity, ids, [question.position for question in questions], scaling)
+            if key not in known:
+                with torch.inference_mode():
+                    known[key] = ask(scorer, ids, questions, scaling)
+                kept.append(key, text=file.name, scaling=scaling, found=known[key])
+            answers = known[key]
             print(f"{file.name}, {json.dumps(scaling)}: {sum(answers)} of {len(answers)}", flush=True)
             found += [
                 {"text": file.name, "scaling": scaling, "position": q.position, "distance": q.distance, "found": right}
@@ -162,6 +174,7 @@ def main() -> None:
     )
     parser.add_argument("--pool", type=int, default=10, help="notes that wait before the first question")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--keep", type=Path, help="file of finished passes, which are not repeated")
     options = parser.parse_args()
     publish(measure(options), options.out, table)
 

@@ -5,7 +5,7 @@
 Runs, one after the other and most telling first, `windlass rope sweep` to twice the trained length, `kv_by_position.py` to
 the trained length, `passkeys.py` to twice and `stale_keys_model.py` to 1.4 times the trained length, over the texts that
 `long_texts.py` makes, and writes their numbers (`real_model_*.json`) and a page of tables, `real-model.md`, into --docs. After an
-interruption it goes on: finished passes lie under --work. --page-only writes the page from the numbers that are there. A page
+interruption it goes on: finished passes lie under --work, and none is computed again. --page-only writes the page from the numbers that are there. A page
 that somebody else has written, and the numbers beside it, are not touched.
 On two cores, 135 million parameters trained on 8,192 tokens take about an hour and a half. Nothing is timed.
 """
@@ -56,6 +56,7 @@ def command(step: str, options: argparse.Namespace, trained: int, texts: list[Pa
         return [*words, "--max-len", str(trained), "--stretch", str(trained // 4), "--keep", keep, *_texts(texts)]
     if step == "passkeys":
         words += ["--max-len", str(2 * trained), "--stretch", str(trained // 2), "--every", str(trained // 32)]
+        words += ["--keep", str(options.work / "passkeys.jsonl")]
         return [*words, *_scalings("--scaling", SWEPT[:3]), *_texts(few)]
     return [*words, "--max-len", str(math.floor(trained * math.sqrt(2))), "--work", str(options.work), *_texts(few)]
 

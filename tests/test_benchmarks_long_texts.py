@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import importlib.util
 import json
 import math
@@ -296,6 +297,32 @@ def test_a_number_is_found_when_every_digit_is(model: Path, texts: Path) -> None
     right = module.Question(20, 5, tuple(best[19:22]))
     spoilt = module.Question(40, 5, (best[39], best[40], (best[41] + 1) % 100))
     assert module.ask(scorer, ids, [right, spoilt], scaling) == [True, False]
+
+
+def test_answers_that_are_kept_are_not_asked_for_again(
+    model: Path, texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By each step that `real_model.py` calls: all the others have `--keep`, or a folder of their own."""
+    module, keep = load("passkeys"), tmp_path / "kept.jsonl"
+    arguments = [model, "--text", texts, "--max-len", 300, "--every", 20, "--pool", 1, "--keep", keep]
+    arguments += ["--scaling", '{"rope_type": "linear", "factor": 2.0}']
+    asked, ask = [], module.ask
+
+    def count(*given: object) -> list[bool]:
+        asked.append(given)
+        return [index % 3 == 0 for index, _ in enumerate(ask(*given))]  # random weights find nothing
+
+    monkeypatch.setattr(module, "ask", count)
+    found = run(module, monkeypatch, tmp_path / "r.json", *arguments)
+    assert len(asked) == 4 and len({question["found"] for question in found["questions"]}) == 2
+    keep.write_text("".join(keep.read_text().splitlines(keepends=True)[:3]))  # interrupted in the last pass
+    assert run(module, monkeypatch, tmp_path / "r.json", *arguments) == found and len(asked) == 5
+    run(module, monkeypatch, tmp_path / "r.json", *arguments, "--seed", 2)  # other questions
+    assert len(asked) == 9
+    options = argparse.Namespace(model=Path("m"), work=Path("work"), docs=Path("docs"))
+    for step in load("real_model").STEPS:
+        words = sys.modules["real_model"].command(step, options, 32, [Path("novel.txt")])
+        assert any(word.startswith("work") for word in words), step
 
 
 @pytest.mark.slow  # five programs, each of which imports torch
