@@ -6,7 +6,7 @@ The text is Python's own language reference, which every Python brings along (`p
 downloaded. The language model guesses the next byte of windows of 128; the classifier sees 32 bytes at once and says whether they
 stand in their order or in the reverse. Held out are whole topics. Loss by step, then past the trained length; the
 rotary model also under YaRN, untrained. Its checkpoint is written to FOLDER/rotary, for `windlass serve`. Minutes on two cores;
-results are kept per model, so an interrupted run goes on.
+results are kept per model and text, so an interrupted run goes on.
 """
 
 from __future__ import annotations
@@ -137,6 +137,17 @@ def train(kind: str, positions: Positions, seed: int, steps: int, texts: Texts, 
     return result
 
 
+def trained_once(kind: str, positions: Positions, seed: int, steps: int, texts: Texts, work: Path) -> dict[str, Any]:
+    """What `train` returns, from a file where this was trained before."""
+    kept = work / f"{kind.split()[0]}-{positions}-{seed}-{steps}-{texts.digest[:12]}.json"
+    if not kept.exists():
+        partial = kept.with_suffix(".part")
+        partial.write_text(json.dumps(train(kind, positions, seed, steps, texts, work)), encoding="utf-8")
+        partial.replace(kept)
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8"))
+    return found
+
+
 @torch.no_grad()
 def held_out(model: nn.Module, texts: Texts, scaling: RopeScaling | None) -> dict[str, Any]:
     """By length of the text: of a classifier the share it gets right; of a language model nats a byte, by place."""
@@ -257,10 +268,7 @@ def main() -> None:
     for seed in range(options.seeds):
         for kind in options.kinds:
             for positions in POSITIONS:
-                kept = options.work / f"{kind.split()[0]}-{positions}-{seed}-{options.steps}.json"
-                if not kept.exists():
-                    kept.write_text(json.dumps(train(kind, positions, seed, options.steps, texts, options.work)))
-                runs.append(json.loads(kept.read_text()))
+                runs.append(trained_once(kind, positions, seed, options.steps, texts, options.work))
     if len(options.kinds) < len(KINDS):
         return
     report = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import sys
 from collections.abc import Iterator
@@ -78,6 +79,31 @@ def test_training_lowers_the_loss_of_every_kind(
     for positions in study.POSITIONS:
         found = study.train("language model", positions, 1, 16, texts, tmp_path)
         assert found["curve"][1] < found["curve"][0] - 0.1, positions
+
+
+def test_what_is_kept_is_whole_and_of_this_text(
+    study: ModuleType, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    texts, trained, write = study.read_texts(), [], Path.write_text
+    other = dataclasses.replace(texts, digest="0" * 64)
+
+    def train(*given: object) -> dict[str, object]:
+        trained.append(given)
+        return {"curve": [1.5]}
+
+    def killed(path: Path, data: str, **how: str) -> int:
+        write(path, data[:5], **how)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(study, "train", train)
+    wanted = ("classifier", "rotary", 0, 500)
+    with monkeypatch.context() as dying, pytest.raises(KeyboardInterrupt):
+        dying.setattr(Path, "write_text", killed)
+        study.trained_once(*wanted, texts, tmp_path)
+    for _ in range(2):
+        assert study.trained_once(*wanted, texts, tmp_path) == {"curve": [1.5]} and len(trained) == 2
+    study.trained_once(*wanted, other, tmp_path)
+    assert len(trained) == 3 and not list(tmp_path.glob("*.part"))
 
 
 def make_model(network: ModuleType) -> torch.nn.Module:
