@@ -10,7 +10,7 @@ A B C … A B C …, each on fresh random inputs, one per call; a plain copy of 
 
     python benchmarks/rope_formulations.py [--rounds 15] [--calls 5] [--threads N] [--json FILE]
 
-Runs with what is installed of jax and equinox and says what is missing. Linux only.
+Runs with what is installed of jax, equinox and a C++ compiler (for torch.compile), and says what is missing. Linux only.
 """
 
 from __future__ import annotations

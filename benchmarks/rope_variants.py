@@ -260,11 +260,22 @@ def torch_variants(shape: tuple[int, int]) -> list[Variant]:
     return [*copy_variants(shape), *framework_variants("torch eager", torch, lambda f: f, shape), *ours]
 
 
+def compiled_variants(shape: tuple[int, int]) -> tuple[list[Variant], list[str]]:
+    """Those of torch.compile, or why there are none: it looks for a C++ compiler at the first call."""
+    compiler = functools.partial(torch.compile, fullgraph=True, dynamic=False)
+    variants = framework_variants("torch.compile", torch, compiler, shape)
+    try:
+        variants[0].run(torch.rand(shape))
+    except RuntimeError as error:
+        reason = str(error).partition("\n")[0]
+        return [], [f"torch.compile ({reason}): it needs a C++ compiler"]
+    return variants, []
+
+
 def all_variants(shape: tuple[int, int]) -> tuple[list[Variant], list[str]]:
     """Everything this environment can run, and what it lacks."""
-    compiler = functools.partial(torch.compile, fullgraph=True, dynamic=False)
-    variants = [*torch_variants(shape), *framework_variants("torch.compile", torch, compiler, shape)]
-    missing = []
+    compiled, missing = compiled_variants(shape)
+    variants = [*torch_variants(shape), *compiled]
     if (reason := cpu.unavailable_reason()) is not None:
         missing.append(
             f"Windlass's compiled kernels ({reason}): its figures are of plain torch, those in place are absent"

@@ -68,6 +68,29 @@ def test_a_wrong_result_is_refused(modules: tuple[ModuleType, ModuleType], fault
         bench.turn(wrong, [torch.rand(SHAPE)] * 2, torch.arange(SHAPE[0]))
 
 
+def test_what_cannot_be_compiled_is_left_out(
+    modules: tuple[ModuleType, ModuleType], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As without a C++ compiler: torch.compile says so when what it made is first called."""
+    _, forms = modules
+
+    def compile_later(function: object, **_: object) -> object:
+        def call(*_: Tensor) -> Tensor:
+            raise RuntimeError("InvalidCxxCompiler: No working C++ compiler found\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+        return call
+
+    monkeypatch.setattr(torch, "compile", compile_later)
+    monkeypatch.setattr(importlib, "import_module", _nothing_is_installed)
+    variants, missing = forms.all_variants(SHAPE)
+    assert [v.name for v in variants] == [v.name for v in forms.torch_variants(SHAPE)]
+    assert "torch.compile (InvalidCxxCompiler: No working C++ compiler found): it needs a C++ compiler" in missing
+
+
+def _nothing_is_installed(name: str) -> ModuleType:
+    raise ImportError(name)
+
+
 def test_the_published_form_does_not_pass_as_a_rotation(modules: tuple[ModuleType, ModuleType]) -> None:
     bench, forms = modules
     written = next(v for v in forms.torch_variants(SHAPE) if v.expects == "as written")
