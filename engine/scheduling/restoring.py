@@ -215,7 +215,7 @@ class Restoring:
 
     def _give_up_if_slow(self, fetch: Fetch) -> None:
         seconds = fetch.busy_seconds(self._clock()) - _PATIENCE
-        if not fetch.is_done and seconds * _SLOWEST > fetch.num_read * self._blocks.block_size:
+        if not fetch.is_done and seconds * _SLOWEST > fetch.tokens_read(self._blocks.block_size):
             fetch.cancel()
 
     def _let_go(self, waiting: _Waiting) -> None:

@@ -51,6 +51,7 @@ class Fetch:
         self.keys = frozenset(block.key for block in wanted)
         self.num_waiting = 1
         self.arrived: deque[ArrivedBlock] = deque()
+        self._num_places = len({block.key.digest if block.index is None else block.index for block in wanted})
         self.num_read = 0
         self.num_brought: Counter[int] = Counter()
         self.is_done = self.is_cancelled = False
@@ -62,6 +63,10 @@ class Fetch:
     def is_over(self) -> bool:
         """Whether nothing has to be waited for any more."""
         return self.is_cancelled or (self.is_done and not self.arrived)
+
+    def tokens_read(self, block_size: int) -> float:
+        """Of text, about: where there are several KV groups, or keys as seen from afar, several blocks hold the same tokens."""
+        return self.num_read * block_size * self._num_places / max(1, len(self.wanted))
 
     def busy_seconds(self, now: float) -> float:
         """Seconds that reading has taken, or that it has waited for others to be read."""
