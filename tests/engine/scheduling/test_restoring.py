@@ -1,0 +1,56 @@
+"""When a request stops waiting for blocks, by a clock that stands where the test puts it."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+
+from windlass.engine.cache.persist.fetch import Fetch, WantedBlock
+from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.scheduling.restoring import Restoring
+
+
+class Reader:
+    def give_back(self, num_bytes: int) -> None: ...
+
+    def cancel(self, fetch: Fetch) -> None:
+        fetch.is_cancelled = True
+
+
+def prefix(groups: int, parts: int) -> list[WantedBlock]:
+    """100 blocks of text. A group of keys has the digests of another, keys as seen from afar have their own."""
+    return [
+        WantedBlock(BlockKey(group, bytes([part, index])), index)
+        for index in range(100)
+        for part in range(parts)
+        for group in range(groups)
+    ]
+
+
+def passage(groups: int) -> list[WantedBlock]:
+    return [WantedBlock(BlockKey(group, bytes([index])), None) for group in range(groups) for index in range(100)]
+
+
+def window(first: int) -> list[WantedBlock]:
+    """A second group that sees the end of the text alone."""
+    return [WantedBlock(BlockKey(1, bytes([0, index])), index) for index in range(first, 100)]
+
+
+@pytest.mark.parametrize(
+    "wanted",
+    [prefix(1, 1), prefix(2, 1), prefix(1, 2), prefix(2, 2), passage(1), passage(3), prefix(1, 1) + window(96)],
+    ids=["plain", "two groups", "far keys", "both", "passage", "passage in groups", "window"],
+)
+@pytest.mark.parametrize(("per_second", "waits"), [(990, False), (1010, True)])
+def test_a_thousand_tokens_a_second_are_waited_for_in_however_many_blocks(
+    wanted: list[WantedBlock], per_second: int, waits: bool
+) -> None:
+    seconds = 1 + 800 / per_second  # the first one whatever comes
+    blocks = cast(Any, SimpleNamespace(block_size=16))
+    restoring = Restoring(blocks, cast(Any, None), cast(Any, None), lambda: seconds)
+    fetch = Fetch(wanted, Reader())
+    fetch.begun_at, fetch.num_read = 0.0, len(wanted) // 2  # 800 tokens
+    restoring._give_up_if_slow(fetch)
+    assert fetch.is_cancelled is not waits
