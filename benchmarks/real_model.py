@@ -5,8 +5,8 @@
 Runs, one after the other and most telling first, `windlass rope sweep` to twice the trained length, `kv_by_position.py` to
 the trained length, `passkeys.py` to twice and `stale_keys_model.py` to 1.4 times the trained length, over the texts that
 `long_texts.py` makes, and writes their numbers (`real_model_*.json`) and a page of tables, `real-model.md`, into --docs. After an
-interruption it goes on: finished passes lie under --work, and none is computed again. --page-only writes the page from the numbers
-that are there. A page that somebody else has written, and the numbers beside it, are not touched.
+interruption it goes on: finished passes lie under --work, and none is computed again. --page-only writes the page from the
+numbers that are there. A page that somebody else has written, and the numbers beside it, are not touched.
 On two cores, 135 million parameters trained on 8,192 tokens take about an hour and a half. Nothing is timed.
 """
 
