@@ -18,14 +18,15 @@ MAX_CHARACTERS = 128 << 10  # of a schema, pattern or grammar
 MAX_VALUES = 50_000  # objects, lists, strings and numbers in a schema
 MAX_CHOICES = 4096
 
-Kind = Literal["json_schema", "json_object", "regex", "choice", "lark", "grammar"]
+Kind = Literal["json_schema", "strict_json_schema", "json_object", "regex", "choice", "lark", "grammar"]
 
 
 @dataclass(frozen=True, slots=True)
 class StructuredOutput:
     """value: JSON text of the schema; the pattern; a JSON list of strings; Lark; or, of a "grammar", Lark or GBNF.
 
-    field: of the request, which errors name. instead: Lark of what the answer may be instead, empty for nothing.
+    A strict schema is refused where it cannot be held to as a whole. field: of the request, which errors name.
+    instead: Lark of what the answer may be instead, empty for nothing.
     """
 
     kind: Kind
@@ -76,8 +77,10 @@ def _response_format(value: Any) -> StructuredOutput | None:
         _only(described, {"name", "schema", "strict", "description"}, f"{field}.json_schema")
         if not isinstance(described.get("strict"), bool | None):
             raise _refused("response_format.json_schema.strict must be true or false", field)
-        schema = described.get("schema")
-        return StructuredOutput("json_object", "", field) if schema is None else _of("json_schema", schema, field)
+        schema, exact = described.get("schema"), described.get("strict")
+        if schema is None:
+            return StructuredOutput("json_object", "", field)
+        return _of("strict_json_schema" if exact else "json_schema", schema, field)
     raise _refused(
         "response_format.type must be text, json_object or json_schema; structured_outputs has other forms",
         field,
@@ -106,7 +109,7 @@ def _structured_outputs(value: dict[str, Any] | None) -> StructuredOutput | None
 def _of(kind: Kind, value: Any, field: str) -> StructuredOutput | None:
     if value is None:
         return None
-    if kind == "json_schema":
+    if kind in ("json_schema", "strict_json_schema"):
         return StructuredOutput(kind, _schema(value, field), field)
     if kind == "choice":
         return StructuredOutput(kind, _choices(value, field), field)

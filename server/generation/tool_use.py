@@ -82,7 +82,8 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: 
     known = format_of(parser, template)
     grammar = None
     if must_call is not None or formed:
-        forced = Forced(must_call or schemas, several, partial(_token, tokenizer))
+        strict = [function.name for function in functions if function.strict]
+        forced = Forced(must_call or schemas, several, partial(_token, tokenizer), strict)
         grammar = known.grammar(forced)
         if grammar is None:  # these functions have no such form
             known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)

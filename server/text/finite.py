@@ -36,7 +36,7 @@ def _ends(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
         return not isinstance(part, dict) or id(part) in finite
 
     reference = schema.get("$ref")
-    if isinstance(reference, str) and not known(_target(root, reference)):
+    if isinstance(reference, str) and not known(target(root, reference)):
         return False
     for key, quantifier in (("allOf", all), ("anyOf", any), ("oneOf", any)):
         parts = schema.get(key)
@@ -55,9 +55,9 @@ def _ends(schema: dict[str, Any], root: Any, finite: set[int]) -> bool:
     return True
 
 
-def _target(root: Any, reference: str) -> Any:
+def target(root: Any, reference: str) -> Any:
     """What a reference inside the document points at; None for any other."""
-    if not reference.startswith("#"):
+    if reference != "#" and not reference.startswith("#/"):
         return None
     found = root
     for name in reference[1:].split("/")[1:]:

@@ -15,6 +15,7 @@ from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
 from windlass.engine.errors import RequestError
 from windlass.server.text.finite import never_ends
 from windlass.server.text.parsing.tools.forced import PARAMETERS_OF
+from windlass.server.text.schemas import held
 
 if TYPE_CHECKING:
     from llguidance import LLTokenizer
@@ -30,10 +31,15 @@ _SHOWN = re.compile(r"^ +(\d+) \| (.*)$", re.MULTILINE)
 # writing it for ever.
 _JSON_OPTIONS: JsonCompileOptions = {
     "whitespace_pattern": r"(\x20|\x0A[\x20\x09]{0,32})",
-    "lenient": False,
     "coerce_one_of": False,
 }
 _JSON_OBJECT = '{"type": "object"}'
+_CALLED = {
+    "json_schema": "JSON schema",
+    "strict_json_schema": "JSON schema",
+    "regex": "pattern",
+    "choice": "list of choices",
+}
 
 
 class FormCompiler:
@@ -113,8 +119,8 @@ def _serialized(kind: str, value: str) -> str:
     match kind:
         case "json_object":
             return _of_schema(_JSON_OBJECT)
-        case "json_schema":
-            return _of_schema(value)
+        case "json_schema" | "strict_json_schema":
+            return _of_schema(value, strict=kind == "strict_json_schema")
         case "regex":
             return LLMatcher.grammar_from_regex(value)
         case "choice":
@@ -126,7 +132,8 @@ def _serialized(kind: str, value: str) -> str:
             return LLMatcher.grammar_from_lark(value)
 
 
-def _of_schema(text: str) -> str:
+def _of_schema(text: str, *, strict: bool = False) -> str:
+    """strict: whether what cannot be held to is refused, and not ignored."""
     schema = json.loads(text)
     if schema is True:
         schema = {}
@@ -139,7 +146,8 @@ def _of_schema(text: str) -> str:
         raise ValueError("no document satisfies it: what it requires contains itself without end")
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_json_schema(json.dumps(schema), overrides=_JSON_OPTIONS)
+    options: JsonCompileOptions = {**_JSON_OPTIONS, "lenient": not strict}
+    return LLMatcher.grammar_from_json_schema(json.dumps(held(schema, strict=strict)), overrides=options)
 
 
 def _check_references(schema: Any) -> None:
@@ -156,9 +164,7 @@ def _check_references(schema: Any) -> None:
 
 
 def _reason(kind: str, reason: str) -> str:
-    what = "this " + {"json_schema": "JSON schema", "regex": "pattern", "choice": "list of choices"}.get(
-        kind, "grammar"
-    )
+    what = f"this {_CALLED.get(kind, 'grammar')}"
     if (place := _PLACE.match(reason)) is not None:
         above = dict(_SHOWN.findall(reason)).get(str(int(place[1]) - 1), "")
         if above.startswith(PARAMETERS_OF):  # in a grammar that its caller has never seen

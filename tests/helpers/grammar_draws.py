@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import random
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from llguidance import LLMatcher, LLTokenizer
@@ -29,6 +31,13 @@ def demo_compiler() -> FormCompiler:
 @cache
 def _vocabulary() -> LLTokenizer:
     return LLTokenizer(str(DEMO / "tokenizer.json"), n_vocab=demo_tokenizer().vocab_size, eos_token=[EOS])
+
+
+def takes(schema: Any, value: Any, kind: str = "json_schema") -> bool:
+    """Whether the grammar that comes of a JSON schema takes a document."""
+    matcher = LLMatcher(_vocabulary(), demo_compiler().compile(kind, json.dumps(schema)), log_level=0)
+    ids = demo_tokenizer().encode(json.dumps(value), add_special_tokens=False)
+    return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 
 def drawn(grammar: str, seed: int, most: int = 300) -> str | None:

@@ -72,6 +72,10 @@ def check(live: Live, good: list[str], bad: list[str]) -> None:
     assert [text for text in bad if takes(live, grammar, text)] == []
 
 
+def in_format(schema: Any, **more: Any) -> dict[str, Any]:
+    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema, **more}}}
+
+
 @pytest.mark.parametrize(
     ("fields", "texts"),
     [
@@ -104,6 +108,26 @@ def test_every_spelling_in_chats_and_completions(
     check(live, *texts)
     live.stream(CHAT, {"messages": USER, **fields})
     check(live, *texts)
+
+
+OPEN = {"type": "object", "properties": {"x": {"type": "integer", "not": {"const": 1}}}, "required": ["x"]}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        in_format(OPEN),
+        in_format(OPEN, strict=False),
+        {"response_format": {"type": "json_object", "schema": OPEN}},
+        {"structured_outputs": {"json": OPEN}},
+        {"guided_json": json.dumps(OPEN)},
+        {"json_schema": OPEN},
+    ],
+)
+def test_a_schema_that_is_not_strict_is_held_to_as_far_as_that_goes(live: Live, fields: dict[str, Any]) -> None:
+    """And takes no members but those that it names."""
+    live.complete("a", **fields)
+    check(live, *POINTS)
 
 
 @pytest.mark.parametrize(
@@ -139,10 +163,6 @@ def recursive() -> dict[str, Any]:
         "$defs": {"node": {"type": "object", "properties": {"next": {"$ref": "#/$defs/node"}}, "required": ["next"]}},
         "$ref": "#/$defs/node",
     }
-
-
-def in_format(schema: Any) -> dict[str, Any]:
-    return {"response_format": {"type": "json_schema", "json_schema": {"name": "x", "schema": schema}}}
 
 
 PLACE = "response_format"
@@ -181,8 +201,7 @@ PLACE = "response_format"
         ({"guided_grammar": "start: <nope>"}, "guided_grammar", "nope"),
         (in_format(False), PLACE, "by nothing"),
         (in_format({"type": "string", "minLength": 5, "maxLength": 2}), PLACE, "minLength"),
-        (in_format({"not": {"type": "string"}}), PLACE, "not"),
-        (in_format({"type": "string", "format": "no-such-format"}), PLACE, "no-such-format"),
+        (in_format({"not": {"type": "string"}}, strict=True), PLACE, "not"),
         (in_format({"$ref": "http://127.0.0.1:9/schema"}), PLACE, "127.0.0.1"),
         (in_format({"$ref": "file:///etc/passwd"}), PLACE, "passwd"),
         (in_format({"$ref": "#"}), PLACE, "no document"),
@@ -268,6 +287,14 @@ def test_what_the_engine_says_of_a_grammar_names_the_field(live: Live) -> None:
     live.engine.refuse = lambda request: RequestError("it grows too large", "grammar", "invalid_grammar")
     error = live.refuse(TEXT, {"prompt": "a", "guided_regex": "x+"})
     assert (error["param"], error["code"]) == ("guided_regex", "invalid_grammar") and "too large" in error["message"]
+
+
+def test_a_strict_function_is_held_to_as_a_whole(live: Live) -> None:
+    function = {"name": "look", "parameters": {"type": "object", "properties": {"x": {"not": {}}}}}
+    asked = {"messages": USER, "tool_choice": "required"}
+    live.chat(**asked | {"tools": [{"type": "function", "function": function}]})
+    error = live.refuse(CHAT, {**asked, "tools": [{"type": "function", "function": {**function, "strict": True}}]})
+    assert error["param"] == "tool_choice" and "'look'" in error["message"] and "not" in error["message"]
 
 
 LOOK = {

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
+
+from windlass.server.text.schemas import held, names_all
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
 PARAMETERS_OF = "// parameters of "  # and a function's name: the line above the rule that its parameters are
@@ -22,11 +24,17 @@ class Forced:
 
     schemas: the parameters of each function that may be called. several: whether more than one call may be made.
     token: the Lark for a marker, which may be a special token of the model or plain text.
+    strict: the functions whose schemas are refused where they cannot be held to as a whole.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
     several: bool
     token: Callable[[str], str]
+    strict: Collection[str] = ()
+
+    def options(self, name: str) -> dict[str, Any]:
+        """How llguidance is to read the schema of a function."""
+        return {**_SPACING, "lenient": name not in self.strict}
 
     def most(self) -> int:
         """Calls that may follow the first."""
@@ -38,20 +46,22 @@ def quoted(text: str) -> str:
     return json.dumps(text)
 
 
-def closed(schema: Mapping[str, Any]) -> dict[str, Any]:
-    """The schema of arguments as an object that has no members but those named: what is unnamed helps no function."""
-    found = dict(schema)
+def parameters(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
+    """The schema of arguments, an object. One that names no members has none: what is unnamed helps no function."""
+    found = held(schema, strict=strict)
     found.setdefault("type", "object")
-    if not any(key in found for key in _COMBINED):
-        found.setdefault("properties", {})
-        found.setdefault("additionalProperties", False)
-    return {**found, "x-guidance": _SPACING}
+    if names_all(found):
+        found = {"properties": {}, **found, "additionalProperties": False}
+    return found
 
 
 def _rules(forced: Forced) -> list[str]:
     """A rule `arguments_i` for each function, behind a line that tells its name to who reads what is wrong with the rule."""
-    rules = enumerate(forced.schemas.items())
-    return [f"{PARAMETERS_OF}{name}\narguments_{i}: %json {json.dumps(closed(schema))}" for i, (name, schema) in rules]
+    rules = []
+    for i, (name, schema) in enumerate(forced.schemas.items()):
+        found = {**parameters(schema, strict=name in forced.strict), "x-guidance": forced.options(name)}
+        rules.append(f"{PARAMETERS_OF}{name}\narguments_{i}: %json {json.dumps(found)}")
+    return rules
 
 
 def _calls(forced: Forced, begin: Callable[[str], str], end: str) -> list[str]:
@@ -160,24 +170,25 @@ def pythonic(forced: Forced) -> str | None:
         ):
             return None
         heads.append(f"{quoted(name + '(')} first_{number}_0 {quoted(')')}")
-        call_rules += _keywords(number, schema, properties)
+        call_rules += _keywords(number, held(schema, strict=name in forced.strict), forced.options(name))
     rules = [_separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
     return "\n".join(rules)
 
 
-def _keywords(number: int, schema: Mapping[str, Any], properties: Mapping[str, Any]) -> list[str]:
+def _keywords(number: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
     """Rules for the arguments of one function: in the order of the schema, those that it requires and any of the others.
 
     first_i_k and rest_i_k: what may follow from the k-th argument on, before and after one was written.
     """
     required = schema.get("required")
     needed = set(required) if isinstance(required, list) else set()
+    properties = schema.get("properties") or {}
     shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
     rules = []
     for k, (name, value) in enumerate(properties.items()):
         member = {**value, **shared} if isinstance(value, Mapping) else value
         if isinstance(member, dict):
-            member["x-guidance"] = _SPACING
+            member["x-guidance"] = options
         rules.append(f"value_{number}_{k}: {quoted(name + '=')} json_{number}_{k}")
         rules.append(f"json_{number}_{k}: %json {json.dumps(member)}")
         left_out = "" if name in needed else f" | first_{number}_{k + 1}"

@@ -130,7 +130,7 @@ def test_parameters_that_cannot_be_held_to_are_named(
         "find": {"type": "object", "properties": {"x": parameter}},
         "all": SCHEMAS["all"],
     }
-    grammar = FORMATS[name].grammar(Forced(schemas, True, json.dumps))
+    grammar = FORMATS[name].grammar(Forced(schemas, True, json.dumps, ["find"]))
     assert grammar is not None
     with pytest.raises(RequestError) as refused:
         demo_compiler().compile(*(("json_object", "", grammar) if beside else ("lark", grammar)))
@@ -161,3 +161,26 @@ def test_markers_that_are_plain_text() -> None:
 )
 def test_schemas_that_are_no_list_of_arguments_have_no_python(schema: dict[str, Any]) -> None:
     assert FORMATS["pythonic"].grammar(Forced({"look": schema}, False, json.dumps)) is None
+
+
+@pytest.mark.parametrize("name", [name for name in FORMATS if name != "qwen3_coder"])
+def test_only_what_is_named_at_any_depth(name: str, backend: tokenizers.Tokenizer, vocabulary: LLTokenizer) -> None:
+    """And keywords that cannot be held to are ignored, as the function is not strict."""
+    place = {"type": "object", "properties": {"x": {"type": "boolean"}}}
+    at = {"type": "array", "items": {"$ref": "#/$defs/place"}, "uniqueItems": True, "maxItems": 3}
+    schema = {"properties": {"at": at, "to": {**place, "not": {}}}, "required": ["at"], "$defs": {"place": place}}
+    grammar = FORMATS[name].grammar(Forced({"look": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>"))
+    assert grammar is not None
+    seen = set()
+    for seed in range(12):
+        ((_, arguments),) = calls_in(draw(grammar, backend, vocabulary, seed), FORMATS[name])
+        assert set(arguments) <= {"at", "to"}
+        seen |= {key for each in arguments["at"] for key in each}
+    assert seen == {"x"}
+
+
+def test_a_function_that_requires_what_it_does_not_name_stays_open() -> None:
+    schema = {"type": "object", "properties": {"a": {}}, "required": ["a", "b"]}
+    grammar = FORMATS["plain_json"].grammar(Forced({"look": schema}, False, json.dumps))
+    assert grammar is not None
+    demo_compiler().compile("lark", grammar)
