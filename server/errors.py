@@ -29,7 +29,10 @@ _SHORTER = "shorten the prompt or set truncate_prompt_tokens"
 
 
 class ApiError(Exception):
-    """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds."""
+    """An answer other than success: HTTP status plus OpenAI's error object. `retry_after` is whole seconds.
+
+    details: by which Anthropic's clients tell errors apart.
+    """
 
     def __init__(
         self,
@@ -41,6 +44,7 @@ class ApiError(Exception):
         type: str | None = None,
         retry_after: int | None = None,
         headers: dict[str, str] | None = None,
+        details: dict[str, Any] | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -49,6 +53,7 @@ class ApiError(Exception):
         self.code = code or _CODES.get(status, "internal")
         self.type = type or (INVALID if status < 500 else SERVER)
         self.headers = dict(headers or {})
+        self.details = details
         if retry_after is not None:
             self.headers["retry-after"] = str(retry_after)
 
@@ -57,9 +62,11 @@ class ApiError(Exception):
         return {"error": {"message": self.message, "type": self.type, "param": self.param, "code": self.code}}
 
 
-def bad_request(message: str, param: str | None = None, code: str | None = None) -> ApiError:
+def bad_request(
+    message: str, param: str | None = None, code: str | None = None, details: dict[str, Any] | None = None
+) -> ApiError:
     """A 400 that names the field at fault."""
-    return ApiError(400, message, param=param, code=code)
+    return ApiError(400, message, param=param, code=code, details=details)
 
 
 def context_length_exceeded(max_model_len: int, prompt_tokens: int, *, param: str, at_least: bool = False) -> ApiError:
@@ -165,6 +172,8 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
         return error.body()
     kind = _MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
     detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    if error.details is not None:
+        detail["details"] = error.details
     return {"type": "error", "error": detail, "request_id": scope.get("windlass.request_id")}
 
 

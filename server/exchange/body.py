@@ -215,7 +215,7 @@ def _validation_error(error: ValidationError) -> ApiError:
         message += did_you_mean(first["input"], re.findall(r"'([^']*)'", context["expected"]))
     elif kind == "model_type":
         message = "should be an object"
-    return bad_request(_sentence(location, place, message), path or None, code)
+    return bad_request(_sentence(location, place, message), path or None, code, context.get("details"))
 
 
 def _spelt(location: list[int | str]) -> str:

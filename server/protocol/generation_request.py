@@ -30,8 +30,9 @@ from windlass.server.protocol.elsewhere import HINTS, NEUTRAL
 PROMPT_CACHE = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 
 
-def unsupported(what: str) -> PydanticCustomError:
-    return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", {"what": what})
+def unsupported(what: str, details: dict[str, Any] | None = None) -> PydanticCustomError:
+    context = {"what": what} if details is None else {"what": what, "details": details}
+    return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", context)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,13 +41,16 @@ class _Empty(AfterValidator):
         return {**handler(schema), "enum": [None, False, "", [], {}]}
 
 
-def only_empty(what: str) -> AfterValidator:
-    """A field that is accepted when it asks for nothing (null, false, 0, "", [], {} or an object of nulls)."""
+def only_empty(what: str, details: dict[str, Any] | None = None) -> AfterValidator:
+    """A field that is accepted when it asks for nothing (null, false, 0, "", [], {} or an object of nulls).
+
+    details: of the error, as `ApiError` has them.
+    """
 
     def check(value: Any) -> Any:
         given = without_nulls(value) if isinstance(value, dict) else value
         if given is not None and given not in (False, "", [], {}):
-            raise unsupported(what)
+            raise unsupported(what, details)
         return value
 
     return _Empty(check)

@@ -81,6 +81,7 @@ TOLD: dict[str, str] = {
     "ErrorDetail.message": "What went wrong, and what to do.",
     "FailedEvent.message": "What went wrong, and what to do.",
     "MessageErrorDetail.message": "What went wrong, and what to do.",
+    "MessageErrorDetail.details": "By which Anthropic's clients tell this error from others; only with a few errors.",
     "ResponseFailure.message": "What went wrong, and what to do.",
     "MessageStart.message": "The message, empty.",
     "logprobs": "Log-probabilities, where they were asked for.",

@@ -56,6 +56,10 @@ def chat_of_messages(body: MessageRequest | CountTokensRequest, model: ThinkingM
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     output = body.output_config
     effort, budget = _thinking(body.thinking)
+    if (
+        not model.told_apart
+    ):  # clients that have thinking switched on for one model have it for any: as much as it likes
+        budget = None
     if output is not None and output.effort is not None:
         # Anthropic's clients send one with every request, whatever the model, as a hint.
         effort = model.nearest_effort(output.effort) if effort is None else effort

@@ -93,6 +93,7 @@ class MessageErrorDetail(StrictModel):
     message: str
     param: str | None
     code: str
+    details: dict[str, Any] | None = None
 
 
 class MessageError(StrictModel):

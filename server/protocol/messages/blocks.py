@@ -45,7 +45,7 @@ class RedactedThinkingBlock(StrictModel):
 class ToolUseBlock(StrictModel):
     """A call that the assistant made."""
 
-    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"caller"}
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"caller", "toolset_name"}
 
     type: Literal["tool_use"]
     id: CallId
@@ -68,7 +68,7 @@ Texts = Annotated[list[_TextBlock], Field(max_length=MAX_BLOCKS, fail_fast=True)
 class ToolResultBlock(StrictModel):
     """The result of a call. Of one with `is_error` the model is told that it is an error."""
 
-    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"toolset_name"}
 
     type: Literal["tool_result"]
     tool_use_id: CallId

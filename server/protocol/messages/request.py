@@ -23,15 +23,23 @@ from windlass.server.protocol.tools import (
 )
 
 # What concerns Anthropic's own caches, machines and accounts.
-_BOOKKEEPING = frozenset({"cache_control", "diagnostics", "inference_geo", "speed", "user_profile_id", "workspace_id"})
+_BOOKKEEPING = frozenset(
+    {
+        *("billing_policy", "cache_control", "diagnostics", "fallback_credit_token", "inference_geo", "speed"),
+        *("user_profile_id", "workspace_id"),
+    }
+)
 _KEEPS_ALL = ("all", {"type": "all"})
 
 
 class CustomTool(StrictModel):
-    """A tool on offer. `cache_control`, `strict` and what concerns tools that the server would run have no effect."""
+    """A tool on offer. `cache_control` and what concerns tools that the server would run have no effect.
+
+    `strict`: where a call is required, a schema that cannot be held to as a whole is refused.
+    """
 
     ignored: ClassVar[frozenset[str]] = frozenset(
-        {"cache_control", "strict", "eager_input_streaming", "input_examples", "allowed_callers"}
+        {"cache_control", "eager_input_streaming", "input_examples", "allowed_callers"}
     )
 
     hints: ClassVar[dict[str, str]] = {
@@ -43,6 +51,7 @@ class CustomTool(StrictModel):
     name: FunctionName
     description: str | None = None
     input_schema: Annotated[FreeForm, AfterValidator(check_parameters)]
+    strict: bool | None = None
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
 
 
@@ -63,7 +72,7 @@ def definitions(tools: Sequence[Any]) -> list[ToolDefinition]:
         ToolDefinition.model_construct(
             type="function",
             function=FunctionDefinition.model_construct(
-                name=tool.name, description=tool.description, parameters=tool.input_schema
+                name=tool.name, description=tool.description, parameters=tool.input_schema, strict=tool.strict
             ),
         )
         for tool in tools
@@ -116,6 +125,12 @@ def _context_management(value: Any) -> Any:
     return value
 
 
+def _fallbacks(value: Any) -> Any:
+    if value and value != "default":
+        raise unsupported("fallbacks to other models are")
+    return value
+
+
 # What only Anthropic's own service does
 McpServers = Annotated[Any, only_empty("mcp_servers are")]
 ContextManagement = Annotated[
@@ -123,6 +138,10 @@ ContextManagement = Annotated[
     AfterValidator(_context_management),
     Field(description="Edits that clear no thinking (`keep` is `all`) are accepted, without effect; no others are."),
 ]
+# Those of the model, if it has any, are `default`.
+Fallbacks = Annotated[Any, AfterValidator(_fallbacks), Field(json_schema_extra={"enum": [None, [], "default"]})]
+# By these details the anthropic package's tool runner finds that it has to send the whole conversation each time.
+_NO_THREADS = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
 
 
 class OutputConfig(StrictModel):
@@ -145,7 +164,7 @@ MessageTools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True
 class CountTokensRequest(StrictModel):
     """What an input comes to in tokens, the chat template's own included."""
 
-    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING
+    ignored: ClassVar[frozenset[str]] = _BOOKKEEPING | {"compaction"}
 
     model: str | None = None
     messages: Messages
@@ -187,3 +206,6 @@ class MessageRequest(SharedRequest):
     container: Annotated[Any, only_empty("containers are")] = None
     mcp_servers: McpServers = None
     context_management: ContextManagement = None
+    compaction: Annotated[Any, only_empty("compaction is")] = None
+    fallbacks: Fallbacks = None
+    thread: Annotated[Any, only_empty("threads are", _NO_THREADS)] = None

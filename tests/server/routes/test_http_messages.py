@@ -78,7 +78,7 @@ def stream(live: Live, messages: Any = USER, **fields: Any) -> list[dict[str, An
     return named_events(live, PATH, {"messages": messages, "max_tokens": 400, **fields})
 
 
-def refuse(live: Live, path: str, body: Any, status: int = 400) -> dict[str, Any]:
+def refuse(live: Live, path: str, body: Any, status: int = 400, *, details: bool = False) -> dict[str, Any]:
     """The error of a request that must be refused, in Anthropic's shape."""
     response = live.post(path, body)
     assert response.status_code == status, response.text
@@ -86,7 +86,7 @@ def refuse(live: Live, path: str, body: Any, status: int = 400) -> dict[str, Any
     assert set(answer) == {"type", "error", "request_id"} and answer["type"] == "error"
     assert answer["request_id"] == response.headers["request-id"] == response.headers["x-request-id"]
     error: dict[str, Any] = answer["error"]
-    assert error["message"] and set(error) == {"type", "message", "param", "code"}
+    assert error["message"] and set(error) == {"type", "message", "param", "code"} | ({"details"} if details else set())
     return error
 
 
@@ -321,6 +321,17 @@ def test_thinking(live: Live) -> None:
     assert prompt_of(live).startswith("True[user]") and live.engine.requests[-1].sampling.thinking is None
 
 
+def test_a_budget_is_a_hint_where_thinking_is_not_told_apart() -> None:
+    """Clients have thinking switched on or off, whatever the model; the operator's options are not theirs to change."""
+    with live_server() as plain:
+        body = {"messages": USER, "max_tokens": 2, "thinking": {"type": "enabled", "budget_tokens": 1024}}
+        assert plain.post(PATH, body).status_code == plain.post(COUNT, {**body, "max_tokens": None}).status_code == 200
+        assert plain.engine.requests[-1].sampling.thinking is None
+        for budget in (0, None, "many"):
+            error = refuse(plain, PATH, {**body, "thinking": {"type": "enabled", "budget_tokens": budget}})
+            assert error["param"] == "thinking.budget_tokens"
+
+
 def test_an_effort_is_a_hint(live: Live) -> None:
     """Anthropic's clients send one to every model."""
     for effort in ("low", "max"):
@@ -339,6 +350,49 @@ def test_an_effort_is_a_hint(live: Live) -> None:
         for effort, told in {"minimal": "low", "low": "low", "high": "high", "xhigh": "high", "max": "high"}.items():
             assert gpt.post(PATH, {**body, "output_config": {"effort": effort}}).status_code == 200
             assert told in prompt_of(gpt)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"fallbacks": []},
+        {"fallbacks": "default"},
+        {"compaction": None},
+        {"thread": None},
+        {"billing_policy": {"type": "billing_policy", "bill_to": "self"}},
+        {"fallback_credit_token": "abc"},
+        {"fallback_credit_token": {"token": "abc", "mode": "best_effort"}},
+    ],
+)
+def test_what_concerns_only_anthropics_service(live: Live, fields: dict[str, Any]) -> None:
+    ask(live, **fields)
+
+
+def test_a_name_of_a_toolset_has_no_effect(live: Live) -> None:
+    messages = [
+        *USER,
+        {"role": "assistant", "content": [{**USE, "toolset_name": None}, {**USE, "id": "u", "toolset_name": "browser"}]},
+        {"role": "user", "content": [
+            {"type": "tool_result", "tool_use_id": "t", "toolset_name": None},
+            {"type": "tool_result", "tool_use_id": "u", "toolset_name": "browser"},
+        ]},
+    ]  # fmt: skip
+    ask(live, messages)
+
+
+def test_threads_are_refused_so_that_a_tool_runner_goes_on_without(live: Live) -> None:
+    body = {"messages": USER, "max_tokens": 2, "thread": {"type": "create"}}
+    error = refuse(live, PATH, body, details=True)
+    assert (error["type"], error["param"], error["code"]) == ("invalid_request_error", "thread", "unsupported_field")
+    assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
+def test_a_strict_tool_is_held_to_as_a_whole(live: Live) -> None:
+    schema = {"type": "object", "properties": {"x": {"type": "array", "uniqueItems": True}}}
+    ask(live, tools=[{**LOOK, "input_schema": schema}], tool_choice={"type": "any"})
+    body = {"messages": USER, "max_tokens": 5, "tool_choice": {"type": "any"}}
+    error = refuse(live, PATH, {**body, "tools": [{**LOOK, "input_schema": schema, "strict": True}]})
+    assert error["param"] == "tool_choice" and "uniqueItems" in error["message"]
 
 
 CLEAR = {"type": "clear_thinking_20251015", "keep": "all"}
@@ -439,6 +493,8 @@ USE = {"type": "tool_use", "id": "t", "name": "look", "input": {}}
         ({"output_config": {"format": {"type": "json_schema", "schema": {"type": "nonsense"}}}}, "output_config.format"),
         ({"mcp_servers": [{"url": "http://x"}]}, "mcp_servers"),
         ({"container": "c"}, "container"),
+        ({"compaction": {"type": "summarize"}}, "compaction"),
+        ({"fallbacks": [{"model": "x"}]}, "fallbacks"),
         ({"colour": "red"}, "colour"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": -1}}, "rope_scaling.factor"),
     ],

@@ -54,6 +54,11 @@ class ThinkingModel:
         """The variables by which its template lets a request choose."""
         return self._read
 
+    @property
+    def told_apart(self) -> bool:
+        """Whether thinking is told apart from the rest of an answer, so that a budget can end it."""
+        return self.format is not None or self.name == HARMONY
+
     def place(self, prompt: str, continued: str | None) -> Place:
         """Where an answer to the rendered prompt begins; see `ThinkingFormat.place`."""
         if self.format is None:
