@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.server.text.schemas import held, names_all
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
@@ -157,9 +158,13 @@ def harmony(forced: Forced) -> str:
 
 
 def pythonic(forced: Forced) -> str | None:
-    """A list of calls with named arguments; None where a schema is no plain list of them."""
+    """A list of calls with named arguments; None where a schema is no plain list of them.
+
+    Nor where the definitions of a schema are too large to stand beside each of its arguments.
+    """
     call_rules = []
     heads = []
+    room = MAX_CHARACTERS
     for number, (name, schema) in enumerate(forced.schemas.items()):
         properties = schema.get("properties") or {}
         if (
@@ -169,10 +174,17 @@ def pythonic(forced: Forced) -> str | None:
             or not _IDENTIFIER.fullmatch(name.replace("-", "_"))
         ):
             return None
+        room -= len(json.dumps(_definitions(schema))) * len(properties)
+        if room < 0:
+            return None
         heads.append(f"{quoted(name + '(')} first_{number}_0 {quoted(')')}")
         call_rules += _keywords(number, held(schema, strict=name in forced.strict), forced.options(name))
     rules = [_separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
     return "\n".join(rules)
+
+
+def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _keywords(number: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
@@ -183,7 +195,7 @@ def _keywords(number: int, schema: Mapping[str, Any], options: Mapping[str, Any]
     required = schema.get("required")
     needed = set(required) if isinstance(required, list) else set()
     properties = schema.get("properties") or {}
-    shared = {key: schema[key] for key in ("$defs", "definitions") if key in schema}
+    shared = _definitions(schema)
     rules = []
     for k, (name, value) in enumerate(properties.items()):
         member = {**value, **shared} if isinstance(value, Mapping) else value
