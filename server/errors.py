@@ -171,7 +171,7 @@ def error_body(error: ApiError, scope: Scope) -> dict[str, Any]:
     if not of_messages(scope):
         return error.body()
     kind = _MESSAGES_TYPES.get(error.status, INVALID if error.status < 500 else "api_error")
-    detail = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
+    detail: dict[str, Any] = {"type": kind, "message": error.message, "param": error.param, "code": error.code}
     if error.details is not None:
         detail["details"] = error.details
     return {"type": "error", "error": detail, "request_id": scope.get("windlass.request_id")}

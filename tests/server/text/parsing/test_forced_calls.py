@@ -157,7 +157,10 @@ def test_markers_that_are_plain_text() -> None:
         {"anyOf": [{"type": "object"}]},
         {"type": "object", "properties": {"two words": {}}},
         {"type": "object", "properties": {"x": {}}, "patternProperties": {"y": {}}},
-        {"properties": {f"x{i}": {} for i in range(4000)}, "$defs": {"long": {"description": "x" * 60_000}}},  # 240 MB of text
+        {
+            "properties": {f"x{i}": {} for i in range(4000)},
+            "$defs": {"long": {"description": "x" * 60_000}},
+        },  # 240 MB of text
     ],
 )
 def test_schemas_that_are_no_list_of_arguments_have_no_python(schema: dict[str, Any]) -> None:
