@@ -166,7 +166,7 @@ def test_bookkeeping_fields_have_no_effect(live: Live) -> None:
         ("guided_choice", []),
         ("guided_json", {"type": "no-such-type"}),
         ("grammar", "root ::= nothing"),
-        ("json_schema", {"not": {}}),
+        ("json_schema", {"type": "strin"}),
         ("response_format", {"type": "text", "more": 1}),
         ("response_format", {"type": "json_schema"}),
         ("response_format", {"type": "json_schema", "json_schema": {"schema": {"type": "strin"}}}),
