@@ -76,6 +76,9 @@ REFUSED = (
     "moderation",
     "container",
     "mcp_servers",
+    "compaction",
+    "fallbacks",
+    "thread",
     "modalities",
 )
 MESSAGES = [{"role": "user", "content": "hi"}]
