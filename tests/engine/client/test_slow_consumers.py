@@ -42,7 +42,7 @@ def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
 
