@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers.little_memory import NO_ROOM
 from helpers.played_copies import PlayedCopies
 
 from windlass.engine.cache.changes import LoadedBlock
@@ -126,6 +128,28 @@ def test_of_two_that_are_put_into_one_block_the_last_counts() -> None:
     blocks = ((second, 20), (first, 20), (third, 21), (fourth, 21))
     made.pages.put([LoadedBlock(0, block, ticket) for ticket, block in blocks])
     assert made.same(0, range(1), range(20, 21)) and made.same(0, range(3, 4), range(21, 22))
+    assert len(made.pages._free) == len(made.pages._arriving)
+
+
+@pytest.mark.parametrize("there_is", [0, 1])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Pages(kind)
+    for group in range(len(made.planes)):
+        keys, rows = made.evict(group, range(3, 11)), made.pages._rows[group]
+        scatter, left = rows.scatter, [there_is]
+
+        def fails(blocks: torch.Tensor, row: torch.Tensor, scatter: Any = scatter, left: list[int] = left) -> None:
+            scatter(blocks[:1], row[:1])  # as far as it came
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError(NO_ROOM)
+            scatter(blocks, row)
+
+        monkeypatch.setattr(rows, "scatter", fails)
+        made.bring(keys, range(12, 20))
+        assert left[0] < 0 and made.same(group, range(3, 11), range(12, 20))
+        assert made.same(group, range(3), range(3)) and made.same(group, range(20, 24), range(20, 24))
     assert len(made.pages._free) == len(made.pages._arriving)
 
 
