@@ -12,7 +12,7 @@ from helpers.little_memory import NO_ROOM
 from helpers.played_copies import PlayedCopies
 
 from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist import device_pages
+from windlass.engine.cache.persist import device_pages, tier
 from windlass.engine.cache.persist.block_file import BlockFormat
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.device_pages import DevicePages, staging_bytes
@@ -203,7 +203,8 @@ def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next plan
 
 
-def test_whoever_reads_waits_for_the_plan_that_copies() -> None:
+def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "_COPY_SECONDS", 60.0)
     made = Pages("bfloat16")
     key = BlockKey(0, b"a" * 32)
     assert made.tier.acquire(key) is None
