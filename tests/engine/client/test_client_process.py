@@ -422,6 +422,18 @@ async def test_load_errors(monkeypatch):
     await client.close()
 
 
+async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first(monkeypatch):
+    async def blocked(seen: watchdog.Watchdog) -> None:
+        seen._child.process.wait()  # as a parent does that gets no processor
+
+    monkeypatch.setattr(watchdog.Watchdog, "watch", blocked)
+    monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")
+    client = make_client()
+    with pytest.raises(LoadError, match="the disk is gone"):
+        await client.start()
+    await client.close()
+
+
 async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
     """What it cannot import ahead is told only when it is needed."""
     with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.no_such_module")) as child:
