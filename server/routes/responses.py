@@ -22,7 +22,7 @@ from windlass.server.generation.deltas import Tally
 from windlass.server.generation.translation.responses import chat_of_response
 from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
 from windlass.server.protocol.responses.events import ResponseEvent
-from windlass.server.protocol.responses.items import INCOMPLETE, CallItem, Item, kept_items, known_items
+from windlass.server.protocol.responses.items import Item, kept_items, known_items
 from windlass.server.protocol.responses.request import ResponseRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, query, state_of
 from windlass.server.routes.conversation import check_chat, prepare
@@ -47,9 +47,7 @@ async def create_response(request: Request) -> Response:
     body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
     previous = _previous(state, body, owner)
     earlier: list[Item] = [] if previous is None else items_until(previous.answered)
-    items = [*earlier, *known_items(body.input)]
-    # Of a call that was cut short the arguments are parsed.
-    many = len(items) > MANY_ITEMS or any(isinstance(item, CallItem) and item.status == INCOMPLETE for item in items)
+    many = len(earlier) + len(body.input) > MANY_ITEMS
     translated = (
         await state.text.on_thread(chat_of_response, body, earlier) if many else chat_of_response(body, earlier)
     )
