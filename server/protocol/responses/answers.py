@@ -182,6 +182,13 @@ class ResponseAnswer(StrictModel):
     rotary: Rotary | None = None
 
 
+class InputTokens(StrictModel):
+    """The tokens of an input, the chat template's own included."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
+
+
 class DeletedResponse(StrictModel):
     """What became of a response."""
 

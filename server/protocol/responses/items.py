@@ -121,13 +121,20 @@ class ReasoningItem(StrictModel):
     content: Parts | None = None
 
 
+class ItemReference(StrictModel):
+    """An item of a response that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
 def _kind(item: dict[str, Any]) -> str:
     return "message" if "role" in item else ""
 
 
 class _OtherItem(OtherKind):
     what = "items"
-    instead = "message, function_call, function_call_output and reasoning"
+    instead = "message, function_call, function_call_output, reasoning and item_reference"
 
 
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -136,13 +143,14 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("[function_call]")]
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[ItemReference, Tag("[item_reference]")]
     | Annotated[_OtherItem, Tag(OTHER)],
-    by_type(("message", "function_call", "function_call_output", "reasoning"), _kind),
+    by_type(("message", "function_call", "function_call_output", "reasoning", "item_reference"), _kind),
 ]
 
 
 def known_items(items: list[InputItem]) -> list[Item]:
-    """The same: one of another kind has not been accepted."""
+    """The same: one of another kind has not been accepted, and what references name stands in their place."""
     return cast(list[Item], items)
 
 

@@ -196,3 +196,15 @@ class ResponseRequest(SharedRequest):
     context_management: Annotated[Any, only_empty("context_management is")] = None
     moderation: Annotated[Any, only_empty("moderation is")] = None
     access_programs: Annotated[Any, only_empty("access_programs are")] = None
+
+
+class CountInputRequest(ResponseRequest):
+    """What the input of a response comes to in tokens, the chat template's own included. It takes a response's fields; those that
+    say nothing of the input have no effect.
+    """
+
+    input: Annotated[
+        list[InputItem],
+        Field(max_length=MAX_ITEMS, fail_fast=True),
+        OrString(_items),
+    ] = Field(default_factory=list)

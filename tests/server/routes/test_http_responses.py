@@ -443,7 +443,7 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": 
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "!!!"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": ["a"], "id": "x"}]}, "input[0].type"),
         ({"input": [{**CALLED, "arguments": "x" * (MAX_ARGUMENTS + 1)}]}, "input[0].arguments"),
         ({"input": [{**CALLED, "arguments": "\"" * (MAX_ARGUMENTS - 1)}]}, "input[0].arguments"),
