@@ -310,6 +310,25 @@ def test_a_form_leaves_calls_that_are_up_to_the_model(live: Live) -> None:
     assert error["param"] == "guided_json"
 
 
+def test_a_format_says_nothing_of_an_answer_that_is_calls(live: Live) -> None:
+    """It is about the text. Whoever offers tools sends one with every turn; what it says has to be right all the same."""
+    form = {"name": "p", "schema": POINT}
+    for path, body in (
+        (CHAT, {"messages": USER, "response_format": {"type": "json_schema", "json_schema": form}, "tools": [LOOK],
+                "tool_choice": "required"}),
+        ("/v1/responses", {"input": USER, "text": {"format": {"type": "json_schema", **form}},
+                           "tools": [{"type": "function", **LOOK["function"]}],
+                           "tool_choice": {"type": "function", "name": "look"}}),
+        ("/v1/messages", {"messages": USER, "max_tokens": 9, "tool_choice": {"type": "any"},
+                          "output_config": {"format": {"type": "json_schema", "schema": POINT}},
+                          "tools": [{"name": "look", "input_schema": LOOK["function"]["parameters"]}]}),
+    ):  # fmt: skip
+        assert live.post(path, body).status_code == 200
+        check(live, [call('{"city": "Rome"}')], [*POINTS[0], call("{}")])
+    wrong = {"messages": USER, "tools": [LOOK], "tool_choice": "required", "response_format": {"type": "xml"}}
+    assert live.refuse(CHAT, wrong)["param"] == "response_format"
+
+
 def test_thinking_may_come_before(live: Live) -> None:
     """It is told apart by what the prompt ends with."""
     ask = {"response_format": {"type": "json_schema", "json_schema": {"name": "p", "schema": POINT}}}
