@@ -195,13 +195,21 @@ def message_stream(body: dict[str, Any], timeout: Timeout) -> StreamCall[Message
 
 
 def count_tokens(body: dict[str, Any]) -> Call[int]:
+    return _count("/v1/messages/count_tokens", body)
+
+
+def count_input(body: dict[str, Any]) -> Call[int]:
+    return _count("/v1/responses/input_tokens", body)
+
+
+def _count(path: str, body: dict[str, Any]) -> Call[int]:
     def answer(response: httpx.Response) -> int:
         data = response.json()
         if not isinstance(data, dict) or type(data.get("input_tokens")) is not int:
             raise ValueError("the count should be an object with a number `input_tokens`")
         return int(data["input_tokens"])
 
-    return Call(method="POST", path="/v1/messages/count_tokens", body=body, answer=answer)
+    return Call(method="POST", path=path, body=body, answer=answer)
 
 
 def tokenize(body: dict[str, Any]) -> Call[Tokenization]:

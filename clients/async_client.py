@@ -222,6 +222,19 @@ class AsyncClient(AsyncInfillMethods, AsyncLookingMethods, AsyncRetrievalMethods
             return await self._open(calls.response_stream(body, timeout))
         return await self._run(calls.response(body, timeout))
 
+    async def count_input(
+        self,
+        input: ResponseInput | None = None,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> int:
+        """See `Client.count_input`."""
+        return await self._run(
+            calls.count_input(calls.build_body({"input": input, "model": model}, options, extra_body))
+        )
+
     async def response(self, response_id: str) -> Response:
         """See `Client.response`."""
         return await self._run(calls.kept_response(response_id))

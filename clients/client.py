@@ -237,6 +237,17 @@ class Client(InfillMethods, LookingMethods, RetrievalMethods, TokenMethods):
             return self._open(calls.response_stream(body, timeout))
         return self._run(calls.response(body, timeout))
 
+    def count_input(
+        self,
+        input: ResponseInput | None = None,
+        *,
+        model: str | None = None,
+        extra_body: Mapping[str, Any] | None = None,
+        **options: Unpack[ResponseOptions],
+    ) -> int:
+        """What an input comes to in tokens, with all that stands before it. It may be left out behind `previous_response_id`."""
+        return self._run(calls.count_input(calls.build_body({"input": input, "model": model}, options, extra_body)))
+
     def response(self, response_id: str) -> Response:
         """A response that the server keeps; raises NotFoundError."""
         return self._run(calls.kept_response(response_id))

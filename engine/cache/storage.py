@@ -8,7 +8,7 @@ import torch
 
 from windlass.engine.cache.changes import BlockCopy, ParkedPages
 from windlass.engine.cache.layout import KVGroupSpec
-from windlass.kernels import Backend, KVPages, plane_shapes
+from windlass.kernels import Backend, KVPages, is_out_of_memory, plane_shapes
 
 # Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
 _PARKED_AT_ONCE = 8 << 20
@@ -62,17 +62,18 @@ class KVStorage:
     def park(self, parked: ParkedPages) -> None:
         """Copy what these blocks hold into main memory."""
         self._parked[parked.seq_id] = [
-            [[plane[:, some].cpu() for some in _few(plane, blocks)] for plane in planes]
+            [[_taken(plane, some) for some in _few(plane, blocks)] for plane in planes]
             for planes, blocks in zip(self._groups, parked.blocks, strict=True)
         ]
 
     def unpark(self, parked: ParkedPages) -> None:
         """Put what was parked of the sequence into these blocks, and forget the copies. KeyError if nothing was."""
-        copies = self._parked.pop(parked.seq_id)
+        copies = self._parked[parked.seq_id]
         for planes, blocks, copied in zip(self._groups, parked.blocks, copies, strict=True):
             for plane, pieces in zip(planes, copied, strict=True):
                 for some, piece in zip(_few(plane, blocks), pieces, strict=True):
-                    plane[:, some] = piece.to(plane.device)
+                    _put(plane, some, piece)
+        del self._parked[parked.seq_id]
 
     def forget_parked(self, seq_id: int) -> None:
         """Give up what was parked of a sequence, if anything was."""
@@ -84,3 +85,31 @@ def _few(plane: torch.Tensor, blocks: Sequence[int]) -> Iterator[list[int]]:
     count = max(1, _PARKED_AT_ONCE // max(1, plane[:, :1].nbytes))
     for first in range(0, len(blocks), count):
         yield list(blocks[first : first + count])
+
+
+def _taken(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+    """A copy [layers, N, …] in main memory of blocks of a plane."""
+    try:
+        return plane[:, blocks].cpu()
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    # What a block holds of one layer lies in one piece: to copy that takes no memory of the device.
+    copy = torch.empty((plane.shape[0], len(blocks), *plane.shape[2:]), dtype=plane.dtype)
+    for layer, own in enumerate(plane):
+        for index, block in enumerate(blocks):
+            copy[layer, index].copy_(own[block])
+    return copy
+
+
+def _put(plane: torch.Tensor, blocks: list[int], piece: torch.Tensor) -> None:
+    """Put what was taken, [layers, N, …] in main memory, into blocks of a plane."""
+    try:
+        plane[:, blocks] = piece.to(plane.device)
+        return
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+    for layer, own in enumerate(plane):
+        for index, block in enumerate(blocks):
+            own[block].copy_(piece[layer, index])

@@ -324,8 +324,8 @@ class ProcessClient(EngineClient):
     async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
         """Kill a child that is stuck."""
         reason = await watchdog.watch()
-        if reason is None:  # and yet the socket is open: a process of the child's own inherited it
-            writer.transport.abort()
+        if reason is None:  # a process of its own may hold the socket open; what it said last is read first
+            asyncio.get_running_loop().call_later(0.5, writer.transport.abort)
             return
         self._reported = f"{reason}; it was killed"
         if not watchdog.stopped:

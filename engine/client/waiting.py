@@ -7,6 +7,8 @@ import time
 
 from windlass.engine.client.child import ChildProcess
 
+PIECE_SECONDS = 0.05  # between two pieces of stacks, at most
+
 
 async def wait_ended(child: ChildProcess, timeout: float) -> bool:
     """Wait for the process to end; False if it still runs after `timeout` seconds."""
@@ -19,8 +21,13 @@ async def wait_ended(child: ChildProcess, timeout: float) -> bool:
 
 
 async def wait_for_stacks(child: ChildProcess, timeout: float) -> None:
-    """Have it write the stacks of its threads, which one that is stopped cannot; after `timeout` seconds at most."""
+    """Have it write the stacks of its threads, which one that is stopped cannot; after `timeout` seconds at most.
+
+    It writes them in pieces and does not say which is the last one: they are whole once nothing more comes.
+    """
     child.ask_for_stacks()
     deadline = time.monotonic() + timeout
-    while not child.stacks.read() and time.monotonic() < deadline:
-        await asyncio.sleep(0.02)
+    before, found = "", child.stacks.read()
+    while not (found and found == before) and time.monotonic() < deadline:
+        await asyncio.sleep(PIECE_SECONDS)
+        before, found = found, child.stacks.read()

@@ -14,7 +14,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import rerotation_angles
-from windlass.kernels import Backend
+from windlass.kernels import Backend, is_out_of_memory
 
 _SLICE = 4096  # tokens re-rotated at once, which bounds the memory of their angles
 
@@ -36,6 +36,19 @@ class KeyRotator:
             self._apply(rerotation, start, min(start + _SLICE, rerotation.end))
 
     def _apply(self, rerotation: KeyRerotation, start: int, end: int) -> None:
+        """Of tokens start .. end - 1; of fewer at once where the device has no memory for so many."""
+        try:
+            self._apply_at_once(rerotation, start, end)
+            return
+        except RuntimeError as error:
+            if not is_out_of_memory(error) or end - start <= self._block_size:
+                raise
+        # No key is re-rotated in place, so those that have been are re-rotated again as they were.
+        middle = (start + end) // 2
+        self._apply(rerotation, start, middle)
+        self._apply(rerotation, middle, end)
+
+    def _apply_at_once(self, rerotation: KeyRerotation, start: int, end: int) -> None:
         size = self._block_size
         tokens = np.arange(start, end)
         column = tokens // size - rerotation.start // size

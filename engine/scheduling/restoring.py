@@ -129,6 +129,10 @@ class Restoring:
                 self._let_go(waiting)
         return loaded
 
+    def note_followed(self) -> None:
+        """What the last plan had brought in lies in its blocks."""
+        self._store.note_followed()
+
     def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
         """Blocks of its prefix that the cache holds, and what is kept beside."""
         if seq.needs_every_row or seq.cache.is_parked or not self._blocks.enable_prefix_caching or seq.cache.private:

@@ -379,6 +379,8 @@ class Scheduler:
 
     def update(self, output: SchedulerOutput, results: list[StepResult]) -> list[RequestOutput]:
         """Take in what a planned step produced: see `ResultIntake.take`."""
+        if self._restoring is not None:
+            self._restoring.note_followed()
         outputs = self._intake.take(output, results, self._clock())
         self._turns.serve(self.counters.prompt_tokens + self.counters.generation_tokens)
         return outputs

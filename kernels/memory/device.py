@@ -9,8 +9,14 @@ from abc import ABC, abstractmethod
 
 import torch
 
-# Of CUDA errors these leave the device as it was; every other one is there to stay.
-_NO_MEMORY = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED")
+# Of CUDA errors these leave the device as it was, and every other one is there to stay: of the runtime, of the driver where torch
+# asks it or where Triton loads or starts a program, and of a library.
+_NO_MEMORY = (
+    "CUDA error: out of memory",
+    "CUDA driver error: out of memory",
+    "Triton Error [CUDA]: out of memory",
+    "CUBLAS_STATUS_ALLOC_FAILED",
+)
 
 
 class DeviceMemory(ABC):

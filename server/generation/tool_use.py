@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from windlass.server.errors import bad_request
 from windlass.server.protocol.chat import ChatRequest
-from windlass.server.protocol.tools import FunctionDefinition, ToolDefinition
+from windlass.server.protocol.tools import ALLOWED, FunctionDefinition, known_tools
 from windlass.server.text.parsing.events import ParsingPlan
 from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions
 from windlass.server.text.parsing.tools.forced import Forced
@@ -39,9 +39,9 @@ class ToolUse:
     calls: str = ""
 
 
-def tools_for_template(tools: Sequence[ToolDefinition] | None) -> list[dict[str, Any]] | None:
+def tools_for_template(tools: Sequence[Any] | None) -> list[dict[str, Any]] | None:
     """Tools as templates expect them, which is as OpenAI writes them."""
-    return [_told(tool.function) for tool in tools] if tools else None
+    return [_told(tool.function) for tool in known_tools(tools)] if tools else None
 
 
 def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: bool = False) -> ToolUse:
@@ -57,19 +57,17 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: 
             )
         return ToolUse()
     tools = [_told(function) for function in functions]
-    schemas = {function.name: function.parameters or {} for function in functions}
     if choice == "none":
         return ToolUse(tools)
-    must_call: Mapping[str, Mapping[str, Any]] | None = None
-    if choice == "required":
-        must_call = schemas
-    elif isinstance(choice, dict):
-        name = choice.get("function", choice)["name"]
-        if name not in schemas:
+    names, named = _chosen(choice)
+    offered = {function.name: function.parameters or {} for function in functions}
+    for name in names or ():
+        if name not in offered:
             raise bad_request(f"{field} names {name[:64]!r}, which is not among the functions on offer", field, INVALID)
-        must_call = {name: schemas[name]}
+    schemas = offered if names is None else {name: offered[name] for name in names}
+    must_call = named or choice == "required" or (names is not None and choice[ALLOWED]["mode"] == "required")
     if parser == "none":
-        if must_call is not None:
+        if must_call:
             raise bad_request(
                 f"{field} cannot ask for a call: this server runs with --tool-call-parser none", field, INVALID
             )
@@ -77,23 +75,36 @@ def plan_tools(body: ChatRequest, tokenizer: Tokenizer, parser: str, *, formed: 
     older = body.functions is not None
     template = tokenizer.template_for(True) or ""
     facts = TemplateFacts.of(template)
-    once = older or isinstance(choice, dict) or facts.single_call  # more could not be sent back
+    once = older or named or facts.single_call  # more could not be sent back
     several = body.parallel_tool_calls is not False and not once
     known = format_of(parser, template)
     grammar = None
-    if must_call is not None or formed:
+    if must_call or formed:
         strict = [function.name for function in functions if function.strict]
-        forced = Forced(must_call or schemas, several, partial(_token, tokenizer), strict)
+        forced = Forced(schemas, several, partial(_token, tokenizer), strict)
         grammar = known.grammar(forced)
         if grammar is None:  # these functions have no such form
             known, grammar = PLAIN_JSON, PLAIN_JSON.grammar(forced)
     options = CallOptions(
-        schemas=schemas, new_id=known.new_id, max_calls=MAX_CALLS if several else 1, only_calls=must_call is not None
+        schemas=schemas,
+        new_id=known.new_id,
+        max_calls=MAX_CALLS if several else 1,
+        only_calls=must_call,
+        barred=offered.keys() - schemas.keys(),
     )
     parsing = ParsingPlan(lambda: known.parser(options), known.markers, older)
-    if must_call is None:
+    if not must_call:
         return ToolUse(tools, parsing, calls=grammar or "")
     return ToolUse(tools, parsing, grammar, field)
+
+
+def _chosen(choice: Any) -> tuple[list[str] | None, bool]:
+    """The functions that a choice names, None where it names none; and whether it is one that has to be called."""
+    if not isinstance(choice, dict):
+        return None, False
+    if choice.get("type") == ALLOWED:
+        return [tool["function"]["name"] for tool in choice[ALLOWED]["tools"]], False
+    return [choice.get("function", choice)["name"]], True
 
 
 def _token(tokenizer: Tokenizer, marker: str) -> str:
@@ -108,7 +119,7 @@ def _functions(body: ChatRequest) -> tuple[list[FunctionDefinition], Any, str]:
     if body.functions is None:
         if body.function_call is not None:
             raise bad_request("function_call goes with functions", "function_call", INVALID)
-        return [tool.function for tool in body.tools or ()], body.tool_choice, "tool_choice"
+        return [tool.function for tool in known_tools(body.tools or ())], body.tool_choice, "tool_choice"
     if body.tools is not None or body.tool_choice is not None:
         raise bad_request("functions is the older name of tools: give one of them", "functions", INVALID)
     return body.functions, body.function_call, "function_call"

@@ -125,6 +125,10 @@ class ChatRequest(GenerationRequest):
         "n_probs": "ask for logprobs and top_logprobs here",
     }
 
+    ignored: ClassVar[frozenset[str]] = GenerationRequest.ignored | {
+        "prediction"
+    }  # which makes answers quicker at OpenAI
+
     messages: Annotated[list[ChatMessage], Field(min_length=1, max_length=MAX_MESSAGES, fail_fast=True)]
     logprobs: bool | None = None
     top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None

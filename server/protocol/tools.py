@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
-from typing import Annotated, Any, ClassVar, Literal
+from collections.abc import Callable, Sequence
+from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator, Field, Tag
 from pydantic_core import PydanticCustomError, from_json, to_json
 
 from windlass.server.protocol.base import FreeForm, StrictModel, check_free_form, without_nulls
+from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
 
 MAX_TOOLS = 128
 MAX_SCHEMA_BYTES = 128 * 1024  # of one function's parameters
 MAX_TOOLS_BYTES = 1024 * 1024  # of all tools of a request
 PROVIDER_FIELDS = "provider_specific_fields"  # what litellm keeps of any answer, in all its parts
+ALLOWED = "allowed_tools"
 MAX_ARGUMENTS = 1024 * 1024  # characters of one call in a history
 
 # An escape of JSON: a character of two halves, a half by itself, or any other.
@@ -54,13 +56,18 @@ def parse_arguments(value: Any) -> dict[str, Any]:
     return value
 
 
-def check_arguments(value: Any) -> Any:
-    """Arguments of a call as a history has them: JSON text of an object, or an object."""
+def whole_arguments(value: Any) -> Any:
+    """Arguments of a call as a history has them: JSON text of an object, or an object.
+
+    Text that is none is what a model wrote, or the part of it that came before the end: an object that holds it.
+    """
     if isinstance(value, str) and len(value) > MAX_ARGUMENTS:
         raise PydanticCustomError("too_long", "should have at most {most} characters", {"most": MAX_ARGUMENTS})
     try:
         check_free_form(parse_arguments(value))
     except ValueError:
+        if isinstance(value, str):
+            return {"arguments": value}
         raise PydanticCustomError(
             "json", 'should be the JSON text of an object, such as \'{"city": "Rome"}\''
         ) from None
@@ -70,7 +77,8 @@ def check_arguments(value: Any) -> Any:
 class FunctionDefinition(StrictModel):
     """A function on offer. `parameters`: a JSON schema, absent where it takes none.
 
-    `strict` has no effect: arguments are held to the schema where a call is required, and not where it is up to the model.
+    `strict`: where arguments are held to the schema, which is where a call is required, one that cannot be held to as a whole is
+    refused.
     """
 
     name: FunctionName
@@ -86,6 +94,22 @@ class ToolDefinition(StrictModel):
 
     type: Literal["function"]
     function: FunctionDefinition
+
+
+class _OtherChatTool(OtherKind):
+    what = "tools"
+    instead = "function"
+
+
+_Tool = Annotated[
+    Annotated[ToolDefinition, Tag("[function]")] | Annotated[_OtherChatTool, Tag(OTHER)],
+    by_type(("function",)),
+]
+
+
+def known_tools(tools: Sequence[Any]) -> Sequence[ToolDefinition]:
+    """The same: one of another kind has not been accepted."""
+    return cast(Sequence[ToolDefinition], tools)
 
 
 def check_functions(functions: Sequence[FunctionDefinition]) -> None:
@@ -117,14 +141,51 @@ def _choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
     given = without_nulls(value) if isinstance(value, dict) else {}
-    function = given.get("function")
-    if given.get("type") == "function" and isinstance(function, dict):
-        function = without_nulls(function)
-        if isinstance(function.get("name"), str) and set(given) == {"type", "function"} and set(function) == {"name"}:
-            return {**given, "function": function}
+    if (name := _named(given)) is not None:
+        return named_choice(name)
+    if given.get("type") == ALLOWED and set(given) == {"type", ALLOWED} and isinstance(given[ALLOWED], dict):
+        return allowed_choice(*allowed_names(without_nulls(given[ALLOWED]), _named))
     raise PydanticCustomError(
-        "type", "should be 'none', 'auto', 'required' or {'type': 'function', 'function': {'name': '…'}}"
+        "type",
+        "should be 'none', 'auto', 'required', {'type': 'function', 'function': {'name': '…'}} or "
+        "{'type': 'allowed_tools', 'allowed_tools': {'mode': '…', 'tools': […]}}",
     )
+
+
+def named_choice(name: str) -> dict[str, Any]:
+    """The choice of one function, as a chat writes it."""
+    return {"type": "function", "function": {"name": name}}
+
+
+def allowed_choice(mode: str, names: list[str]) -> dict[str, Any]:
+    """The choice among some functions, as a chat writes it."""
+    return {"type": ALLOWED, ALLOWED: {"mode": mode, "tools": list(map(named_choice, names))}}
+
+
+def allowed_names(given: dict[str, Any], name_of: Callable[[Any], str | None]) -> tuple[str, list[str]]:
+    """The mode of a choice among some functions, and their names; raises where it is none.
+
+    given: its `mode` and `tools`. name_of: the function that one of these names, None where it names none.
+    """
+    mode, tools = given.get("mode"), given.get("tools")
+    if set(given) != {"mode", "tools"} or mode not in ("auto", "required"):
+        raise PydanticCustomError("type", "should have a mode, 'auto' or 'required', and tools beside allowed_tools")
+    if not isinstance(tools, list) or not 1 <= len(tools) <= MAX_TOOLS:
+        raise PydanticCustomError("type", "should allow 1 to {most} tools, in a list", {"most": MAX_TOOLS})
+    names = [name for tool in tools if (name := name_of(tool)) is not None]
+    if len(names) < len(tools):
+        raise PydanticCustomError("type", "should allow functions, each named as in a choice of one function")
+    return mode, names
+
+
+def _named(value: Any) -> str | None:
+    """The function that {'type': 'function', 'function': {'name': '…'}} names, None where it is no such object."""
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    function = given.get("function")
+    if given.get("type") != "function" or set(given) != {"type", "function"} or not isinstance(function, dict):
+        return None
+    function = without_nulls(function)
+    return function["name"] if set(function) == {"name"} and isinstance(function["name"], str) else None
 
 
 def _function_choice(value: Any) -> Any:
@@ -143,12 +204,24 @@ _NAMED: dict[str, Any] = {
     },
     "required": ["type", "function"],
 }
-Tools = Annotated[list[ToolDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
+_ALLOWED: dict[str, Any] = {
+    "type": "object",
+    "properties": {
+        "type": {"const": ALLOWED},
+        ALLOWED: {
+            "type": "object",
+            "properties": {"mode": {"enum": ["auto", "required"]}, "tools": {"type": "array", "items": _NAMED}},
+            "required": ["mode", "tools"],
+        },
+    },
+    "required": ["type", ALLOWED],
+}
+Tools = Annotated[list[_Tool], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_tools)]
 Functions = Annotated[list[FunctionDefinition], Field(max_length=MAX_TOOLS, fail_fast=True), AfterValidator(_functions)]
 ToolChoice = Annotated[
     Any,
     AfterValidator(_choice),
-    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED]}),
+    Field(json_schema_extra={"anyOf": [{"enum": ["none", "auto", "required", None]}, _NAMED, _ALLOWED]}),
 ]
 FunctionChoice = Annotated[
     Any,
@@ -158,7 +231,8 @@ FunctionChoice = Annotated[
 
 
 class MadeFunctionCall(StrictModel):
-    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too.
+    """The function of a call in a history. `arguments`: the JSON text of an object; an object itself is taken, too, and so is
+    other text, such as one that was cut short: the model is shown `{"arguments": "the text"}`.
 
     `parsed_arguments`, which the openai package adds, has no effect, nor has litellm's `provider_specific_fields`.
     """
@@ -168,7 +242,7 @@ class MadeFunctionCall(StrictModel):
     name: Annotated[str, Field(min_length=1, max_length=256)]
     arguments: Annotated[
         Any,
-        AfterValidator(check_arguments),
+        AfterValidator(whole_arguments),
         Field(json_schema_extra={"anyOf": [{"type": "string"}, {"type": "object"}, {"type": "null"}]}),
     ] = None
 

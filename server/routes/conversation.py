@@ -168,6 +168,11 @@ async def count_chat(state: ServerState, body: ChatRequest, caller: str) -> int:
         caller=caller,
     )
     (prompt,) = await state.text.encode(
-        [text], add_special_tokens=False, max_model_len=2**31, truncate=None, param="messages", caller=caller
+        [text],
+        add_special_tokens=bool(body.add_special_tokens),
+        max_model_len=2**31,
+        truncate=None,
+        param="messages",
+        caller=caller,
     )
     return len(prompt.token_ids)

@@ -70,7 +70,8 @@ def check(
     if body.stream_options is not None and not body.stream:
         raise bad_request("stream_options goes with stream: true", "stream_options")
     structured = structured_of(body)
-    if forced is not None and structured is not None:
+    # A format says what the answer's text is, and an answer that is nothing but calls has none.
+    if forced is not None and structured is not None and structured.field != "response_format":
         raise bad_request(
             f"{forced.field} and {structured.field} both say what form the answer shall have: give one of them",
             structured.field,

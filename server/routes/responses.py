@@ -1,4 +1,6 @@
-"""`POST /v1/responses`, and what is kept of its answers: `GET`, `DELETE` and `GET …/input_items` of `/v1/responses/{id}`."""
+"""`POST /v1/responses` and `…/input_tokens`, and what is kept of answers: `GET`, `DELETE` and `GET …/input_items` of
+`/v1/responses/{id}`.
+"""
 
 from __future__ import annotations
 
@@ -19,14 +21,26 @@ from windlass.server.exchange.slices import LargeJson
 from windlass.server.exchange.state import ServerState
 from windlass.server.exchange.streaming import Exchange, StreamForm
 from windlass.server.generation.deltas import Tally
+from windlass.server.generation.translation.names import Translated
 from windlass.server.generation.translation.responses import chat_of_response
-from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from windlass.server.protocol.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseAnswer
 from windlass.server.protocol.responses.events import ResponseEvent
-from windlass.server.protocol.responses.items import INCOMPLETE, CallItem, Item, kept_items, known_items
-from windlass.server.protocol.responses.request import ResponseRequest
-from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, owner_of, query, state_of
-from windlass.server.routes.conversation import check_chat, prepare
+from windlass.server.protocol.responses.items import Item, kept_items, known_items
+from windlass.server.protocol.responses.request import CountInputRequest, ResponseRequest
+from windlass.server.routes.common import (
+    BODY_ERRORS,
+    GENERATION_ERRORS,
+    answers,
+    body_of,
+    caller_of,
+    owner_of,
+    query,
+    state_of,
+    while_connected,
+)
+from windlass.server.routes.conversation import check_chat, count_chat, prepare
 from windlass.server.routes.pipeline import run
+from windlass.server.routes.references import resolve_references
 from windlass.server.text.service import Prompt
 
 router = APIRouter()
@@ -46,13 +60,7 @@ async def create_response(request: Request) -> Response:
     state, owner = state_of(request), owner_of(request)
     body = await read_body(request, ResponseRequest, stall_seconds=state.settings.body_stall_seconds)
     previous = _previous(state, body, owner)
-    earlier: list[Item] = [] if previous is None else items_until(previous.answered)
-    items = [*earlier, *known_items(body.input)]
-    # Of a call that was cut short the arguments are parsed.
-    many = len(items) > MANY_ITEMS or any(isinstance(item, CallItem) and item.status == INCOMPLETE for item in items)
-    translated = (
-        await state.text.on_thread(chat_of_response, body, earlier) if many else chat_of_response(body, earlier)
-    )
+    translated = await _translated(state, body, owner, previous)
     with translated.names.told():
         chat = await check_chat(state, request, translated.body, arrival=arrival)
     writers: list[ResponseWriter] = []  # one, once it is made
@@ -87,6 +95,44 @@ async def create_response(request: Request) -> Response:
         return writers[0].failure(error) if writers and writers[0].begun else unbegun_failure(error)
 
     return Exchange(state, work, deadline=chat.job.deadline, form=StreamForm(failure, done=b""))
+
+
+@router.post(
+    "/v1/responses/input_tokens",
+    openapi_extra=body_of(CountInputRequest),
+    responses=answers(InputTokens, errors=BODY_ERRORS),
+)
+async def count_input_tokens(request: Request) -> Response:
+    """How many tokens an input comes to, without generating. It needs the tokenizer only, so it works while the engine starts."""
+    state, owner = state_of(request), owner_of(request)
+    body = await read_body(request, CountInputRequest, stall_seconds=state.settings.body_stall_seconds)
+    state.check_model(body.model)
+    translated = await _translated(state, body, owner, _previous(state, body, owner))
+    with translated.names.told():
+        count = await while_connected(request, count_chat(state, translated.body, caller_of(request)))
+    return LargeJson(to_json({"object": "response.input_tokens", "input_tokens": count}))
+
+
+@router.post("/v1/responses/compact", include_in_schema=False)
+async def compact_response(request: Request) -> Response:
+    """Told apart from a response of this id."""
+    raise ApiError(
+        404,
+        "conversations are not compacted here: send the turns that shall count, or go on from previous_response_id, where "
+        "truncation 'auto' or context_overflow says what becomes of one that is longer than the context",
+    )
+
+
+async def _translated(state: ServerState, body: ResponseRequest, owner: str, previous: Kept | None) -> Translated:
+    """The chat that a body asks for. What its input names by ids stands in it afterwards."""
+    earlier: list[Item] = [] if previous is None else items_until(previous.answered)
+
+    def translate() -> Translated:
+        resolve_references(body, state.responses, owner)
+        return chat_of_response(body, earlier)
+
+    many = len(earlier) + len(body.input) > MANY_ITEMS
+    return await state.text.on_thread(translate) if many else translate()
 
 
 def _previous(state: ServerState, body: ResponseRequest, owner: str) -> Kept | None:

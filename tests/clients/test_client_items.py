@@ -81,8 +81,11 @@ async def test_a_conversation_of_responses(live: Live, kind: str) -> None:
     async with any_client(kind, live.url) as client:
         first = await client.responses("hi", tools=[LOOK], max_output_tokens=300)
         result = first.calls[0].reply("sun")
-        await client.responses([result], previous_response_id=first.id, tools=[LOOK], max_output_tokens=9)
+        second = await client.responses([result], previous_response_id=first.id, tools=[LOOK], max_output_tokens=9)
         kept = prompt_of(live)
+        counted = await client.count_input([result], previous_response_id=first.id, tools=[LOOK])
+        assert counted == len(live.engine.requests[-1].prompt_token_ids)
+        assert await client.count_input(previous_response_id=second.id, tools=[LOOK]) > counted
         again = await client.responses([*USER, *first.output, result], tools=[LOOK], max_output_tokens=9)
         assert prompt_of(live) == kept and kept.endswith("[tool]sun") and "<so>Wait.<tool_call>" in kept
         assert again.status == "incomplete" and again.incomplete_details == {"reason": "max_output_tokens"}

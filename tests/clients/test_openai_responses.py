@@ -84,6 +84,12 @@ def test_its_stream_helper_builds_the_same(live: Live, client: openai.OpenAI) ->
     assert raw == [event.type for event in events]
 
 
+def test_an_input_is_counted(live: Live, client: openai.OpenAI) -> None:
+    answer = client.responses.create(model=MODEL, input="hi", instructions="Be kind.")
+    counted = client.responses.input_tokens.count(model=MODEL, input="hi", instructions="Be kind.")
+    assert (counted.object, counted.input_tokens) == ("response.input_tokens", answer.usage.input_tokens)
+
+
 def test_a_parsed_answer(live: Live, client: openai.OpenAI) -> None:
     say(live, '{"legs": 4}')
     answer = client.responses.parse(model=MODEL, input="hi", text_format=Animal)

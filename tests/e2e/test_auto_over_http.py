@@ -16,8 +16,6 @@ from helpers.real_server import RealServer, serve
 import windlass
 from windlass.clients import BadRequestError, Client
 
-pytestmark = pytest.mark.timeout(120)
-
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 M = 128
 YARN = {factor: {"rope_type": "yarn", "factor": float(factor)} for factor in (2, 4, 8)}

@@ -61,7 +61,10 @@ def test_two_engines_on_their_own_cores_with_one_copy_of_the_weights(server: Rea
 
 
 def test_what_is_shown_of_both(server: RealServer) -> None:
-    assert httpx.get(f"{server.url}/health").json() == {"status": "ready", "replicas": {"total": 2, "ready": 2}}
+    assert httpx.get(f"{server.url}/health", timeout=30).json() == {
+        "status": "ready",
+        "replicas": {"total": 2, "ready": 2},
+    }
     assert httpx.get(f"{server.url}/v1/models").json()["data"][0]["id"] == "demo"
     for number in range(4):
         complete(server, [number + 5, 6, 7])
@@ -171,11 +174,11 @@ def test_a_killed_engine_under_load() -> None:
         assert all(result["error"]["code"] == "engine_unavailable" for result in cut)
         assert all(result["finish"] == "length" for result in whole)
         assert all(result["error"] is None for result in results[-4:])  # new ones are served meanwhile
-        deadline = time.monotonic() + 30
-        while httpx.get(f"{server.url}/health").json()["replicas"]["ready"] < 2:
+        deadline = time.monotonic() + 120
+        while httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]["ready"] < 2:
             assert time.monotonic() < deadline
             time.sleep(0.1)
-        health = httpx.get(f"{server.url}/health").json()
+        health = httpx.get(f"{server.url}/health", timeout=30).json()
         assert health["status"] == "ready" and health["degraded"] == ["engine_restarted"]
         # What went on elsewhere is what it would have been: half of them had been waiting for the one that died.
         for number in amid:

@@ -43,15 +43,20 @@ async def asking(
     return begun
 
 
-async def killing(server: RealServer, until: float, longest: float, memory: Memory) -> int:
-    """Kill one of the engines at random, now and then; returns how often."""
+async def both_ready(client: httpx.AsyncClient) -> bool:
+    told: dict[str, Any] = (await client.get("/health")).json()
+    return told["replicas"]["ready"] == 2
+
+
+async def killing(server: RealServer, client: httpx.AsyncClient, until: float, longest: float, memory: Memory) -> int:
+    """Kill one of the engines at random, now and then and never while another starts; returns how often."""
     rng, deaths = random.Random(7), 0
     while time.monotonic() < until:
         pause = time.monotonic() + rng.uniform(longest / 3, longest)
-        while time.monotonic() < min(pause, until):
+        while time.monotonic() < until and (time.monotonic() < pause or not await both_ready(client)):
             memory.look(time.monotonic())
             await asyncio.sleep(0.5)
-        if pause < until:
+        if time.monotonic() < until:
             os.kill(rng.choice(engine_pids(server)), signal.SIGKILL)
             deaths += 1
     return deaths
@@ -78,11 +83,11 @@ def test_nothing_is_lost_silently_where_engines_die(seconds: float, longest: flo
             until = time.monotonic() + seconds
             async with httpx.AsyncClient(base_url=server.url, timeout=120) as client:
                 clients = [asking(client, number, until, ended) for number in range(CLIENTS)]
-                *begun, deaths = await asyncio.gather(*clients, killing(server, until, longest, memory))
+                *begun, deaths = await asyncio.gather(*clients, killing(server, client, until, longest, memory))
                 return begun, deaths
 
         begun, deaths = asyncio.run(work())
-        eventually(lambda: httpx.get(f"{server.url}/health").json()["replicas"]["ready"] == 2, 60.0)
+        eventually(lambda: httpx.get(f"{server.url}/health", timeout=30).json()["replicas"]["ready"] == 2, 60.0)
         assert len(ended) == sum(begun) and all(result["done"] for _, result in ended)
         outcomes = Counter(
             "whole" if result["error"] is None else str(result["error"]["code"])  # type: ignore[index]

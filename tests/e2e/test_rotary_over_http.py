@@ -15,8 +15,6 @@ from helpers.real_server import RealServer, serve
 
 from windlass.clients import BadRequestError, Client
 
-pytestmark = pytest.mark.timeout(120)
-
 YARN, DYNAMIC = {"rope_type": "yarn", "factor": 2.0}, {"rope_type": "dynamic", "factor": 4.0}
 M = 512
 OPTIONS = ("--kv-cache-memory", "64MiB", "--max-model-len", "1024", "--deterministic", "--rope-exact")

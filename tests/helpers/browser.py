@@ -19,6 +19,7 @@ def chromium() -> Iterator[Browser]:
     path = next(filter(None, map(shutil.which, _NAMES)), None)
     if path is None:
         pytest.skip("no Chromium on this machine: apt-get install chromium")
+    expect.set_options(timeout=30_000)  # as long as it waits for everything else: the machine may be busy
     with sync_playwright() as playwright:
         # No sandbox: test machines and containers run as root, and the pages are our own.
         browser = playwright.chromium.launch(executable_path=path, args=["--no-sandbox"])

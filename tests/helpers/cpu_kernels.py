@@ -44,7 +44,8 @@ def _runnable() -> tuple[str, ...]:
 
 def _unless_real(*forms: str) -> tuple[Any, ...]:
     """Of these portable forms those whose code this processor runs in no real form: any does, after minutes of compiling."""
-    return tuple(pytest.param(form, marks=pytest.mark.slow) for form in forms if _LIKE[form] not in _runnable())
+    marks = [pytest.mark.slow, pytest.mark.timeout(1200)]  # other processes wait as long for the one that compiles
+    return tuple(pytest.param(form, marks=marks) for form in forms if _LIKE[form] not in _runnable())
 
 
 FORMS = ("generic", *(("neon",) if ARM else ("avx2", "avx512")), *_unless_real("16 lanes"))
@@ -78,7 +79,7 @@ def _portable(family: str) -> Path:
     with FileLock(target.with_suffix(".lock")):  # another process of tests may want the same
         if not target.exists():
             partial = target.with_suffix(".partial")
-            subprocess.run([*command, "-o", str(partial)], check=True, timeout=280)
+            subprocess.run([*command, "-o", str(partial)], check=True, timeout=1000)
             partial.replace(target)
     return target
 

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
+import pytest
 import torch
 
 from windlass.engine.core.engine_core import EngineCore
@@ -71,3 +72,31 @@ def little_memory(
         for name in originals:
             delattr(patched, name)
         runner.sampler.sample, runner.replay.max_rows = sample, max_rows  # type: ignore[method-assign]
+
+
+def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int) -> list[int]:
+    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many."""
+    assert core.runner.graphs is not None
+    device = core.runner.graphs._graphs
+    begin, ask = core.runner.graphs.begin_ahead, device.ask
+    begun, failed = list[int](), list[int]()
+
+    def fails(*given: Any) -> Any:
+        begun.append(1)
+        turn, rest = divmod(len(begun), every)
+        asked: list[int] = []
+
+        def counted(work: Callable[[], None]) -> None:
+            if len(asked) == turn % 5:
+                failed.append(len(asked))
+                raise torch.OutOfMemoryError(NO_ROOM)
+            asked.append(1)
+            ask(work)
+
+        with monkeypatch.context() as patched:
+            if rest == 0:
+                patched.setattr(device, "ask", counted)
+            return begin(*given)
+
+    monkeypatch.setattr(core.runner.graphs, "begin_ahead", fails)
+    return failed

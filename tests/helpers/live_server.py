@@ -60,7 +60,7 @@ class Live:
         async def call() -> Any:
             return function()
 
-        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(10)
+        return asyncio.run_coroutine_threadsafe(call(), self.loop).result(30)
 
     def post(self, path: str, body: Any, **options: Any) -> httpx.Response:
         return self.http.post(path, json=body, **options)
@@ -113,7 +113,7 @@ class Live:
         assert response.headers["x-request-id"]
         return error
 
-    def wait(self, condition: Callable[[], bool], seconds: float = 5.0) -> None:
+    def wait(self, condition: Callable[[], bool], seconds: float = 30.0) -> None:
         """Wait until a condition holds; fails the test otherwise."""
         end = time.monotonic() + seconds
         while not condition():
@@ -162,7 +162,7 @@ def live_server(
 
     thread = threading.Thread(target=lambda: asyncio.run(main()), daemon=True)
     thread.start()
-    end = time.monotonic() + 10
+    end = time.monotonic() + 30
     while not server.started:
         assert thread.is_alive() and time.monotonic() < end, "the server did not start"
         time.sleep(0.005)
@@ -173,5 +173,5 @@ def live_server(
             yield Live(url, engine, app.state.windlass, tokenizer, loops[0], http, server.registry)
     finally:
         server.should_exit = True
-        thread.join(10)
+        thread.join(30)
         assert not thread.is_alive()

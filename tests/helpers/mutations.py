@@ -101,6 +101,11 @@ ITEM_TEMPLATES = [
     ("/v1/responses", {"input": "hi", "stream": True, "max_output_tokens": 2, "previous_response_id": None}),
     ("/v1/messages", MESSAGE),
     ("/v1/messages", {"max_tokens": 2, "messages": [{"role": "user", "content": "hi"}], "stream": True}),
+    (
+        "/v1/responses/input_tokens",
+        {name: RESPONSE[name] for name in ("input", "instructions", "tools", "tool_choice")},
+    ),
+    ("/v1/responses", {"input": [{"role": "user", "content": "hi"}, {"type": "item_reference", "id": "msg_x"}]}),
     ("/v1/messages/count_tokens", {name: MESSAGE[name] for name in ("messages", "system", "tools")}),
 ]
 EMBEDDING: dict[str, Any] = {

@@ -21,6 +21,17 @@ def played_device(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for such a device."""
     if DEVICE != "cpu":
         pytest.skip("plays a device on a CPU")
+    _play(monkeypatch)
+
+
+@pytest.fixture(autouse=True)
+def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU that tests compute on, where they do; else the CPU is taken for one."""
+    if DEVICE == "cpu":
+        _play(monkeypatch)
+
+
+def _play(monkeypatch: pytest.MonkeyPatch) -> None:
     own = binding._Own(lambda options: None, PlayedBackend, narrow=False)
     monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
 

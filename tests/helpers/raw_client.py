@@ -38,11 +38,17 @@ def read_answer(connection: socket.socket) -> bytes:
     """One whole answer of a connection that stays open; it must declare its length."""
     received = b""
     while b"\r\n\r\n" not in received:
-        received += connection.recv(1)
+        received += _byte(connection)
     (length,) = re.findall(rb"(?i)\r\ncontent-length: (\d+)\r\n", received)
     for _ in range(int(length)):
-        received += connection.recv(1)
+        received += _byte(connection)
     return received
+
+
+def _byte(connection: socket.socket) -> bytes:
+    data = connection.recv(1)
+    assert data, "the connection was closed amid an answer"
+    return data
 
 
 def until_closed(connection: socket.socket) -> bytes:
@@ -97,7 +103,7 @@ def crowd(url: str, count: int, source: str) -> Iterator[list[socket.socket]]:
             connection.close()
 
 
-def wait_for(condition, seconds: float = 10.0) -> None:
+def wait_for(condition, seconds: float = 30.0) -> None:
     """Wait until a condition holds; fails the test otherwise."""
     end = time.monotonic() + seconds
     while not condition():

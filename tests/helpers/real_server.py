@@ -39,7 +39,7 @@ class RealServer:
         (engine,) = children(self.process.pid, b"windlass.engine")
         return engine
 
-    def wait_ready(self, timeout: float = 60.0) -> None:
+    def wait_ready(self, timeout: float = 180.0) -> None:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if self.process.poll() is not None:

@@ -57,7 +57,7 @@ class Streams:
 
     def finish(self) -> list[str]:
         for thread in self._threads:
-            thread.join(60)
+            thread.join(600)
         assert len(self.ends) == len(self._threads)
         return self.ends
 
@@ -69,7 +69,7 @@ def answer(server: RealServer, **fields: object) -> httpx.Response:
 
 
 def serves_again(server: RealServer) -> None:
-    wait_for(lambda: answer(server).status_code == 200, 60.0)
+    wait_for(lambda: answer(server).status_code == 200, 180.0)
 
 
 def open_files(pid: int) -> int:

@@ -4,8 +4,8 @@ Token i of every sample is 100 + i. Special first tokens: CRASH raises in the th
 SIGKILL there, HANG sleeps there, SPIN computes there for ever, REFUSE is a RequestError, BUG an unexpected exception in
 `add`, FAIL an error output.
 Environment (it reaches the child by itself): SCRIPT_STEP_SECONDS, SCRIPT_LOAD_SECONDS, SCRIPT_LOAD_ERROR,
-SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_RELOAD_FILE (a marker: the second load with it fails),
-SCRIPT_VOCAB_SIZE.
+SCRIPT_LOAD_GATE (a file that the load waits for), SCRIPT_STEP_BRAKE (a file: while it is there a step takes
+a quarter of a second more), SCRIPT_RELOAD_FILE (a marker: the second load with it fails), SCRIPT_VOCAB_SIZE.
 """
 
 from __future__ import annotations
@@ -115,6 +115,8 @@ class ScriptedCore:
 
     def step(self, announce: Announce) -> list[RequestOutput]:
         time.sleep(self._step_seconds)
+        if (brake := os.environ.get("SCRIPT_STEP_BRAKE")) and Path(brake).exists():
+            time.sleep(0.25)
         self._steps += 1
         outputs = []
         for request_id, running in list(self._running.items()):

@@ -44,7 +44,7 @@ class Exchange:
     async def chunk(self, data: bytes) -> None:
         await self.send(b"%x\r\n%b\r\n" % (len(data), data))
 
-    async def client_gone(self, seconds: float = 10.0) -> bool:
+    async def client_gone(self, seconds: float = 60.0) -> bool:
         """Whether the client closes its side within that time."""
         try:
             return await asyncio.wait_for(self.reader.read(1), seconds) == b""
@@ -129,9 +129,16 @@ def answer(payload: Any, status: str = "200 OK", **headers: str) -> Script:
     return script
 
 
-def events(*payloads: Any, end: bool = True, pause: float = 0.0, hang: bool = False, cut: int | None = None) -> Script:
+def events(
+    *payloads: Any,
+    end: bool = True,
+    taken: threading.Semaphore | None = None,
+    hang: bool = False,
+    cut: int | None = None,
+) -> Script:
     """A stream of events; strings and bytes are sent as data as they are.
 
+    taken: released by the test for each event that it has; the next one is not sent before.
     end: finish the chunked body properly. hang: then wait for the client to go away and note it in `disconnects`.
     cut: send the bytes in pieces of this size.
     """
@@ -141,13 +148,14 @@ def events(*payloads: Any, end: bool = True, pause: float = 0.0, hang: bool = Fa
             b"HTTP/1.1 200 OK\r\ncontent-type: text/event-stream; charset=utf-8\r\n"
             b"x-request-id: req-1\r\ntransfer-encoding: chunked\r\n\r\n"
         )
-        for payload in payloads:
+        for number, payload in enumerate(payloads):
+            if taken is not None and number:
+                assert await asyncio.to_thread(taken.acquire, timeout=30), "what was sent did not arrive"
             data = payload.encode() if isinstance(payload, str) else payload
             data = data if isinstance(data, bytes) else json.dumps(data, ensure_ascii=False).encode()
             event = b"data: " + data + b"\n\n"
             for start in range(0, len(event), cut or len(event)):
                 await exchange.chunk(event[start : start + (cut or len(event))])
-            await asyncio.sleep(pause)
         if hang and await exchange.client_gone():
             exchange.server.disconnects.set()
         elif end:

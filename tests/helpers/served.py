@@ -58,7 +58,7 @@ class Served:
     def errors(self) -> str:
         return "\n".join(self.lines)
 
-    def wait_line(self, pattern: str, seconds: float = 15.0) -> re.Match[str]:
+    def wait_line(self, pattern: str, seconds: float = 60.0) -> re.Match[str]:
         """The first line on standard error that matches."""
         end = time.monotonic() + seconds
         while time.monotonic() < end:
@@ -87,9 +87,10 @@ class Served:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 10.0) -> int:
+    def wait(self, seconds: float = 25.0) -> int:
+        """Its exit code. It has less time than the usual grace period, which it is not to wait for."""
         code = self.process.wait(seconds)
-        self._reader.join(5.0)
+        self._reader.join(30.0)
         return code
 
     def __enter__(self) -> Served:

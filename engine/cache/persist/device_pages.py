@@ -15,7 +15,7 @@ import heapq
 import threading
 import time
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -119,12 +119,21 @@ class DevicePages(BlockPages):
             taken.append(row)
             by_group[one.group][one.block] = row
         for group, row_of in by_group.items():
-            pairs = sorted((row, block) for block, row in row_of.items())
-            rows, blocks = [row for row, _ in pairs], self._numbers([block for _, block in pairs])
-            arrived = self._of(group, self._arriving)
-            for first, end in runs(rows):
-                self._rows[group].scatter(blocks[first:end], arrived[rows[first] : rows[first] + end - first])
+            try:
+                self._scatter(group, row_of)
+            except RuntimeError as error:
+                if not is_out_of_memory(error):
+                    raise
+                for block, row in row_of.items():
+                    self._rows[group].put(self._of(group, self._arriving[row]), block)
         self._give_back(taken, self._copies.mark())
+
+    def _scatter(self, group: int, row_of: Mapping[int, int]) -> None:
+        pairs = sorted((row, block) for block, row in row_of.items())
+        rows, blocks = [row for row, _ in pairs], self._numbers([block for _, block in pairs])
+        arrived = self._of(group, self._arriving)
+        for first, end in runs(rows):
+            self._rows[group].scatter(blocks[first:end], arrived[rows[first] : rows[first] + end - first])
 
     def drop(self, ticket: int) -> None:
         row = self._staged.pop(ticket, None)

@@ -33,6 +33,11 @@ class GroupRows:
         for view, part in zip(self._views, self._parts(rows), strict=True):
             view.index_copy_(0, blocks, part)
 
+    def put(self, row: Tensor, block: int) -> None:
+        """Put a row [words] of the device into a block, which takes no memory there."""
+        for view, part in zip(self._views, self._parts(row[None]), strict=True):
+            view[block].copy_(part[0])
+
     def copy_of(self, block: int, row: Tensor) -> None:
         """Take a block into a row [words] of the device."""
         for view, part in zip(self._views, self._parts(row[None]), strict=True):

@@ -88,6 +88,7 @@ class BlockStore:
         self._counts, self._host = counts, host
         self._known = KnownBlocks(block_size)
         self._unwritten = UnwrittenBlocks()
+        self._loaded: set[tuple[int, int]] = set()  # group and block, by the plan that is being made
         self._writer: BlockFileWriter | None = None
         if folder is not None:
             if host is not None:
@@ -126,12 +127,15 @@ class BlockStore:
     def offer(self, key: BlockKey, block: int, index: int) -> None:
         """A block has become full. index: blocks before it in its text."""
         if self._writer is not None and key not in self._known:
-            self._unwritten.offer(UnwrittenBlock(key, block, index))
+            self._offer(UnwrittenBlock(key, block, index))
 
     def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
         """A block, of the first KV group, may be found as a passage. It is written once more if its file does not say so."""
         if self._writer is not None and any(not self._known.is_passage_of(s, key.digest) for s in passage.scopes):
-            self._unwritten.offer(UnwrittenBlock(key, block, index, passage))
+            self._offer(UnwrittenBlock(key, block, index, passage))
+
+    def _offer(self, item: UnwrittenBlock) -> None:
+        self._unwritten.offer(item, comes=(item.key.group, item.block) in self._loaded)
 
     def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
         """A block is evicted, and overwritten from now on. The next plan says if it is to be saved."""
@@ -140,13 +144,19 @@ class BlockStore:
             self._unwritten.withdraw(key, kept=kept)
 
     def note_loaded(self, group: int, block: int) -> None:
-        """A block is brought in by the plan that is being made."""
+        """A block is brought in by the plan that is being made: until that is followed, something else lies there."""
+        self._loaded.add((group, block))
         if self._host is not None:
             self._host.tier.note_loaded(group, block)
 
     def take_saved(self) -> list[SavedBlock]:
         """For the plan that has been made: what is to be copied before anything else."""
+        self._loaded.clear()
         return [] if self._host is None else self._host.tier.take_leaving()
+
+    def note_followed(self) -> None:
+        """The plan has been followed: what it brings in was put into its blocks, or the device was asked to."""
+        self._unwritten.arrive()
 
     def note_use(self, keys: Sequence[BlockKey]) -> None:
         """The blocks of a text, in order, are of use once more: they are kept longer."""

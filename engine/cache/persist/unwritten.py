@@ -3,7 +3,7 @@
 The engine's thread offers blocks and withdraws those that it evicts; the writer's takes one after the other and copies it from
 the pages as it lies there. A block is never held for that: if it was withdrawn while it was copied, the copy is worth nothing.
 So nothing here makes the engine wait, and there are never more entries than blocks in the pages and in the host's memory: it
-tells which it has no more.
+tells which it has no more. A block whose bytes are on their way into the pages comes once they are there.
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ class UnwrittenBlocks:
 
     def __init__(self) -> None:
         self._blocks: OrderedDict[BlockKey, UnwrittenBlock] = OrderedDict()
+        self._coming: dict[BlockKey, UnwrittenBlock] = {}
         self._copied: UnwrittenBlock | None = None
         self._changed = threading.Condition()
         self._refuses = False
@@ -43,9 +44,13 @@ class UnwrittenBlocks:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def offer(self, item: UnwrittenBlock) -> None:
+    def offer(self, item: UnwrittenBlock, *, comes: bool = False) -> None:
+        """comes: what lies in the block is not it before `arrive`."""
         with self._changed:
             if self._refuses:
+                return
+            if comes:
+                self._coming[item.key] = item
                 return
             waiting = self._blocks.get(item.key)
             if waiting is not None and item.passage is None:
@@ -55,17 +60,27 @@ class UnwrittenBlocks:
             self._blocks[item.key] = item
             self._changed.notify()
 
+    def arrive(self) -> None:
+        """All that comes was put into its blocks, or the device was asked to: whoever copies from now on has it."""
+        if not self._coming:
+            return
+        with self._changed:
+            coming, self._coming = self._coming, {}
+            for item in coming.values():
+                self.offer(replace(item, full_since=time.monotonic()))
+
     def withdraw(self, key: BlockKey, *, kept: bool) -> None:
         """The block is about to be overwritten. kept: the host's memory has it from then on."""
         with self._changed:
+            coming = self._coming.pop(key, None)
             copied = self._copied if self._copied is not None and self._copied.key == key else None
             if copied is not None:
                 self._copied = None
             if kept:
-                item = self._blocks.get(key, copied)
+                item = coming or self._blocks.get(key, copied)
                 if item is not None:
                     self._blocks[key] = replace(item, block=EVICTED)
-            elif self._blocks.pop(key, None) is not None:
+            elif (self._blocks.pop(key, None) or coming) is not None:
                 self.num_lost += 1
 
     def forget(self, key: BlockKey) -> None:
@@ -114,6 +129,7 @@ class UnwrittenBlocks:
         with self._changed:
             self._refuses = True
             self._blocks.clear()
+            self._coming.clear()
 
     def wake(self) -> None:
         """Let `take` return."""

@@ -27,8 +27,8 @@ _MEANING = {
     "`unknown_field`, `unsupported_field`, `invalid_value`, `context_length_exceeded`, …).",
     401: "A valid API key is needed (`invalid_api_key`).",
     403: "This server is not set up for it (`adapters_fixed`, `attention_off`), or the key may not (`not_an_administrator`).",
-    404: "There is no such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`) or path "
-    "(`not_found`).",
+    404: "There is no such model (`model_not_found`), response (`response_not_found`, `previous_response_not_found`), "
+    "item (`item_not_found`) or path (`not_found`).",
     408: "The body (`body_timeout`) or the headers (`header_timeout`) did not come in time.",
     413: "The body is too large (`request_too_large`).",
     429: "Too many requests: `queue_full`, `too_many_requests`, `too_many_connections`, `too_many_bytes`, `too_much_text` or "

@@ -97,6 +97,7 @@ _BODIES: dict[str, dict[str, tuple[str, dict[str, Any]]]] = {
         ),
         "streamed": ("As events", {"input": "Where does the river begin?", "max_output_tokens": 16, "stream": True}),
     },
+    "/v1/responses/input_tokens": {"plain": ("A text", {"input": "Where does the river begin?"})},
     "/v1/messages": {
         "plain": ("The next turn", {"messages": [_USER], "max_tokens": 16}),
         "blocks": (

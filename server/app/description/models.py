@@ -25,9 +25,9 @@ from windlass.server.protocol.ranking import (
     ScoreList,
     ScoreRequest,
 )
-from windlass.server.protocol.responses.answers import DeletedResponse, ItemList, ResponseAnswer
+from windlass.server.protocol.responses.answers import DeletedResponse, InputTokens, ItemList, ResponseAnswer
 from windlass.server.protocol.responses.events import ResponseEvent
-from windlass.server.protocol.responses.request import ResponseRequest
+from windlass.server.protocol.responses.request import CountInputRequest, ResponseRequest
 from windlass.server.protocol.retrieval import EmbeddingList, EmbeddingRequest, PoolingRequest, RowsList
 from windlass.server.protocol.rotary import (
     RotaryCurves,
@@ -61,6 +61,8 @@ _MODELS: tuple[type[BaseModel], ...] = (
     ResponseEvent,
     DeletedResponse,
     ItemList,
+    CountInputRequest,
+    InputTokens,
     MessageRequest,
     MessageAnswer,
     MessageEvent,

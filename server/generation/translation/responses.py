@@ -25,7 +25,8 @@ from windlass.server.protocol.tools import (
     MadeFunctionCall,
     MadeToolCall,
     ToolDefinition,
-    check_arguments,
+    allowed_choice,
+    named_choice,
 )
 
 _NAMES = {
@@ -102,10 +103,8 @@ class _Turns:
                 thoughts.clear()
             thoughts.append(text_of(item.content or item.summary))
         elif isinstance(item, CallItem):
-            if item.status == INCOMPLETE:
-                if item.call_id not in self._answered:
-                    return
-                _check_arguments(item, place)
+            if item.status == INCOMPLETE and item.call_id not in self._answered:
+                return
             function = MadeFunctionCall.model_construct(name=item.name, arguments=item.arguments)
             call = MadeToolCall.model_construct(id=item.call_id, function=function)
             calls = self._row("tool_calls", place)
@@ -146,17 +145,6 @@ class _Turns:
         self._places.append(place)
 
 
-def _check_arguments(call: CallItem, place: str) -> None:
-    """Of a call that was cut short nothing was asked when it came in."""
-    try:
-        check_arguments(call.arguments)
-    except ValueError:
-        raise bad_request(
-            f"{place}.arguments: the call was cut short, so it cannot be answered: leave out its function_call_output",
-            f"{place}.arguments",
-        ) from None
-
-
 def _tool(tool: Any) -> ToolDefinition:
     function = FunctionDefinition.model_construct(
         name=tool.name, description=tool.description, parameters=tool.parameters, strict=tool.strict
@@ -165,7 +153,11 @@ def _tool(tool: Any) -> ToolDefinition:
 
 
 def _choice(choice: Any) -> Any:
-    return {"type": "function", "function": {"name": choice["name"]}} if isinstance(choice, dict) else choice
+    if not isinstance(choice, dict):
+        return choice
+    if choice["type"] == "function":
+        return named_choice(choice["name"])
+    return allowed_choice(choice["mode"], [tool["name"] for tool in choice["tools"]])
 
 
 def _format(body: ResponseRequest) -> dict[str, Any] | None:

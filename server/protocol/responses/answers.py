@@ -135,6 +135,14 @@ class NamedFunction(StrictModel):
     name: str
 
 
+class AllowedFunctions(StrictModel):
+    """The functions that the model might call (`auto`) or had to call one of (`required`)."""
+
+    type: Literal["allowed_tools"]
+    mode: Literal["auto", "required"]
+    tools: list[NamedFunction]
+
+
 class ResponseAnswer(StrictModel):
     """The answer. `output`: items in the order they were written.
 
@@ -163,7 +171,7 @@ class ResponseAnswer(StrictModel):
     store: bool
     temperature: float
     text: TextShown
-    tool_choice: Literal["none", "auto", "required"] | NamedFunction
+    tool_choice: Literal["none", "auto", "required"] | NamedFunction | AllowedFunctions
     tools: list[ToolShown]
     top_logprobs: int
     top_p: float
@@ -172,6 +180,13 @@ class ResponseAnswer(StrictModel):
     user: str | None
     metadata: dict[str, str]
     rotary: Rotary | None = None
+
+
+class InputTokens(StrictModel):
+    """The tokens of an input, the chat template's own included."""
+
+    object: Literal["response.input_tokens"]
+    input_tokens: int
 
 
 class DeletedResponse(StrictModel):

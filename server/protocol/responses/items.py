@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Annotated, Any, ClassVar, Literal, cast
 
-from pydantic import AfterValidator, Field, Tag, ValidationError, ValidationInfo
+from pydantic import AfterValidator, Field, Tag, ValidationError
 from pydantic_core import to_json
 
 from windlass.server.protocol.base import StrictModel
 from windlass.server.protocol.generation_request import only_empty
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type, texts
-from windlass.server.protocol.tools import MAX_ARGUMENTS, check_arguments
+from windlass.server.protocol.tools import MAX_ARGUMENTS, whole_arguments
 
 MAX_ITEMS = 16384
 MAX_PARTS = 4096
@@ -77,15 +77,15 @@ class MessageItem(StrictModel):
     content: Parts
 
 
-def _check_arguments(value: str, given: ValidationInfo) -> str:
-    if given.data.get("status") != INCOMPLETE:
-        check_arguments(value)
-    return value
+def _whole_arguments(value: str) -> str:
+    """The same as JSON text, as items of answers have it; it is bounded as they are."""
+    whole = whole_arguments(value)
+    return whole if isinstance(whole, str) else str(whole_arguments(to_json(whole).decode()))
 
 
 class CallItem(StrictModel):
-    """A call that the assistant made. `arguments`: the JSON text of an object. One that is `incomplete` was cut short; it has no
-    effect, unless there is a result of it.
+    """A call that the assistant made. `arguments`: the JSON text of an object; other text becomes `{"arguments": "the text"}`.
+    One that is `incomplete` was cut short; it has no effect, unless there is a result of it.
     """
 
     ignored: ClassVar[frozenset[str]] = _STATUS - {"status"} | {"parsed_arguments", "async"}
@@ -95,7 +95,7 @@ class CallItem(StrictModel):
     status: Any = None
     call_id: CallId
     name: Annotated[str, Field(min_length=1, max_length=256)]
-    arguments: Annotated[str, AfterValidator(_check_arguments)] = Field(default="", max_length=MAX_ARGUMENTS)
+    arguments: Annotated[str, AfterValidator(_whole_arguments)] = Field(default="", max_length=MAX_ARGUMENTS)
     namespace: Annotated[str | None, only_empty("namespaces are")] = None
 
 
@@ -121,13 +121,20 @@ class ReasoningItem(StrictModel):
     content: Parts | None = None
 
 
+class ItemReference(StrictModel):
+    """An item of a response that is kept, by its id."""
+
+    type: Literal["item_reference"]
+    id: Id
+
+
 def _kind(item: dict[str, Any]) -> str:
     return "message" if "role" in item else ""
 
 
 class _OtherItem(OtherKind):
     what = "items"
-    instead = "message, function_call, function_call_output and reasoning"
+    instead = "message, function_call, function_call_output, reasoning and item_reference"
 
 
 Item = MessageItem | CallItem | CallOutputItem | ReasoningItem
@@ -136,13 +143,14 @@ InputItem = Annotated[
     | Annotated[CallItem, Tag("[function_call]")]
     | Annotated[CallOutputItem, Tag("[function_call_output]")]
     | Annotated[ReasoningItem, Tag("[reasoning]")]
+    | Annotated[ItemReference, Tag("[item_reference]")]
     | Annotated[_OtherItem, Tag(OTHER)],
-    by_type(("message", "function_call", "function_call_output", "reasoning"), _kind),
+    by_type(("message", "function_call", "function_call_output", "reasoning", "item_reference"), _kind),
 ]
 
 
 def known_items(items: list[InputItem]) -> list[Item]:
-    """The same: one of another kind has not been accepted."""
+    """The same: one of another kind has not been accepted, and what references name stands in their place."""
     return cast(list[Item], items)
 
 
@@ -163,12 +171,7 @@ def kept_items(output: Sequence[dict[str, Any]]) -> list[Item]:
 
 
 def _kept(item: dict[str, Any]) -> Item | None:
-    kind = _KINDS[item["type"]]
     try:
-        return kind.model_validate(item)
-    except ValidationError:  # a model may write arguments that are no JSON
-        wrapped = to_json({"arguments": item["arguments"]}).decode()
-    try:
-        return kind.model_validate({**item, "arguments": wrapped})
+        return _KINDS[item["type"]].model_validate(item)
     except ValidationError:
         return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import AfterValidator, BeforeValidator, Field, Tag
@@ -12,7 +13,7 @@ from windlass.server.protocol.chat import Effort
 from windlass.server.protocol.generation_request import PROMPT_CACHE, SharedRequest, only_empty
 from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
 from windlass.server.protocol.responses.items import MAX_ITEMS, InputItem
-from windlass.server.protocol.tools import MAX_TOOLS, FunctionDefinition, check_functions
+from windlass.server.protocol.tools import ALLOWED, MAX_TOOLS, FunctionDefinition, allowed_names, check_functions
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -21,8 +22,14 @@ MAX_METADATA = 16
 class FunctionTool(FunctionDefinition):
     """A function on offer, as `/v1/responses` writes it."""
 
-    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control"})
-    hints: ClassVar[dict[str, str]] = {"function": "name, description and parameters stand beside type here"}
+    ignored: ClassVar[frozenset[str]] = frozenset({"cache_control", "output_schema"})
+    # Calls come from the model itself, and their results with a later request.
+    neutral: ClassVar[Mapping[str, Any]] = {"allowed_callers": ["direct"], "async": False}
+    hints: ClassVar[dict[str, str]] = {
+        "function": "name, description and parameters stand beside type here",
+        "allowed_callers": "only ['direct'] is supported",
+        "async": "only false is supported",
+    }
 
     type: Literal["function"]
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
@@ -48,9 +55,27 @@ def _choice(value: Any) -> Any:
     if value in (None, "none", "auto", "required"):
         return value
     given = without_nulls(value) if isinstance(value, dict) else {}
-    if given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str):
-        return given
-    raise PydanticCustomError("type", "should be 'none', 'auto', 'required' or {'type': 'function', 'name': '…'}")
+    if (name := _named(given)) is not None:
+        return _naming(name)
+    if given.pop("type", None) == ALLOWED:
+        mode, names = allowed_names(given, _named)
+        return {"type": ALLOWED, "mode": mode, "tools": list(map(_naming, names))}
+    raise PydanticCustomError(
+        "type",
+        "should be 'none', 'auto', 'required', {'type': 'function', 'name': '…'} or "
+        "{'type': 'allowed_tools', 'mode': '…', 'tools': […]}",
+    )
+
+
+def _naming(name: str) -> dict[str, Any]:
+    return {"type": "function", "name": name}
+
+
+def _named(value: Any) -> str | None:
+    """The function that {'type': 'function', 'name': '…'} names, None where it is no such object."""
+    given = without_nulls(value) if isinstance(value, dict) else {}
+    named = given.get("type") == "function" and set(given) == {"type", "name"} and isinstance(given["name"], str)
+    return given["name"] if named else None
 
 
 def _items(value: Any) -> Any:
@@ -125,7 +150,9 @@ class ResponseRequest(SharedRequest):
     tool_choice: Annotated[
         Any,
         AfterValidator(_choice),
-        Field(description="`none`, `auto`, `required` or `{type: function, name}`."),
+        Field(
+            description="`none`, `auto`, `required`, `{type: function, name}` or `{type: allowed_tools, mode, tools}`."
+        ),
     ] = None
     parallel_tool_calls: bool | None = None
     text: TextConfig | None = None
@@ -168,3 +195,16 @@ class ResponseRequest(SharedRequest):
     prompt: Annotated[Any, only_empty("stored prompts are")] = None
     context_management: Annotated[Any, only_empty("context_management is")] = None
     moderation: Annotated[Any, only_empty("moderation is")] = None
+    access_programs: Annotated[Any, only_empty("access_programs are")] = None
+
+
+class CountInputRequest(ResponseRequest):
+    """What the input of a response comes to in tokens, the chat template's own included. It takes a response's fields; those that
+    say nothing of the input have no effect.
+    """
+
+    input: Annotated[
+        list[InputItem],
+        Field(max_length=MAX_ITEMS, fail_fast=True),
+        OrString(_items),
+    ] = Field(default_factory=list)

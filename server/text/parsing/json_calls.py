@@ -6,7 +6,7 @@ import re
 from collections.abc import Generator
 from dataclasses import dataclass
 
-from windlass.server.text.parsing.stream import MAX_NAME, StreamParser
+from windlass.server.text.parsing.stream import StreamParser
 
 _SCALAR = re.compile(r"[0-9A-Za-z+\-.]")
 
@@ -67,7 +67,7 @@ class JsonCallParser(StreamParser):
         character = yield from self.peek()
         if key == "name":
             name = yield from self.string()
-            known = name in self.options.schemas if known_only else bool(name) and len(name or "") <= MAX_NAME
+            known = name in self.options.schemas if known_only else self.may_call(name)
             if not known or head.name is not None:
                 return False
             head.name = name

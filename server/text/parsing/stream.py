@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import re
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence, Set
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,13 +45,14 @@ class CallOptions:
 
     schemas: the parameters of each function on offer, by name. new_id: makes the id of a call.
     max_calls: further calls are left out of the answer. only_calls: a grammar lets nothing else be written, so what looks
-    like content is the beginning of a call that was cut short.
+    like content is the beginning of a call that was cut short. barred: functions that the model sees and may not call now.
     """
 
     schemas: Mapping[str, Mapping[str, Any]]
     new_id: Callable[[], str]
     max_calls: int = MAX_CALLS
     only_calls: bool = False
+    barred: Set[str] = frozenset()
 
 
 @dataclass(slots=True)
@@ -122,6 +123,10 @@ class StreamParser(ABC):
         """Text is reasoning."""
         if text:
             self._events.append(Reasoning(text))
+
+    def may_call(self, name: str | None) -> bool:
+        """Whether what a call names may be called, which is also one that is not on offer: a model may make names up."""
+        return bool(name) and len(name or "") <= MAX_NAME and name not in self.options.barred
 
     def begin_call(self, name: str) -> None:
         """A call begins. What was taken so far belongs to it."""

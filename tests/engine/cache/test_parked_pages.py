@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.little_memory import NO_ROOM
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
@@ -31,10 +32,23 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return result
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
-@pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
-def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", at_once)
+class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """No memory for tensors that blocks are gathered into or put from, but for the first few."""
+
+    def __init__(self, there_is: int) -> None:
+        super().__init__()
+        self.there_is = there_is
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if "index" in func.name():
+            self.there_is -= 1
+            if self.there_is < 0:
+                raise torch.OutOfMemoryError(NO_ROOM)
+        return func(*args, **(kwargs or {}))
+
+
+def _filled(dtype: torch.dtype) -> tuple[KVStorage, list[list[torch.Tensor]]]:
+    """Pages of two KV groups with a number in every byte, and what they hold."""
     groups = [KVGroupSpec((0, 2, 3), 2, 8, None, 4), KVGroupSpec((1,), 1, 8, 40)]
     pages = KVStorage(groups, [_BLOCKS, _BLOCKS], 16, dtype, bind("cpu"))
     before = []
@@ -42,6 +56,35 @@ def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkey
         for plane in planes:
             plane.view(torch.uint8).random_(0, 255)
         before.append([plane.clone() for plane in planes])
+    return pages, before
+
+
+@pytest.mark.parametrize("there_is", [0, 3])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_they_come_and_go_without_memory_of_the_device(
+    dtype: torch.dtype, there_is: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", 7000)
+    pages, before = _filled(dtype)
+    blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
+    with _NoRoom(there_is):
+        pages.park(ParkedPages(4, blocks))
+    for planes in pages.planes:
+        for plane in planes:
+            plane.view(torch.uint8).zero_()
+    with _NoRoom(there_is):
+        pages.unpark(ParkedPages(4, others))
+    for planes, held, sources, targets in zip(pages.planes, before, blocks, others, strict=True):
+        for plane, kept in zip(planes, held, strict=True):
+            assert torch.equal(plane[:, list(targets)].view(torch.uint8), kept[:, list(sources)].view(torch.uint8))
+            assert not plane[:, [b for b in range(_BLOCKS) if b not in targets]].view(torch.uint8).any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
+@pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
+def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", at_once)
+    pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _Largest() as moved:
         pages.park(ParkedPages(4, blocks))

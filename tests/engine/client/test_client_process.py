@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
+from helpers.eventually import eventually, in_time
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
 from windlass.engine.api import child_output
@@ -22,10 +23,11 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.looks import CacheQuestion
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client import child_maker, crash_reports, router, watchdog
+from windlass.engine.client import child_maker, crash_reports, router, statistics, watchdog
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.pulse import Pulse
 from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter
 from windlass.engine.errors import (
     EngineDeadError,
@@ -39,7 +41,7 @@ from windlass.engine.errors import (
 TESTS = Path(__file__).parents[2]
 CORE = "helpers.scripted_core:ScriptedCore"
 
-pytestmark = [pytest.mark.anyio, pytest.mark.timeout(30)]
+pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
 
 @pytest.fixture
@@ -51,6 +53,7 @@ def anyio_backend():
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
+    monkeypatch.setattr(statistics, "STATS_TIMEOUT", 20.0)  # fresh ones are asserted
 
 
 @pytest.fixture
@@ -90,7 +93,7 @@ async def tokens(client: ProcessClient, wanted: EngineRequest) -> list[int]:
     return [token async for output in client.generate(wanted) for token in output.token_ids]
 
 
-async def until(condition, seconds: float = 10.0) -> None:
+async def until(condition, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition never came true"
@@ -117,7 +120,7 @@ async def test_streams_are_split_by_request_and_sample():
 
 async def test_errors_of_one_request_stay_with_it():
     async with running(engine_config("scripted", max_waiting=2)) as client:
-        neighbour = asyncio.create_task(tokens(client, request("neighbour", max_tokens=60)))
+        neighbour = asyncio.create_task(tokens(client, request("neighbour", max_tokens=100_000)))
         with pytest.raises(RequestError) as refused:
             await tokens(client, request("refused", REFUSE))
         assert (refused.value.param, refused.value.code) == ("prompt", "refused")
@@ -125,7 +128,7 @@ async def test_errors_of_one_request_stay_with_it():
             await tokens(client, request("bug", BUG))
         with pytest.raises(RequestError, match="in flight"):
             await tokens(client, request("fail", FAIL))
-        stream = client.generate(request("second", max_tokens=1000))
+        stream = client.generate(request("second", max_tokens=100_000))
         await anext(stream)
         with pytest.raises(QueueFullError) as full:
             await tokens(client, request("third"))
@@ -133,27 +136,34 @@ async def test_errors_of_one_request_stay_with_it():
         with pytest.raises(RequestError, match="already running"):
             await tokens(client, request("second"))
         await stream.aclose()
-        assert len(await neighbour) == 60
+        assert len(await tokens(client, request("later", max_tokens=60))) == 60
+        client.end_sample("neighbour", 0)
+        found = await neighbour
+        assert len(found) > 60 and found == [FIRST_TOKEN + i for i in range(len(found))]
         assert client.restarts == 0
 
 
 async def test_closing_a_stream_aborts_within_a_step(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.05")
     async with running() as client:
-        stream = client.generate(request("a", max_tokens=10_000))
-        await anext(stream)
-        before = (await client.stats()).num_steps
-        await stream.aclose()
-        after = await client.stats()
-        assert after.num_running == 0 and after.recomputed_tokens == {"aborts": 1}
-        assert after.num_steps - before <= 2  # the one under way, and at most one begun before the abort arrived
+        for aborts in range(1, 4):  # on a machine with other work one of these has to arrive in time
+            stream = client.generate(request("a", max_tokens=10_000))
+            await anext(stream)
+            before = (await client.stats()).num_steps
+            await stream.aclose()
+            after = await client.stats()
+            assert after.num_running == 0 and after.recomputed_tokens == {"aborts": aborts}
+            if after.num_steps - before <= 2:  # the one under way, and at most one begun before the abort arrived
+                break
+        else:
+            raise AssertionError("each time more steps were taken")
 
         task = asyncio.create_task(tokens(client, request("b", max_tokens=10_000)))
         await asyncio.sleep(0.1)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
             await task
-        assert (await client.stats()).recomputed_tokens == {"aborts": 2}
+        assert (await client.stats()).recomputed_tokens == {"aborts": aborts + 1}
 
 
 async def test_an_id_can_be_reused_at_once_after_an_abort():
@@ -204,7 +214,8 @@ async def test_an_engine_whose_message_cannot_be_taken_in_is_replaced(monkeypatc
         with monkeypatch.context() as broken:
             broken.setattr(client, "_receive", lambda message: 1 / 0)
             with pytest.raises(EngineDeadError):
-                await asyncio.wait_for(anext(stream), 10)
+                while True:
+                    await asyncio.wait_for(anext(stream), 30)
         assert await client.wait_state("ready") == "ready" and client.restarts == 1
         assert len(await tokens(client, request("after", max_tokens=3))) == 3
 
@@ -215,8 +226,10 @@ async def test_what_waits_for_a_slow_reader_has_a_bound(monkeypatch, max_tokens)
     async with running() as client:
         stream = client.generate(request("slow", max_tokens=max_tokens))
         await anext(stream)
-        quick = [asyncio.create_task(tokens(client, request(name, max_tokens=60))) for name in "ab"]
-        assert [len(each) for each in await asyncio.gather(*quick)] == [60, 60]
+        # As many as may wait, however late they are read.
+        quick = [asyncio.create_task(tokens(client, request(name, max_tokens=25))) for name in "ab"]
+        assert [len(each) for each in await asyncio.gather(*quick)] == [25, 25]
+        await until(lambda: "slow" not in client._router._streams)
         with pytest.raises(SlowReaderError, match="more quickly"):
             await anext(stream)
         await until(lambda: client._router.in_flight == 0)
@@ -274,14 +287,25 @@ async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypa
     assert "no crash report in" in caplog.text and "can't start new thread" in caplog.text
 
 
-async def test_a_hung_step_is_killed():
-    async with running(hang_seconds=0.4) as client:
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+async def test_a_hung_step_is_killed(caplog):
+    async with running() as client:  # with two minutes for a step
         start = time.monotonic()
         with pytest.raises(EngineDeadError):
             await tokens(client, request("hung", HANG, 10))
-        assert 0.3 < time.monotonic() - start < 3.0
+        assert 0.3 < time.monotonic() - start < 20.0  # and not two minutes
         await client.wait_ready()
+        assert "the engine did nothing for 2.5 seconds" in caplog.text
         assert await tokens(client, request("ok", max_tokens=1)) == [100]
+
+
+async def test_a_first_step_that_is_silent_for_too_long_is_killed(monkeypatch, caplog):
+    monkeypatch.setenv("SCRIPT_STEP_SECONDS", "100")
+    async with running(hang_seconds=0.4) as client:
+        with pytest.raises(EngineDeadError):
+            await tokens(client, request("hung"))
+        await client.wait_ready()
+        assert "no step of the engine finished for 0.4 seconds" in caplog.text
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
@@ -398,6 +422,18 @@ async def test_load_errors(monkeypatch):
     await client.close()
 
 
+async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first(monkeypatch):
+    async def blocked(seen: watchdog.Watchdog) -> None:
+        seen._child.process.wait()  # as a parent does that gets no processor
+
+    monkeypatch.setattr(watchdog.Watchdog, "watch", blocked)
+    monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")
+    client = make_client()
+    with pytest.raises(LoadError, match="the disk is gone"):
+        await client.start()
+    await client.close()
+
+
 async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
     """What it cannot import ahead is told only when it is needed."""
     with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.no_such_module")) as child:
@@ -431,7 +467,7 @@ def test_where_the_host_has_no_standard_error_a_child_prints_nowhere(monkeypatch
     assert outputs == [os.devnull] * 2
 
 
-async def test_killed_or_closed_while_loading(monkeypatch):
+async def test_killed_while_loading(monkeypatch):
     monkeypatch.setenv("SCRIPT_LOAD_SECONDS", "100")
     client = make_client()
     client.start_nowait()
@@ -442,16 +478,24 @@ async def test_killed_or_closed_while_loading(monkeypatch):
         await client.wait_ready()
     await client.close()
 
-    client = make_client()
-    client.start_nowait()
-    waiting = asyncio.create_task(client.wait_ready())
-    await asyncio.sleep(0.1)
-    start = time.monotonic()
-    await client.close()
-    assert time.monotonic() - start < 2.0
-    with pytest.raises(LoadError, match="closed"):
-        await waiting
-    assert client._child.ended
+
+def test_closed_while_loading(monkeypatch):
+    monkeypatch.setenv("SCRIPT_LOAD_SECONDS", "100")
+
+    async def once() -> float:
+        client = make_client()
+        client.start_nowait()
+        waiting = asyncio.create_task(client.wait_ready())
+        await asyncio.sleep(0.1)
+        start = time.monotonic()
+        await client.close()
+        seconds = time.monotonic() - start
+        with pytest.raises(LoadError, match="closed"):
+            await waiting
+        assert client._child.ended
+        return seconds
+
+    in_time(lambda: asyncio.run(once()), 2.0)
 
 
 async def test_signals_for_the_terminal_do_not_end_it():
@@ -487,11 +531,13 @@ async def test_samples_are_handed_out_once(monkeypatch):
 
 async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.5")
-    monkeypatch.setattr("windlass.engine.client.statistics.STATS_TIMEOUT", 0.05)
+    monkeypatch.setattr(statistics, "STATS_TIMEOUT", 0.05)
     async with running() as client:
-        stream = client.generate(request("a", max_tokens=10))
-        for step in range(1, 6):  # on a machine with other work one of these has to be quick
-            await anext(stream)
+        stream, step = client.generate(request("a", max_tokens=1000)), 0
+        for _ in range(5):  # on a machine with other work one of these has to be quick
+            step += len((await anext(stream)).token_ids)
+            while client._router._streams["a"].waiting:  # steps that ended meanwhile
+                step += len((await anext(stream)).token_ids)
             start = time.monotonic()
             for _ in range(3):
                 stats = await client.stats()
@@ -502,27 +548,42 @@ async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
         await stream.aclose()
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_slow_consumer_does_not_stall_the_engine(monkeypatch):
     """The parent's event loop sleeps while megabytes of outputs pile up: the engine must finish all the same."""
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0")
     async with running() as client:
         stream = client.generate(request("a", max_tokens=5000, n=4))
         await anext(stream)
-        time.sleep(2.0)
+        pulse = Pulse(client.pid)
+
+        def rests() -> bool:
+            looks = []
+            for _ in range(5):
+                time.sleep(0.1)
+                pulse.feel()
+                looks.append(pulse.lifeless)
+            return all(looks)
+
+        eventually(rests, 60)  # whether it has finished or waits for this process
         stats = await client.stats()
         assert stats.num_running == 0 and stats.generation_tokens == 20_000
         assert len([output async for output in stream]) == 19_999
 
 
-async def test_ten_thousand_outputs_pass_quickly(monkeypatch):
+def test_ten_thousand_outputs_pass_quickly(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0")
-    async with running() as client:
-        start = time.monotonic()
-        results = await asyncio.gather(*[tokens(client, request(f"r{i}", max_tokens=200)) for i in range(50)])
-        seconds = time.monotonic() - start
-        assert all(result == list(range(100, 300)) for result in results)
-        print(f"{10_000 / seconds:.0f} outputs/s")
-        assert seconds < 5.0
+
+    async def once() -> float:
+        async with running() as client:
+            start = time.monotonic()
+            results = await asyncio.gather(*[tokens(client, request(f"r{i}", max_tokens=200)) for i in range(50)])
+            seconds = time.monotonic() - start
+            assert all(result == list(range(100, 300)) for result in results)
+            print(f"{10_000 / seconds:.0f} outputs/s")
+            return seconds
+
+    in_time(lambda: asyncio.run(once()), 5.0)
 
 
 @pytest.mark.parametrize("load_seconds", ["0", "100"])
@@ -551,7 +612,7 @@ asyncio.run(main())
         except FileNotFoundError:
             return True
 
-    await until(gone, 6.0)
+    await until(gone)
 
 
 def test_the_client_is_free_of_torch():
@@ -561,18 +622,25 @@ def test_the_client_is_free_of_torch():
 
 async def test_one_sample_of_a_request_is_ended():
     async with running() as client:
-        seen = {0: 0, 1: 0, 2: 0}
-        stream = client.generate(request("a", max_tokens=200, n=3))
-        async for output in stream:
-            seen[output.index] += len(output.token_ids)
-            if seen == {0: 3, 1: 3, 2: 3}:
-                client.end_sample("a", 0)
-                client.end_sample("a", 2)
-                client.end_sample("a", 2)
-                client.end_sample("a", 9)
-                client.end_sample("nobody", 0)
-        assert seen[1] == 200 and seen[0] < 100 and seen[2] < 100
-        assert (await client.stats()).generation_tokens < 400
+        before = 0
+        for _ in range(3):  # on a machine with other work one of these has to be ended in time
+            seen = {0: 0, 1: 0, 2: 0}
+            stream = client.generate(request("a", max_tokens=200, n=3))
+            async for output in stream:
+                seen[output.index] += len(output.token_ids)
+                if seen == {0: 3, 1: 3, 2: 3}:
+                    client.end_sample("a", 0)
+                    client.end_sample("a", 2)
+                    client.end_sample("a", 2)
+                    client.end_sample("a", 9)
+                    client.end_sample("nobody", 0)
+            after = (await client.stats()).generation_tokens
+            assert seen[1] == 200
+            if seen[0] < 100 and seen[2] < 100 and after - before < 400:
+                break
+            before = after
+        else:
+            raise AssertionError("each time they went on")
 
         again = client.generate(request("a", max_tokens=10_000, n=2))
         await anext(again)
@@ -586,7 +654,7 @@ async def test_one_sample_of_a_request_is_ended():
 
 
 async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
-    async with running(hang_seconds=0.5) as client:
+    async with running() as client:
         stream = client.generate(request("a", max_tokens=100_000, n=2))
         await anext(stream)
         client.end_sample("a", 0)
@@ -595,9 +663,11 @@ async def test_an_engine_that_dies_after_a_sample_was_ended_owes_nothing():
             while True:
                 await anext(stream)
         assert client._router.in_flight == 0
+        client._hang_seconds = 0.5  # of the next one
         await client.wait_ready()
         await asyncio.sleep(1.0)  # an idle engine is silent, and nobody takes it for hung
         assert client.restarts == 1 and client.state == "ready"
+        client._watchdog._hang_seconds = 60.0  # its steps may be late
         assert await tokens(client, request("a", max_tokens=3)) == [100, 101, 102]
 
 
@@ -608,10 +678,12 @@ async def test_a_question_is_refused_and_ends_with_the_engine(monkeypatch):
             await client.look(CacheQuestion())
         stream = client.generate(request("a", max_tokens=50))
         await anext(stream)
-        asked = asyncio.ensure_future(client.look(CacheQuestion()))  # it waits for the step that runs
-        await asyncio.sleep(0.05)
+        os.kill(client.pid, signal.SIGSTOP)  # else it answers once the step ends
+        asked = asyncio.ensure_future(client.look(CacheQuestion()))
+        await until(lambda: client._looks.waiting)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="before it answered"):
             await asked
         with pytest.raises(EngineDeadError):
-            await anext(stream)
+            while True:
+                await anext(stream)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
@@ -24,6 +25,7 @@ from helpers.real_server import RealServer, serve
 
 from windlass import __version__
 from windlass.engine.client.crash_reports import MOST_REPORTS, _write
+from windlass.engine.client.waiting import wait_for_stacks
 from windlass.engine.core.black_box import MOST_ROWS, NAMES, PLANS, BlackBox, StackMemory
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.startup.engines import CORE_VARIABLE
@@ -230,6 +232,20 @@ def test_a_plan_that_was_half_written_is_left_out() -> None:
     with pytest.raises(KeyboardInterrupt):
         box.write(SimpleNamespace(step=3, new=(), forks=(), sequences=Dying(), num_tokens=1), list)
     assert [plan["step"] for plan in box.read()] == [0, 1, 2]
+
+
+def test_stacks_are_waited_for_until_nothing_more_comes() -> None:
+    pieces = ["", "Thread 1\n", "Thread 1\nThread 2\n", "Thread 1\nThread 2\n", "never read"]
+    asked: list[str] = []
+    stacks = SimpleNamespace(read=lambda: pieces.pop(0))
+    child: Any = SimpleNamespace(stacks=stacks, ask_for_stacks=lambda: asked.append("stacks"))
+    asyncio.run(wait_for_stacks(child, 60.0))
+    assert asked == ["stacks"] and pieces == ["never read"]
+
+
+def test_stacks_that_never_come_are_not_waited_for_long() -> None:
+    child: Any = SimpleNamespace(stacks=SimpleNamespace(read=lambda: ""), ask_for_stacks=lambda: None)
+    asyncio.run(wait_for_stacks(child, 0.1))
 
 
 def test_a_fatal_signal_leaves_the_stack_of_every_thread() -> None:

@@ -10,10 +10,12 @@ import pytest
 from helpers.configs import engine_config
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
+from windlass.engine.client import router
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.client.watchdog import LIFELESS_SECONDS
 from windlass.engine.core.wire import Message, StepDone
+from windlass.engine.errors import SlowReaderError
 
 TESTS = Path(__file__).parents[2]
 
@@ -42,7 +44,26 @@ def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
     asyncio.run(main())
 
 
-@pytest.mark.timeout(60)
+def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(router, "MOST_WAITING", 10)  # two outputs
+
+    async def main() -> None:
+        requests = RequestRouter(lambda _: None, lambda: None)
+        outputs = requests.generate(request("a", 100))
+        for number in range(20):
+            taken = asyncio.ensure_future(anext(outputs))
+            await asyncio.sleep(0)
+            requests.deliver(StepDone((RequestOutput("a", token_ids=(number,)),), 0.1))
+            assert (await taken).token_ids == (number,)
+        for number in range(3):
+            requests.deliver(StepDone((RequestOutput("a", token_ids=(number,)),), 0.1))
+        with pytest.raises(SlowReaderError):
+            await anext(outputs)
+
+    asyncio.run(main())
+
+
+@pytest.mark.timeout(240)
 def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
 

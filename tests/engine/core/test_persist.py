@@ -5,7 +5,6 @@ import logging
 import os
 import shutil
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -471,12 +470,14 @@ def test_folders_that_cannot_serve(models: dict[str, Path], tmp_path: Path) -> N
 def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_of, copied = PersistedPages.copy_of, list[int]()
+    copy_of, copied, asked = PersistedPages.copy_of, list[int](), list[int]()
+    prompts = [tokens(130) for _ in range(12)]
 
     def slow(pages: PersistedPages, group: int, block: int, full_since: float) -> list[Any]:
         first = copy_of(pages, group, block, full_since)
-        if len(copied) % 3 == 0:
-            time.sleep(0.01)  # long enough for a few steps
+        if len(copied) % 3 == 0:  # until others are where it was
+            seen = len(asked)
+            eventually(lambda: len(asked) in (*range(seen + 3, 99), len(prompts)), 60)
         copied.append(block)
         second = copy_of(pages, group, block, full_since)
         return [*first[:1], *second[1:]]  # keys of before, values of behind
@@ -484,11 +485,11 @@ def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
     monkeypatch.setattr(PersistedPages, "copy_of", slow)
     small = {"max_model_len": 160, "max_num_seqs": 2}
     small["kv_cache_memory"] = make_core(models["llama"]).info.kv_bytes_per_token * 16 * 22
-    prompts = [tokens(130) for _ in range(12)]
     right = [ask(make_core(models["llama"], deterministic=True), prompt, 4) for prompt in prompts]
     with keeping(models["llama"], tmp_path, **small) as core:
         for prompt, wanted in zip(prompts, right, strict=True):
             assert same(ask(core, prompt, 4), wanted)
+            asked.append(1)
         assert core.stats().persist.lost_blocks > 0
     monkeypatch.undo()
     with keeping(models["llama"], tmp_path) as core:

@@ -288,7 +288,14 @@ def test_which_errors_leave_the_device_as_it_was() -> None:
     assert is_out_of_memory(torch.OutOfMemoryError(NO_ROOM))
     assert is_out_of_memory(torch.AcceleratorError("CUDA error: out of memory\nCUDA kernel errors might be …"))
     assert is_out_of_memory(RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`"))
-    others = (LOST, RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory"), MemoryError())
+    assert is_out_of_memory(RuntimeError("Triton Error [CUDA]: out of memory"))
+    assert is_out_of_memory(RuntimeError("CUDA driver error: out of memory"))
+    others = (
+        LOST,
+        RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+        RuntimeError("[enforce fail at alloc_cpu.cpp:117] can't allocate memory"),
+        MemoryError(),
+    )
     assert not any(map(is_out_of_memory, others))
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, small_models, traffic
-from helpers.little_memory import NO_ROOM
+from helpers.little_memory import NO_ROOM, fail_ahead
 from helpers.played_engines import graphed, played_device, texts
 
 from windlass.engine.api.context import ContextRule
@@ -206,33 +206,6 @@ def shifting() -> list[EngineRequest]:
     return [greedy(f"{i}", prompt(i, 20 + i), 50, context=rule) for i, rule in enumerate(rules)]
 
 
-def fail_ahead(core: EngineCore, device: Any, monkeypatch: pytest.MonkeyPatch, *, every: int) -> list[int]:
-    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many."""
-    assert core.runner.graphs is not None
-    begin, ask = core.runner.graphs.begin_ahead, device.ask
-    begun, failed = list[int](), list[int]()
-
-    def fails(*given: Any) -> Any:
-        begun.append(1)
-        turn, rest = divmod(len(begun), every)
-        asked: list[int] = []
-
-        def counted(work: Callable[[], None]) -> None:
-            if len(asked) == turn % 5:
-                failed.append(len(asked))
-                raise torch.OutOfMemoryError(NO_ROOM)
-            asked.append(1)
-            ask(work)
-
-        with monkeypatch.context() as patched:
-            if rest == 0:
-                patched.setattr(device, "ask", counted)
-            return begin(*given)
-
-    monkeypatch.setattr(core.runner.graphs, "begin_ahead", fails)
-    return failed
-
-
 @BURSTS
 @pytest.mark.parametrize(
     ("sent", "every"),
@@ -250,8 +223,8 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
     options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
     monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
-    core, device = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
-    failed = fail_ahead(core, device, monkeypatch, every=every)
+    core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
+    failed = fail_ahead(core, monkeypatch, every=every)
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
     assert len(set(failed)) > 1
 
@@ -260,8 +233,8 @@ def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
     directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 4)
-    core, device = graphed(directory_of("llama"), burst_seconds=0.0, **OPTIONS)
-    failed = fail_ahead(core, device, monkeypatch, every=1)
+    core, _ = graphed(directory_of("llama"), burst_seconds=0.0, **OPTIONS)
+    failed = fail_ahead(core, monkeypatch, every=1)
     core.add(greedy("a", prompt(1, 9), 30))
     steps = 0
     while core.has_work():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import shutil
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -199,7 +200,7 @@ def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, direc
     planes = [plane for cache in (core.runner.cache, drafter._cache) for plane in cache.planes[0] if plane.numel()]
     for plane in planes:
         plane[:, 3] = 1.0
-    held = store.pages.copy_of(0, 3, 0.0)
+    held = store.pages.copy_of(0, 3, time.monotonic())
     for plane in planes:
         plane[:, 3] = 2.0
     ticket = store.pages.stage(0, tuple(plane.copy() for plane in held), lambda: False)

@@ -3,15 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from helpers.engines import make_core
+from helpers.engines import greedy, make_core, specs_of
+from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.changes import BlockCopy, LoadedBlock, ParkedPages, SavedBlock
+from windlass.engine.cache.changes import BlockCopy, KeyRerotation, LoadedBlock, ParkedPages, SavedBlock
 from windlass.engine.cache.persist.pages import PersistedPages, planes_of
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.scheduling.plan import SchedulerOutput
@@ -79,3 +82,36 @@ def test_blocks_that_are_taken_from_each_other_within_a_plan(core: EngineCore) -
         )
     )
     assert [pages.content(block) for block in range(9)] == [103, 101, 2, 3, 101, 103, 3, 107, 104]
+
+
+@pytest.mark.parametrize("most", [40, 16])
+@torch.inference_mode()
+def test_keys_turn_by_fewer_at_once_where_there_is_no_memory_for_many(
+    core: EngineCore, most: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (planes,), rotator, backend = core.runner.cache.planes, core.runner._rotator, core.runner.decoder.backend
+    for plane in planes:
+        plane[:, :9] = torch.randn_like(plane[:, :9])
+    before = [plane.clone() for plane in planes]
+    (old,) = specs_of(core, greedy("a", [5, 6]))
+    new = replace(old, inv_freq=tuple(frequency / 3 for frequency in old.inv_freq))
+    turned = KeyRerotation(0, 5, 75, (0, 1, 2, 3, 4), (8, 7, 12, 6, 9), 100, (old,), (new,))
+    rotator.apply(turned)
+    right = [plane.clone() for plane in planes]
+    turn, layers, failed = backend.rerotate_cached_keys, [0], list[int]()
+
+    def fails(pages: Any, sources: torch.Tensor, *operands: Any, **named: Any) -> None:
+        layers[0] += 1
+        if len(sources) > most and layers[0] % 3 == 0:
+            failed.append(len(sources))
+            raise torch.OutOfMemoryError(NO_ROOM)
+        turn(pages, sources, *operands, **named)
+
+    monkeypatch.setattr(backend, "rerotate_cached_keys", fails)
+    for plane, kept in zip(planes, before, strict=True):
+        plane.copy_(kept)
+    rotator.apply(turned)
+    assert failed and all(torch.equal(plane, wanted) for plane, wanted in zip(planes, right, strict=True))
+    most = 0
+    with pytest.raises(torch.OutOfMemoryError):  # not for those of one block
+        rotator.apply(turned)

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.server.answers.messages import _arguments
-from windlass.server.protocol.tools import check_arguments, parse_arguments, whole_escapes
+from windlass.server.protocol.tools import parse_arguments, whole_arguments, whole_escapes
 
 
 @pytest.mark.parametrize(
@@ -28,7 +28,7 @@ from windlass.server.protocol.tools import check_arguments, parse_arguments, who
 def test_what_is_read(written: str, read: str) -> None:
     text = f'{{"a": "{written}", "b{written}": [1]}}'
     assert parse_arguments(text) == _arguments(text) == {"a": read, f"b{read}": [1]}
-    assert check_arguments(text) == text  # as it was sent
+    assert whole_arguments(text) == text  # as it was sent
 
 
 @given(st.text(st.sampled_from('a"\\\u00e9\U0001f600\ud83d\ude00\ud800\udfff')))

@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers.eventually import in_time
 from helpers.live_server import live_server, toy_tokenizer
 from helpers.probing import watched
 from helpers.real_server import RealServer, serve
@@ -126,10 +127,14 @@ def attack(server: RealServer, rows: int, stream: bool) -> tuple[Any, int]:
 
 @pytest.mark.parametrize("stream", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_a_large_answer_holds_nobody_up(real: RealServer, stream: bool) -> None:
-    found, size = attack(real, 32, stream)
-    assert size > 8 * MIB
-    assert not found.bad
-    assert found.worst_health < 1.0 and found.worst_gap < 2.0
+    def longest() -> float:
+        """Seconds of a gap, or twice as many as /health took, which has half the time."""
+        found, size = attack(real, 32, stream)
+        assert size > 8 * MIB
+        assert not found.bad
+        return max(found.worst_gap, 2 * found.worst_health)
+
+    in_time(longest, 2.0)
 
 
 @pytest.mark.soak

@@ -277,7 +277,7 @@ def test_a_sweep_compares_a_chosen_set_and_stops(browser: Browser, live: Live) -
     page.get_by_label("Kind").select_option("linear")
     expect(page.get_by_role("heading", name="linear")).to_be_visible()
 
-    live.engine.first_delay = 30  # there is time to stop
+    live.engine.first_delay = 300  # there is time to stop
     panel.get_by_role("button", name="Run the sweep").click()
     expect(panel.get_by_role("button", name="Stop")).to_be_visible()
     live.wait(lambda: live.engine.running == 6)  # at once, for one batch

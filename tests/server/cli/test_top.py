@@ -25,7 +25,6 @@ from windlass.server.cli.top.figures import Figures, MetricsLook, figures, quant
 from windlass.server.cli.top.view import plain, rows
 from windlass.server.cli.top.watching import ServerWatch
 
-pytestmark = pytest.mark.timeout(180)
 MAIN = ("-m", "windlass.server.cli.main", "top")
 KEY = "top-secret"
 

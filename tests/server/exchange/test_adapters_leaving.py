@@ -27,6 +27,7 @@ def test_unloading_waits_for_its_streams_and_says_where_it_stopped_waiting(tmp_p
         with httpx.stream("POST", f"{live.url}/v1/completions", json=STREAM, timeout=20) as stream:
             lines = stream.iter_lines()
             assert next(lines).startswith("data: ")
+            engine.delay = 300.0  # it ends when its client leaves
             answer = post(live, "unload_lora_adapter", lora_name="poet")
             assert (answer.status_code, answer.json()["status"]) == (200, "draining")
             assert engine.dropped == [] and engine.running == 1

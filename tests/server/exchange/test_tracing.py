@@ -143,7 +143,6 @@ def test_a_collector_that_is_not_there_harms_no_request() -> None:
         assert live.complete(max_tokens=2)["usage"]["completion_tokens"] == 2
 
 
-@pytest.mark.timeout(180)
 @pytest.mark.slow
 def test_the_real_engine_tells_when_it_began() -> None:
     with receiving() as receiver, serve("--kv-cache-memory", "64MiB", "--otel-endpoint", receiver.url) as server:

@@ -20,7 +20,7 @@ from helpers.running_streams import open_files
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
@@ -81,7 +81,7 @@ def test_a_crowd_that_sends_nothing_locks_nobody_out(model, options):
         url = served.wait_ready()
         with Crowd(url, 300, "127.0.0.2") as crowd:
             wait_for(lambda: crowd.opened >= 300, 30.0)
-            assert slowest_health(url, 2.0) < 2.0
+            in_time(lambda: slowest_health(url, 2.0), 2.0)
         assert len(served.errors) < 4000 and "Traceback" not in served.errors
 
 

@@ -149,7 +149,10 @@ def test_pipelined_requests_are_answered_each(connect):
 
 # ---- places ------------------------------------------------------------------------------------------------------------
 def test_an_address_holds_so_many_connections_and_a_proxy_any_number(connect):
-    with live_server(connections=settings(max_per_address=5)) as live, crowd(live.url, 5, "127.0.0.2") as held:
+    with (
+        live_server(connections=settings(max_per_address=5, header_seconds=300.0)) as live,
+        crowd(live.url, 5, "127.0.0.2") as held,
+    ):
         wait_for(lambda: len(live.registry) == 5)
         assert all(map(is_open, held))
         status, error = status_and_error(until_closed(connect(live.url, "127.0.0.2")))
@@ -162,7 +165,10 @@ def test_an_address_holds_so_many_connections_and_a_proxy_any_number(connect):
 
 
 def test_half_open_connections_lock_nobody_out():
-    with live_server(connections=settings(max_connections=20)) as live, crowd(live.url, 60, "127.0.0.1") as held:
+    with (
+        live_server(connections=settings(max_connections=20, header_seconds=300.0)) as live,
+        crowd(live.url, 60, "127.0.0.1") as held,
+    ):
         for _ in range(30):
             assert answers_health(live.url, "127.0.0.2")
         wait_for(lambda: not any(map(is_open, held[:40])))  # those that waited longest lost their places
@@ -211,7 +217,7 @@ def test_what_is_no_http_is_said_once(connect, caplog):
 
 def test_where_all_are_at_work_the_next_gets_503(connect):
     with live_server(connections=settings(max_connections=3)) as live:
-        live.engine.first_delay = 30.0
+        live.engine.first_delay = 300.0
         busy = [connect(live.url) for _ in range(3)]
         for connection in busy:
             connection.sendall(request("/v1/completions", {"prompt": "a"}))
@@ -248,11 +254,11 @@ def test_a_client_that_never_reads_is_dropped_and_its_request_aborted(connect, s
 
 @pytest.mark.slow
 def test_a_client_that_reads_slowly_is_kept(connect):
-    with live_server(connections=settings(write_seconds=1.0)) as live:
+    with live_server(connections=settings(write_seconds=3.0)) as live:
         with_long_context(live)
         connection = connect(live.url, receive_buffer=16384)
         connection.sendall(request("/v1/completions", {**LONG, "stream": True}))
-        end = time.monotonic() + 4.0
+        end = time.monotonic() + 9.0
         while time.monotonic() < end:
             assert len(connection.recv(8192)) > 0
             time.sleep(0.05)

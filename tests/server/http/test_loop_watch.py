@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable
 
 import pytest
 
@@ -13,21 +14,29 @@ from windlass.server.http.loop_watch import LoopWatch
 pytestmark = pytest.mark.anyio
 
 
-def hold_up(seconds: float) -> None:
-    time.sleep(seconds)
+def hold_up(seconds: float, noticed: Callable[[], bool] = lambda: True) -> None:
+    """For so long, and until it was noticed."""
+    begin = time.monotonic()
+    while time.monotonic() < begin + seconds or not (noticed() or time.monotonic() > begin + 30):
+        time.sleep(0.05)
 
 
 async def test_a_stall_is_logged_while_it_lasts_and_observed(caplog: pytest.LogCaptureFixture) -> None:
-    late: list[float] = []
     caplog.set_level(logging.WARNING, "windlass.server")
-    watch = LoopWatch(late.append, stall=0.4)
-    watch.start()
-    await asyncio.sleep(0.3)
-    assert late and (not caplog.records or max(late) > 0.3)  # a machine with other work may hold it up itself
-    hold_up(1.0)
+    for _ in range(3):  # a machine with other work may hold it up itself, and there is a line a minute
+        caplog.clear()
+        late: list[float] = []
+        watch = LoopWatch(late.append, stall=0.4)
+        watch.start()
+        await asyncio.sleep(0.3)
+        assert late and (not caplog.records or max(late) > 0.3)
+        if not caplog.records:
+            break
+        watch.stop()
+    hold_up(1.0, lambda: bool(caplog.records))
     stalled = [record for record in caplog.records if "hold_up" in record.message]
     assert len(stalled) == 1 and "has stood still" in stalled[0].message and "test_loop_watch.py" in stalled[0].message
-    async with asyncio.timeout(10):
+    async with asyncio.timeout(30):
         while not any("runs again after" in record.message for record in caplog.records):
             await asyncio.sleep(0.05)
     assert max(late) > 0.8
@@ -44,7 +53,7 @@ async def test_stalls_that_follow_soon_are_not_logged_again(caplog: pytest.LogCa
     watch.start()
     for count in (1, 2, 3):
         hold_up(0.3)
-        async with asyncio.timeout(10):
+        async with asyncio.timeout(30):
             while sum(seconds > 0.1 for seconds in late) < count:
                 await asyncio.sleep(0.02)
     watch.stop()

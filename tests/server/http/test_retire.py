@@ -13,18 +13,20 @@ from windlass.server.http.server import HttpServer
 from windlass.server.options.connection_settings import ConnectionSettings
 
 
-async def app(scope: Any, receive: Any, send: Any) -> None:
-    """Half an answer, and half a second later the rest."""
-    if scope["type"] != "http":
-        return
-    await send({"type": "http.response.start", "status": 200, "headers": []})
-    await send({"type": "http.response.body", "body": b"half", "more_body": True})
-    await asyncio.sleep(0.5)
-    await send({"type": "http.response.body", "body": b"whole"})
-
-
 def test_connections_end_with_an_answer_that_says_so() -> None:
     async def main() -> None:
+        half, retired = asyncio.Event(), asyncio.Event()
+
+        async def app(scope: Any, receive: Any, send: Any) -> None:
+            """Half an answer, and once the server has retired the rest."""
+            if scope["type"] != "http":
+                return
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": b"half", "more_body": True})
+            half.set()
+            await retired.wait()
+            await send({"type": "http.response.body", "body": b"whole"})
+
         listener = socket.create_server(("127.0.0.1", 0))
         held = listener.dup()  # somebody else accepts later
         url = f"http://127.0.0.1:{listener.getsockname()[1]}"
@@ -35,10 +37,9 @@ def test_connections_end_with_an_answer_that_says_so() -> None:
         limits = httpx.Limits(max_connections=1)
         async with httpx.AsyncClient(limits=limits, timeout=10) as client:
             begun = asyncio.create_task(client.get(url))
-            while not len(server.registry):
-                await asyncio.sleep(0.01)
-            await asyncio.sleep(0.1)
+            await asyncio.wait_for(half.wait(), 30)
             server.retire()
+            retired.set()
             first = await begun
             again = await client.get(url)  # by the same connection: no other is accepted
             assert (first.text, again.text) == ("halfwhole", "halfwhole")
@@ -46,7 +47,7 @@ def test_connections_end_with_an_answer_that_says_so() -> None:
             await asyncio.sleep(1.2)  # uvicorn has made its headers anew
             assert len(server.registry) == 0
             with pytest.raises(httpx.ReadTimeout):
-                await client.get(url, timeout=0.3)  # it is in the listener's queue
+                await client.get(url, timeout=httpx.Timeout(10, read=0.3))  # it is in the listener's queue
         accepted, _ = held.accept()
         assert accepted.recv(4) == b"GET "
         accepted.close()

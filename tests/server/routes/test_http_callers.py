@@ -110,6 +110,7 @@ def test_a_client_that_leaves_gives_its_place_back(live: Live) -> None:
         next(lines)
         assert complete(live, "single").status_code == 429
     live.wait(lambda: live.engine.running == 0)
+    assert len(live.engine.aborted) == 1  # it did not come to its own end
     live.wait(lambda: not live.state.callers._in_flight)
     assert complete(live, "single").status_code == 200
     assert live.state.callers.usage["single"].generated_tokens >= 4

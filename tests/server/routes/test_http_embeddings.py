@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 from helpers.live_server import Live, live_server
+from helpers.raw_client import connect, request
 from helpers.scripted_engine import ScriptedEngine, model_info
 
 from windlass.engine.api.model_heads import PoolingDefaults
@@ -159,11 +160,10 @@ def test_the_engine_s_end_is_a_503(live: Live) -> None:
 
 
 def test_a_client_that_leaves_ends_its_prompts(live: Live) -> None:
-    import httpx
-
-    live.engine.first_delay = 30.0
-    with pytest.raises(httpx.ReadTimeout):
-        httpx.post(f"{live.url}{PATH}", json={"input": [[5], [6]]}, timeout=0.5)
+    live.engine.first_delay = 300.0
+    with connect(live.url) as connection:
+        connection.sendall(request(PATH, {"input": [[5], [6]]}))
+        live.wait(lambda: live.engine.running == 2)
     live.wait(lambda: len(live.engine.aborted) == 2)
 
 

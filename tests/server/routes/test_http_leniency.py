@@ -136,7 +136,8 @@ def test_bookkeeping_in_messages_and_parts_has_no_effect(live: Live) -> None:
 
 def test_settings_of_other_services_have_no_effect(live: Live) -> None:
     cache = {"prompt_cache_retention": "24h", "prompt_cache_options": {"mode": "explicit"}}
-    body = {**PLAIN, **cache, "modalities": ["text"]}
+    guess = {"prediction": {"type": "content", "content": [{"type": "text", "text": "b"}]}}
+    body = {**PLAIN, **cache, **guess, "modalities": ["text"]}
     assert prompt_of(live, CHAT, body) == prompt_of(live, CHAT, PLAIN)
     for path, plain in ((COMPLETIONS, {"prompt": "a"}), ("/v1/responses", {"input": "a"})):
         assert prompt_of(live, path, {**plain, **cache})[0] == prompt_of(live, path, plain)[0]

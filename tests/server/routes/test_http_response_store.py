@@ -127,6 +127,77 @@ def test_pages_end_where_ids_are_repeated(live: Live) -> None:
     assert [item["id"] for item in whole].count("msg_mine") == 1  # the first of them keeps it
 
 
+def test_items_are_named_by_their_ids(live: Live) -> None:
+    """In place of the items themselves, as a client may do it that keeps the ids of what it has seen."""
+    first = ask(live, "a")
+    said = first["output"][0]
+    (asked,) = live.http.get(f"{PATH}/{first['id']}/input_items").json()["data"]
+    whole = [asked, said, {"role": "user", "content": "b"}]
+    named = [{"type": "item_reference", "id": item["id"]} for item in whole[:2]]
+    second = ask(live, [*named, whole[2]])
+    by_name = prompt_of(live)
+    ask(live, whole)
+    assert prompt_of(live) == by_name
+    listed = live.http.get(f"{PATH}/{second['id']}/input_items", params={"order": "asc"}).json()["data"]
+    assert [item["id"] for item in listed[:2]] == [asked["id"], said["id"]]
+    ask(live, named[1:], previous_response_id=first["id"])  # the same item twice: the later one is listed by another id
+    ask(live, [*named, whole[2]])
+    assert prompt_of(live) == by_name
+    assert live.http.get(f"{PATH}/{first['id']}").json() == first
+
+
+def test_an_item_that_is_not_kept_is_not_found(live: Live) -> None:
+    mine = ask(live)["output"][0]["id"]
+    unkept = ask(live, store=False)["output"][0]["id"]
+
+    def refused(*ids: str, status: int = 404) -> dict[str, Any]:
+        items = [{"type": "item_reference", "id": each} for each in ids]
+        error: dict[str, Any] = live.refuse(PATH, {"input": [{"role": "user", "content": "a"}, *items]}, status)
+        return error
+
+    for unknown in (unkept, mine[:-1] + "9", "msg_mine", "x" * 256):
+        error = refused(mine, unknown)
+        assert (error["param"], error["code"]) == ("input[2].id", "item_not_found") and "send the item" in error[
+            "message"
+        ]
+    assert refused(mine, mine, status=400)["param"] == "input[2].id"  # so that a short request stays a short one
+    live.http.headers = {"x-api-key": "two"}
+    assert refused(mine)["code"] == "item_not_found"
+
+
+def test_an_input_is_counted(live: Live) -> None:
+    count = f"{PATH}/input_tokens"
+    for fields in ({"instructions": "Be kind."}, {"temperature": 0.5, "stream": True, "tool_choice": "auto"}):
+        counted = live.post(count, {"input": "a", **fields})
+        assert counted.status_code == 200, counted.text
+        usage = ask(live, "a", **{**fields, "stream": False})["usage"]
+        assert counted.json() == {"object": "response.input_tokens", "input_tokens": usage["input_tokens"]}
+    first = ask(live, "a")
+    second = ask(live, "b", previous_response_id=first["id"])
+    counted = live.post(count, {"input": "b", "previous_response_id": first["id"]}).json()
+    assert counted["input_tokens"] == second["usage"]["input_tokens"]
+    named = [{"type": "item_reference", "id": first["output"][0]["id"]}]
+    alone = live.post(count, {"previous_response_id": first["id"]}).json()["input_tokens"]
+    again = live.post(count, {"previous_response_id": first["id"], "input": named}).json()["input_tokens"]
+    assert counted["input_tokens"] > alone and again > alone
+    for body, param in (
+        ({}, "input"),
+        ({"input": "a", "colour": 1}, "colour"),
+        ({"input": [{"role": "user"}]}, "input[0].content"),
+    ):
+        assert live.refuse(count, body)["param"] == param
+    assert live.refuse(count, {"input": "a", "model": "other"}, 404)["code"] == "model_not_found"
+    live.http.headers = {"x-api-key": "two"}
+    error = live.refuse(count, {"input": "b", "previous_response_id": first["id"]}, 404)
+    assert error["code"] == "previous_response_not_found"
+
+
+def test_nothing_is_compacted(live: Live) -> None:
+    error = live.refuse(f"{PATH}/compact", {"input": "a", "model": "toy"}, 404)
+    assert error["code"] == "not_found" and "previous_response_id" in error["message"]
+    assert live.http.get(f"{PATH}/compact").json()["error"]["code"] == "response_not_found"
+
+
 def test_another_key_sees_nothing(live: Live) -> None:
     mine = ask(live)["id"]
     live.http.headers = {"x-api-key": "two"}

@@ -214,9 +214,10 @@ def test_a_call_that_was_cut_short_goes_back_without_effect(live: Live) -> None:
         ask(live, tools=[LOOK], previous_response_id=answer["id"])
         assert "tool_call" not in prompt_of(live)
         result = {"type": "function_call_output", "call_id": call["call_id"], "output": "x"}
-        for wrong in ([{**call, "status": "completed"}], [call, result]):
-            refused = live.post(PATH, {"input": [question, *wrong]})
-            assert refused.status_code == 400 and refused.json()["error"]["param"] == "input[1].arguments"
+        for carried_out in ({**call, "status": "completed"}, call):
+            ask(live, [question, carried_out, result, question], tools=[LOOK])
+            shown = json.dumps({"name": "look", "arguments": {"arguments": call["arguments"]}})
+            assert f"<tool_call>{shown}</tool_call>[tool]x" in prompt_of(live)
         refused = live.post(PATH, {"input": [call], "tools": [LOOK]})
         assert refused.status_code == 400 and refused.json()["error"]["param"] == "input"
         whole = {**call, "arguments": ROME}  # somebody carried it out all the same
@@ -374,6 +375,24 @@ def test_a_call_can_be_demanded(live: Live, choice: Any) -> None:
     assert [tool["name"] for tool in answer["tools"]] == ["look", "find"] and answer["tools"][0] == LOOK
 
 
+def test_some_of_the_tools_may_be_called(live: Live) -> None:
+    say(live, CALL + CALL.replace("look", "find"))
+    for mode in ("auto", "required"):
+        choice = {"type": "allowed_tools", "mode": mode, "tools": [{"type": "function", "name": "look"}]}
+        answer = ask(live, tools=[LOOK, FIND], tool_choice=choice)
+        assert prompt_of(live).startswith("(look)(find)") and answer["tool_choice"] == choice
+        assert [item["name"] for item in answer["output"] if item["type"] == "function_call"] == ["look"]
+        assert (live.engine.requests[-1].sampling.grammar is not None) is (mode == "required")
+
+
+def test_what_other_services_run_may_ask_for_nothing(live: Live) -> None:
+    tool = {**LOOK, "allowed_callers": ["direct"], "async": False, "output_schema": {"type": "object"}}
+    ask(live, tools=[LOOK])
+    plain = prompt_of(live)
+    answer = ask(live, tools=[tool], access_programs=[])
+    assert prompt_of(live) == plain and answer["tools"] == [LOOK]
+
+
 def test_reasoning_effort(live: Live) -> None:
     answer = ask(live, reasoning={"effort": "low", "summary": "auto"})
     assert prompt_of(live).startswith("low[user]") and answer["reasoning"]["effort"] == "low"
@@ -405,6 +424,7 @@ def test_truncation(live: Live) -> None:
 
 
 # ---- what is refused -------------------------------------------------------------------------------------------------
+NAMED = {"type": "function", "name": "look"}
 IMAGE = {"type": "input_image", "image_url": "data:image/png;base64,%%%not base64"}
 CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": "{}"}
 
@@ -423,9 +443,10 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": 
         ({"input": [{"role": "user", "content": [{"type": "input_file", "file_data": "!!!"}]}]}, "input[0].content[0].type"),
         ({"input": [{"role": "user", "content": [{"type": "input_text", "text": 3}]}]}, "input[0].content[0].text"),
         ({"input": [{"type": "computer_call", "id": "x"}]}, "input[0].type"),
-        ({"input": [{"type": "item_reference", "id": "x"}]}, "input[0].type"),
+        ({"input": [{"type": "item_reference"}]}, "input[0].id"),
         ({"input": [{"type": ["a"], "id": "x"}]}, "input[0].type"),
-        ({"input": [{**CALLED, "arguments": "no json"}]}, "input[0].arguments"),
+        ({"input": [{**CALLED, "arguments": "x" * (MAX_ARGUMENTS + 1)}]}, "input[0].arguments"),
+        ({"input": [{**CALLED, "arguments": "\"" * (MAX_ARGUMENTS - 1)}]}, "input[0].arguments"),
         ({"input": [{**CALLED, "arguments": {}}]}, "input[0].arguments"),
         ({"input": [{"type": "function_call_output", "call_id": "c", "output": "x"}]}, "input[0].call_id"),
         ({"input": [{"role": "user", "content": "a"}, CALLED]}, "input[1].call_id"),
@@ -440,6 +461,12 @@ CALLED = {"type": "function_call", "call_id": "c", "name": "look", "arguments": 
         ({"tools": [LOOK], "tool_choice": {"type": "function", "name": "find"}}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "look"}}}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": []}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "none", "tools": [NAMED]}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": ["look"]}}, "tool_choice"),
+        ({"tools": [FIND], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [NAMED]}}, "tool_choice"),
+        ({"tools": [{**LOOK, "allowed_callers": ["programmatic"]}]}, "tools[0].allowed_callers"),
+        ({"tools": [{**LOOK, "async": True}]}, "tools[0].async"),
+        ({"access_programs": ["x"]}, "access_programs"),
         ({"text": {"format": {"type": "xml"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x"}}}, "text.format"),
         ({"text": {"format": {"type": "json_schema", "name": "x", "schema": {"type": "nonsense"}}}}, "text.format"),

@@ -7,10 +7,13 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 import httpx
 import pytest
+from helpers.described import description
+from helpers.eventually import in_time
 from helpers.live_server import Live, live_server, parse_events
 
 from windlass.engine.errors import (
@@ -84,17 +87,35 @@ def test_a_failure_of_one_of_many_prompts_ends_the_stream(live: Live) -> None:
     assert events[-2]["error"]["code"] == "engine_unavailable" and events[-1] == "[DONE]"
 
 
+def refused_after(live: Live, path: str, body: dict[str, Any], timeout: float) -> float:
+    """Seconds until a request is refused that has so many."""
+    begin = time.monotonic()
+    assert live.refuse(path, {**body, "timeout": timeout}, 504)["code"] == "deadline_exceeded"
+    took = time.monotonic() - begin
+    assert took >= timeout
+    return took
+
+
+def begun_and_cut(live: Live, path: str, body: dict[str, Any]) -> list[Any]:
+    """The events of a stream whose deadline passes within it. A busy machine may let it pass before: then it has more time."""
+    for timeout in (0.2, 1.0, 3.0):
+        answer = live.post(path, {**body, "timeout": timeout, "stream": True})
+        if answer.status_code != 504:
+            break
+    assert answer.status_code == 200, answer.text
+    description().check_stream(path, answer.text)
+    return parse_events(answer.text)
+
+
 @pytest.mark.parametrize("ignored", [False, True], ids=["by the engine", "by the server"])
 def test_deadlines(live: Live, ignored: bool) -> None:
     live.engine.delay = 0.05
     live.engine.ignore_deadline = ignored
     for path, body in (COMPLETION, CHAT):
-        begin = time.monotonic()
-        assert live.refuse(path, {**body, "timeout": 0.2}, 504)["code"] == "deadline_exceeded"
-        assert 0.2 <= time.monotonic() - begin < 1.5
-        events = live.stream(path, {**body, "timeout": 0.2})
+        in_time(partial(refused_after, live, path, body, 0.2), 1.5)
+        events = begun_and_cut(live, path, body)
         assert events[-2]["error"]["code"] == "deadline_exceeded" and events[-1] == "[DONE]"
-    live.wait(lambda: len(live.engine.aborted) == 4)
+    live.wait(lambda: len(live.engine.aborted) == len(live.engine.requests) > 0)
 
 
 def test_a_deadline_before_the_first_token_of_a_stream(live: Live) -> None:
@@ -133,7 +154,7 @@ def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
     import json
 
     url = httpx.URL(live.url)
-    connection = socket.create_connection((url.host, url.port), timeout=5)
+    connection = socket.create_connection((url.host, url.port), timeout=30)
     data = json.dumps(body).encode()
     head = f"POST {path} HTTP/1.1\r\nhost: x\r\ncontent-type: application/json\r\ncontent-length: {len(data)}\r\n\r\n"
     connection.sendall(head.encode() + data)
@@ -143,21 +164,25 @@ def open_stream(live: Live, path: str, body: dict[str, Any]) -> socket.socket:
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("prompts", [1, 20])
 def test_a_client_that_leaves_aborts_its_request(live: Live, stream: bool, prompts: int) -> None:
-    live.engine.delay = 0.02
-    body = {"prompt": ["a"] * prompts, "max_tokens": 200, "stream": stream}
-    connection = open_stream(live, "/v1/completions", body)
-    live.wait(lambda: live.engine.running == min(prompts, 8))
-    if stream:
-        assert b"200 OK" in connection.recv(65536)
-    left = time.monotonic()
-    connection.close()
-    live.wait(lambda: live.engine.running == 0)
-    assert len(live.engine.aborted) == min(prompts, 8) == len(live.engine.requests)
-    assert max(live.engine.aborted_at) - left < 0.5
+    def leave() -> float:
+        live.engine.reset()
+        live.engine.delay = 0.02
+        body = {"prompt": ["a"] * prompts, "max_tokens": 200, "stream": stream}
+        connection = open_stream(live, "/v1/completions", body)
+        live.wait(lambda: live.engine.running == min(prompts, 8))
+        if stream:
+            assert b"200 OK" in connection.recv(65536)
+        left = time.monotonic()
+        connection.close()
+        live.wait(lambda: live.engine.running == 0)
+        assert len(live.engine.aborted) == min(prompts, 8) == len(live.engine.requests)
+        return max(live.engine.aborted_at) - left
+
+    in_time(leave, 0.5)
 
 
 def test_a_client_that_leaves_before_the_first_token(live: Live) -> None:
-    live.engine.first_delay = 30
+    live.engine.first_delay = 300
     for stream in (False, True):
         connection = open_stream(live, "/v1/completions", {"prompt": "a", "stream": stream})
         live.wait(lambda: live.engine.running == 1)
@@ -190,9 +215,13 @@ def test_abort_all_ends_streams_with_an_event_and_others_with_503(live: Live) ->
     live.engine.delay = 0.02
     with ThreadPoolExecutor(3) as pool:
         whole = pool.submit(live.refuse, *COMPLETION, 503)
-        streams = [pool.submit(live.stream, *request) for request in (COMPLETION, CHAT)]
+        begun = [threading.Event() for _ in range(2)]
+        streams = [
+            pool.submit(live.stream, *request, lambda text, event=event: event.set())
+            for request, event in zip((COMPLETION, CHAT), begun, strict=True)
+        ]
+        assert all(event.wait(30) for event in begun)
         live.wait(lambda: live.engine.running == 3)
-        time.sleep(0.1)
         assert live.state.in_flight == 3
         live.on_loop(live.state.abort_all)
         assert whole.result()["code"] == "draining"
@@ -259,7 +288,7 @@ def test_streams_side_by_side_do_not_mix(live: Live) -> None:
     live.engine.delay = 0.001
 
     def one(number: int) -> bool:
-        with httpx.Client(base_url=live.url) as http:
+        with httpx.Client(base_url=live.url, timeout=30) as http:
             body = {"prompt": "a", "max_tokens": number + 1, "stream": True, "request_id": f"r{number}"}
             events = parse_events(http.post("/v1/completions", json=body).text)
         assert {event["id"] for event in events[:-1]} == {f"cmpl-r{number}"}

@@ -17,6 +17,7 @@ from pydantic_core import to_jsonable_python
 
 from windlass.server.options.server import TOOL_CALL_PARSERS
 from windlass.server.protocol.messages.request import CustomTool, definitions
+from windlass.server.protocol.tools import MAX_ARGUMENTS
 from windlass.server.text.parsing.tools.formats import FORMATS, detect
 
 PATH = "/v1/chat/completions"
@@ -59,6 +60,12 @@ def live(shared: Live) -> Live:
     shared.engine.reset()
     shared.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=4096)
     return shared
+
+
+def allowed(mode: str, *names: str) -> dict[str, Any]:
+    """The choice among these functions."""
+    tools = [{"type": "function", "function": {"name": name}} for name in names]
+    return {"type": "allowed_tools", "allowed_tools": {"mode": mode, "tools": tools}}
 
 
 def say(live: Live, text: str) -> None:
@@ -142,6 +149,31 @@ def test_one_call_at_most(live: Live) -> None:
     assert len(ask(live, tools=[LOOK], parallel_tool_calls=False)["message"]["tool_calls"]) == 1
 
 
+@pytest.mark.parametrize("mode", ["auto", "required"])
+def test_of_the_tools_that_are_shown_some_may_be_called(live: Live, mode: str) -> None:
+    """What names another one is no call, where nothing keeps the model from writing it."""
+    say(live, f'{CALL.replace("look", "find")}{CALL}<tool_call>{{"name": "made up"}}</tool_call>')
+    choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "look"))
+    assert prompt_of(live).startswith(f"({json.dumps(LOOK)})({json.dumps(FIND)})")
+    assert [call["function"]["name"] for call in choice["message"]["tool_calls"]] == ["look", "made up"]
+    assert (live.engine.requests[-1].sampling.grammar is not None) is (mode == "required")
+    if mode == "auto":
+        assert choice["message"]["content"] == CALL.replace("look", "find")
+    say(live, CALL + CALL.replace("look", "find"))
+    choice = ask(live, tools=[LOOK, FIND], tool_choice=allowed(mode, "find", "look", "look"))
+    assert len(choice["message"]["tool_calls"]) == 2 and choice["message"]["content"] is None
+
+
+def test_a_tool_of_another_kind_is_refused_by_it(live: Live) -> None:
+    for kind in ("custom", "web_search"):
+        for path, tool in ((PATH, {"type": kind, kind: {"name": "x"}}), ("/v1/responses", {"type": kind, "name": "x"})):
+            error = live.refuse(
+                path, {"messages" if path == PATH else "input": USER, "tools": [LOOK, tool][path != PATH :]}
+            )
+            assert error["code"] == "unsupported_field"
+            assert error["message"].endswith(f"{kind!r} is not among the tools that are supported: function")
+
+
 def test_the_older_form(live: Live) -> None:
     say(live, CALL)
     choice = ask(live, functions=[LOOK["function"]], function_call="auto")
@@ -202,6 +234,23 @@ def test_a_round_trip(live: Live) -> None:
     assert prompt_of(live).endswith(f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>[tool]sun')
 
 
+@pytest.mark.parametrize("arguments", ['{"a":', "Rome", "[1]", "[" * 10_000, '{"a": NaN}', '{"a": 1e301}'])
+def test_arguments_that_are_no_object_are_shown_as_text(live: Live, arguments: str) -> None:
+    """Whatever a model wrote, and however it was cut: or the conversation could never go on."""
+    call = {"id": "a", "type": "function", "function": {"name": "look", "arguments": arguments}}
+    result = {"role": "tool", "tool_call_id": "a", "content": "no"}
+    live.engine.info = model_info(vocab_size=VOCABULARY, max_model_len=20_000)
+    for made, answer in (
+        ({"tool_calls": [call]}, result),
+        ({"function_call": call["function"]}, {"role": "function", "name": "look", "content": "no"}),
+    ):
+        ask(live, messages=[*USER, {"role": "assistant", **made}, answer])
+        shown = json.dumps({"name": "look", "arguments": {"arguments": arguments}}, ensure_ascii=False)
+        assert prompt_of(live).endswith(
+            f"<tool_call>{shown}</tool_call>[{answer['role'].replace('function', 'tool')}]no"
+        )
+
+
 def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
     """`windlass replay` sends recorded messages with tools as chats."""
     (offered,) = definitions([CustomTool(name="x" * 128, input_schema={})])
@@ -213,7 +262,7 @@ def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
 @pytest.mark.parametrize(
     ("fields", "param"),
     [
-        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].custom"),
+        ({"tools": [{"type": "custom", "custom": {"name": "x"}}]}, "tools[0].type"),
         ({"tools": [{"type": "function", "function": {"name": "two words"}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "x" * 129}}]}, "tools[0].function.name"),
         ({"tools": [{"type": "function", "function": {"name": "x", "parameters": []}}]}, "tools[0].function.parameters"),
@@ -228,18 +277,25 @@ def test_whatever_messages_offer_a_chat_may(live: Live) -> None:
         ({"tool_choice": "required"}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": "sometimes"}, "tool_choice"),
         ({"tools": [LOOK], "tool_choice": {"type": "function", "function": {"name": "find"}}}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": allowed("auto")}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": allowed("auto", *["look"] * 129)}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": allowed("sometimes", "look")}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": allowed("auto", "look", "find")}, "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "allowed_tools": {"mode": "auto", "tools": ["look"]}}},
+         "tool_choice"),
+        ({"tools": [LOOK], "tool_choice": {"type": "allowed_tools", "mode": "auto", "tools": [{"name": "look"}]}}, "tool_choice"),
         ({"tools": [LOOK], "functions": [LOOK["function"]]}, "functions"),
         ({"function_call": {"name": "look"}}, "function_call"),
         ({"functions": [LOOK["function"]], "function_call": {"name": "find"}}, "function_call"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [
             {"id": "a", "type": "function", "function": {"name": "look", "arguments": "{}"}},
-            {"id": "b", "type": "function", "function": {"name": "look", "arguments": "Rome"}}]}]},
+            {"id": "b", "type": "function", "function": {"name": "look", "arguments": ["Rome"]}}]}]},
          "messages[1].tool_calls[1].function.arguments"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[1]"}}]}]},
+            {"id": "a", "type": "function", "function": {"name": "look", "arguments": 1}}]}]},
          "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [*USER, {"role": "assistant", "tool_calls": [
-            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[" * 100_000}}]}]},
+            {"id": "a", "type": "function", "function": {"name": "look", "arguments": "[" * (MAX_ARGUMENTS + 1)}}]}]},
          "messages[1].tool_calls[0].function.arguments"),
         ({"messages": [*USER, {"role": "tool", "tool_call_id": "a", "content": "x"}]}, "messages[1].tool_call_id"),
     ],

@@ -22,13 +22,13 @@ from helpers.real_server import RealServer, serve
 from helpers.running_streams import PATH, Streams, answer, open_files, serves_again
 
 pytestmark = [
-    pytest.mark.timeout(180),
+    pytest.mark.timeout(600),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, limits a process"),
 ]
 
 
 def health(server: RealServer) -> dict[str, object]:
-    found: dict[str, object] = httpx.get(f"{server.url}/health").json()
+    found: dict[str, object] = httpx.get(f"{server.url}/health", timeout=30).json()
     return found
 
 
@@ -112,7 +112,7 @@ def test_a_log_on_a_full_disk() -> None:
 
 def _ready(url: str) -> bool:
     try:
-        return httpx.get(f"{url}/ready").status_code == 200
+        return httpx.get(f"{url}/ready", timeout=30).status_code == 200
     except httpx.TransportError:
         return False
 

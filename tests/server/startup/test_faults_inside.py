@@ -25,7 +25,7 @@ from windlass.server.startup.engines import CORE_VARIABLE
 
 pytestmark = [
     pytest.mark.slow,
-    pytest.mark.timeout(300),
+    pytest.mark.timeout(900),
     pytest.mark.skipif(sys.platform != "linux", reason="reads /proc, limits a process"),
 ]
 TESTS = Path(__file__).parents[2]

@@ -11,8 +11,6 @@ import pytest
 from helpers.live_server import live_server
 from helpers.real_server import RealServer, serve
 
-pytestmark = pytest.mark.timeout(120)
-
 PROMPT = {"prompt": "In the beginning", "max_tokens": 24, "ignore_eos": True}
 CHAT = {"messages": [{"role": "user", "content": "hello"}], "max_tokens": 8}
 REQUESTS = [

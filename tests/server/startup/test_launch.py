@@ -15,7 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers.eventually import alive, children
+from helpers.eventually import LISTENING, alive, children, in_time, ports
 from helpers.served import Served
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
@@ -28,7 +28,7 @@ from windlass.server.startup import launch
 from windlass.server.startup.engines import CORE_VARIABLE
 from windlass.server.startup.launch import check_model
 
-pytestmark = pytest.mark.timeout(60)
+pytestmark = pytest.mark.timeout(240)
 
 
 @pytest.fixture(scope="module")
@@ -50,11 +50,11 @@ class Stream:
         body = {"model": "toy", "prompt": "hello", "max_tokens": max_tokens, "stream": True}
         self._thread = threading.Thread(target=self._read, args=(url, body), daemon=True)
         self._thread.start()
-        assert self.started.wait(10.0), self.error
+        assert self.started.wait(30.0), self.error
 
     def _read(self, url: str, body: dict[str, object]) -> None:
         try:
-            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=20.0) as response:
+            with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60.0) as response:
                 for line in response.iter_lines():
                     if line.startswith("data: "):
                         self.events.append(line.removeprefix("data: "))
@@ -63,16 +63,16 @@ class Stream:
             self.error = error
 
     def finish(self) -> list[str]:
-        self._thread.join(20.0)
+        self._thread.join(60.0)
         assert not self._thread.is_alive()
         return self.events
 
 
 def complete(url: str) -> httpx.Response:
-    return httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "hi", "max_tokens": 3}, timeout=10.0)
+    return httpx.post(f"{url}/v1/completions", json={"model": "toy", "prompt": "hi", "max_tokens": 3}, timeout=30.0)
 
 
-def until(condition, seconds: float = 10.0) -> None:
+def until(condition, seconds: float = 30.0) -> None:
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "the condition never came true"
@@ -80,14 +80,15 @@ def until(condition, seconds: float = 10.0) -> None:
 
 
 def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
-    gate = tmp_path / "gate"
-    with Served(model, "--max-model-len", "300", "--deterministic", SCRIPT_LOAD_GATE=str(gate)) as served:
+    gate, brake = tmp_path / "gate", tmp_path / "brake"
+    gates = {"SCRIPT_LOAD_GATE": str(gate), "SCRIPT_STEP_BRAKE": str(brake)}
+    with Served(model, "--max-model-len", "300", "--deterministic", **gates) as served:
         url = served.url
-        assert httpx.get(f"{url}/health", timeout=5.0).status_code == 503
+        assert httpx.get(f"{url}/health", timeout=30.0).status_code == 503
         assert complete(url).status_code == 503
         gate.touch()
         served.wait_ready()
-        assert httpx.get(f"{url}/health").status_code == 200
+        assert httpx.get(f"{url}/health", timeout=30.0).status_code == 200
         assert "reading weights ..." in served.lines
         for expected in (
             "5.4 M parameters",
@@ -104,10 +105,12 @@ def test_it_listens_while_it_loads_and_drains_on_sigterm(model, tmp_path):
 
         engine = served.engine_pid
         stream = Stream(url, max_tokens=80)
+        brake.touch()  # it is not to end before another is refused
         served.signal(signal.SIGTERM)
         served.wait_line("draining: 1 request")
         refused = complete(url)
         assert refused.status_code == 503 and refused.headers["retry-after"]
+        brake.unlink()
         events = stream.finish()
         assert events[-1] == "[DONE]" and json.loads(events[-2])["choices"][0]["finish_reason"] == "length"
         assert served.wait() == 0
@@ -131,24 +134,28 @@ def test_after_the_grace_period_streams_end_with_an_error(model):
 
 @pytest.mark.slow
 def test_a_second_signal_exits_at_once(model):
-    with Served(model) as served:
-        stream = Stream(served.wait_ready(), max_tokens=400)
-        engine = served.engine_pid
-        served.signal(signal.SIGTERM)
-        served.wait_line("draining")
-        start = time.monotonic()
-        served.signal(signal.SIGTERM)
-        assert served.wait() == 128 + signal.SIGTERM
-        assert time.monotonic() - start < 2.0
-        assert "[DONE]" not in stream.finish()
-        assert not Path(f"/proc/{engine}").exists()
+    def seconds_to_end() -> float:
+        with Served(model) as served:
+            stream = Stream(served.wait_ready(), max_tokens=400)
+            engine = served.engine_pid
+            served.signal(signal.SIGTERM)
+            served.wait_line("draining")
+            start = time.monotonic()
+            served.signal(signal.SIGTERM)
+            assert served.wait() == 128 + signal.SIGTERM
+            took = time.monotonic() - start
+            assert "[DONE]" not in stream.finish()
+            assert not Path(f"/proc/{engine}").exists()
+        return took
+
+    in_time(seconds_to_end, 2.0)
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_while_loading_exits_cleanly(model, number):
     with Served(model, SCRIPT_LOAD_SECONDS="100") as served:
         url = served.url
-        until(lambda: httpx.get(f"{url}/health").status_code == 503)
+        until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 503)
         served.signal(number)
         assert served.wait() == 0
         assert "Traceback" not in served.errors
@@ -265,7 +272,7 @@ def test_the_server_outlives_its_engine(model):
         os.kill(first, signal.SIGKILL)
         events = stream.finish()
         assert events[-1] == "[DONE]" and "error" in json.loads(events[-2])
-        until(lambda: httpx.get(f"{url}/health").status_code == 200)
+        until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 200)
         assert served.engine_pid != first
         assert complete(url).status_code == 200
         served.signal()
@@ -277,7 +284,7 @@ def test_an_engine_that_keeps_dying_ends_the_server(model):
     with Served(model) as served:
         served.wait_ready()
         killed: set[int] = set()
-        end = time.monotonic() + 20
+        end = time.monotonic() + 120
         while served.process.poll() is None and time.monotonic() < end:
             for engine in {*children(served.process.pid, b"windlass.engine")} - killed:
                 with contextlib.suppress(ProcessLookupError):
@@ -332,22 +339,21 @@ def test_a_start_with_a_bad_file_of_keys_says_so(model, tmp_path):
     keys = tmp_path / "keys.toml"
     keys.write_text("[alice]\n")
     with Served(model, "--api-keys", str(keys)) as server:
-        assert server.process.wait(20.0) == 2
+        assert server.process.wait(60.0) == 2
         assert "alice needs one of key and key_sha256" in server.errors
 
 
 @pytest.mark.slow
 def test_a_server_that_was_started_with_standard_error_closed(model):
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
-    given = [*Served.command(model), "--port", str(port)]
+    given = [*Served.command(model), "--port", "0"]
     with subprocess.Popen(
         ["sh", "-c", 'exec "$@" 2>&-', "sh", *given], stdout=subprocess.DEVNULL, env=Served.environment()
     ) as process:
         try:
-            until(lambda: answers(f"http://127.0.0.1:{port}/ready"), 30.0)
-            assert complete(f"http://127.0.0.1:{port}").status_code == 200
+            until(lambda: ports(process.pid, LISTENING), 60.0)  # no line can tell
+            url = f"http://127.0.0.1:{ports(process.pid, LISTENING)[0]}"
+            until(lambda: answers(f"{url}/ready"), 60.0)
+            assert complete(url).status_code == 200
             process.send_signal(signal.SIGTERM)
             assert process.wait(20) == 0
         finally:
@@ -356,6 +362,6 @@ def test_a_server_that_was_started_with_standard_error_closed(model):
 
 def answers(url: str) -> bool:
     try:
-        return httpx.get(url, timeout=5.0).status_code == 200
+        return httpx.get(url, timeout=30.0).status_code == 200
     except httpx.TransportError:
         return False

@@ -57,7 +57,7 @@ def test_paths_that_cannot_be_had(tmp_path):
     assert (tmp_path / "file").read_text() == "x"
 
 
-@pytest.mark.timeout(60)
+@pytest.mark.timeout(240)
 def test_a_server_on_a_unix_socket(tmp_path):
     model = tmp_path / "toy"
     model.mkdir()
@@ -70,7 +70,8 @@ def test_a_server_on_a_unix_socket(tmp_path):
         served.wait_line(r"^windlass \S+ serves")
         served.wait_line(r"^  sampling  temperature 0.5 ")
         clients = [
-            httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost") for _ in "ab"
+            httpx.Client(transport=httpx.HTTPTransport(uds=str(path)), base_url="http://localhost", timeout=30)
+            for _ in "ab"
         ]
         for client in clients:  # it has no addresses to count by
             answer = client.post("/v1/completions", json={"prompt": "a", "max_tokens": 2})

@@ -7,6 +7,7 @@ import json
 import socket
 import time
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,16 @@ def ask_for_all(url: str, seconds: float) -> list[tuple[int, int, float, str]]:
 def test_fifty_hostile_templates_end_with_a_400(tmp_path: Path) -> None:
     assert len(HOSTILE) == 50
     with live_server(template=TEMPLATE, template_seconds=0.5, template_memory=192 * MIB) as live:
-        answers = ask_for_all(live.url, 0.5)
-        assert [answer for answer in answers if answer[1] != 400] == []
-        assert max(seconds for _, _, seconds, _ in answers) < 5
-        assert all(json.loads(text)["error"]["message"] for _, _, _, text in answers if text.endswith("}}"))
-        live.chat("hello", max_tokens=1)
+
+        def slowest() -> float:
+            answers = ask_for_all(live.url, 0.5)
+            assert [answer for answer in answers if answer[1] != 400] == []
+            assert all(json.loads(text)["error"]["message"] for _, _, _, text in answers if text.endswith("}}"))
+            return max(seconds for _, _, seconds, _ in answers)
+
+        in_time(slowest, 5)
+        # This one has half a second, too, which a busy machine may take from it.
+        live.wait(lambda: live.post(CHAT, {"messages": USER, "max_tokens": 1}).status_code == 200)
 
 
 @pytest.mark.soak
@@ -112,7 +118,7 @@ def test_a_template_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Pa
             url = served.wait_ready()
             body = {"messages": USER, "chat_template_kwargs": {"which": which}}
             asked = pool.submit(httpx.post, url + CHAT, json=body, timeout=60)
-            eventually(lambda: seconds_of_texts(served.process.pid) > 0.3, 10)
+            eventually(lambda: seconds_of_texts(served.process.pid) > 0.3, 30)
             begin = time.monotonic()
             served.signal()
             assert served.wait(20.0) == 0
@@ -129,7 +135,7 @@ def test_a_template_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Pa
 )
 def test_a_template_that_does_not_compile_ends_the_start_with_one_line(tmp_path: Path, template: str) -> None:
     with Served(save_model(tmp_path / "model", toys.byte_level(), template)) as served:
-        assert served.wait(20) == 2
+        assert served.wait(60) == 2
         errors = [line for line in served.lines if line.startswith("error: ")]
         assert len(errors) == 1 and "chat template" in errors[0]
         assert "Traceback" not in served.errors
@@ -190,13 +196,20 @@ def attack(url: str, size: int, *names: str) -> dict[str, tuple[int, Findings]]:
     return found
 
 
+def longest_wait(url: str, name: str) -> float:
+    """Seconds that anybody else waits for a token or for /health during an attack of this name."""
+    ((_, findings),) = attack(url, MIB // 4, name).values()
+    assert not findings.bad, name
+    return max(findings.worst_gap, findings.worst_health)
+
+
 @pytest.mark.slow
 def test_large_texts_harm_nobody(tmp_path: Path) -> None:
     with Served(save_model(tmp_path / "model", toys.byte_level())) as served:
         names = ("tokenize one word", "detokenize", "truncate too much", "too many ids to truncate")
-        for name, (_, findings) in attack(served.wait_ready(), MIB // 4, *names).items():
-            assert not findings.bad, name
-            assert findings.worst_gap < SHORT and findings.worst_health < SHORT, (name, findings)
+        url = served.wait_ready()
+        for name in names:
+            in_time(partial(longest_wait, url, name), SHORT)
 
 
 @pytest.mark.soak

@@ -47,7 +47,7 @@ class DeepSeekParser(StreamParser):
             yield from self.space()
             yield from self.literal("```json")
             yield from self.space()
-        if not name or len(name) == MAX_NAME or not (yield from self.opens_object()):
+        if len(name) == MAX_NAME or not self.may_call(name) or not (yield from self.opens_object()):
             return False
         self.begin_call(name)
         yield from self.take_arguments()

@@ -46,7 +46,7 @@ class HarmonyParser(StreamParser):
         called, channel = _CALLED.search(header), _CHANNEL.search(header)
         self.thinking = called is None and channel is not None and channel[1] == "analysis"
         self.thought = self.thought or self.thinking
-        if called is not None and self.options.schemas:
+        if called is not None and self.options.schemas and self.may_call(called[1]):
             self.begin_call(called[1])
             out = self.argue
         else:

@@ -30,7 +30,7 @@ class MistralParser(JsonCallParser):
             yield from self.run_of(_NAME)
         yield from self.literal("[ARGS]")
         yield from self.space()
-        if name and (yield from self.opens_object()):
+        if self.may_call(name) and (yield from self.opens_object()):
             self.begin_call(name)
             yield from self.take_arguments()
             self.forget()

@@ -32,7 +32,7 @@ class XmlParametersParser(StreamParser):
                     self.give_back()
                     continue
             name = yield from self._name()
-            if not name:
+            if not self.may_call(name):
                 self.give_back()
                 continue
             self.begin_call(name)

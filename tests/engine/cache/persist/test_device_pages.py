@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
+from helpers.little_memory import NO_ROOM
 from helpers.played_copies import PlayedCopies
 
 from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist import device_pages
+from windlass.engine.cache.persist import device_pages, tier
 from windlass.engine.cache.persist.block_file import BlockFormat
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.device_pages import DevicePages, staging_bytes
@@ -129,6 +131,28 @@ def test_of_two_that_are_put_into_one_block_the_last_counts() -> None:
     assert len(made.pages._free) == len(made.pages._arriving)
 
 
+@pytest.mark.parametrize("there_is", [0, 1])
+@pytest.mark.parametrize("kind", SHAPES)
+def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    made = Pages(kind)
+    for group in range(len(made.planes)):
+        keys, rows = made.evict(group, range(3, 11)), made.pages._rows[group]
+        scatter, left = rows.scatter, [there_is]
+
+        def fails(blocks: torch.Tensor, row: torch.Tensor, scatter: Any = scatter, left: list[int] = left) -> None:
+            scatter(blocks[:1], row[:1])  # as far as it came
+            left[0] -= 1
+            if left[0] < 0:
+                raise torch.OutOfMemoryError(NO_ROOM)
+            scatter(blocks, row)
+
+        monkeypatch.setattr(rows, "scatter", fails)
+        made.bring(keys, range(12, 20))
+        assert left[0] < 0 and made.same(group, range(3, 11), range(12, 20))
+        assert made.same(group, range(3), range(3)) and made.same(group, range(20, 24), range(20, 24))
+    assert len(made.pages._free) == len(made.pages._arriving)
+
+
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are filled again once what was in them has been copied, and not before; copies are made as late as can be here."""
     monkeypatch.setattr(device_pages, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
@@ -179,7 +203,8 @@ def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next plan
 
 
-def test_whoever_reads_waits_for_the_plan_that_copies() -> None:
+def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tier, "_COPY_SECONDS", 60.0)
     made = Pages("bfloat16")
     key = BlockKey(0, b"a" * 32)
     assert made.tier.acquire(key) is None

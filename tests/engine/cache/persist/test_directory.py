@@ -11,6 +11,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from helpers.eventually import eventually
 
 from windlass.engine.cache.persist.block_file import BlockFormat, DamagedBlockError, ForeignBlockError, PlaneForm
 from windlass.engine.cache.persist.directory import BlockDirectory
@@ -202,6 +203,7 @@ def test_writers_killed_at_any_moment_leave_whole_files(tmp_path: Path) -> None:
         ]
         for writer in writers:
             assert writer.stdout is not None and writer.stdout.readline() == b"ready\n"
+        eventually(lambda: any(tmp_path.glob("*/*.safetensors")), 30)  # in the first round
         time.sleep(0.05 + 0.1 * moments.random())
         for writer in writers:
             writer.send_signal(signal.SIGKILL)

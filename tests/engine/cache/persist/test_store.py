@@ -12,10 +12,11 @@ from helpers.eventually import eventually
 
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.host_source import HostSource
-from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
 from windlass.engine.cache.persist.pages import PersistedPages
 from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
 from windlass.engine.cache.persist.tier import HostTier
+from windlass.engine.cache.persist.unwritten import EVICTED
 
 PAGES = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
 
@@ -131,3 +132,39 @@ def test_a_block_that_is_computed_anew_is_written(
     host.open()
     eventually(lambda: host.store.stats().written_blocks == 1, 30)
     assert key(1) in host.store._known
+
+
+PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
+
+
+def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
+    """And is copied behind what put it there, however long before that it was offered."""
+    host = Host(opened, tmp_path, 1)
+    store, waiting = host.store, host.store._unwritten._blocks
+    store.note_loaded(0, 1)
+    for number in (1, 2):
+        store.offer_passage(key(number), number, 0, PASSAGE)
+    assert list(waiting) == [key(2)] and store.stats().waiting_blocks == 1
+    assert store.take_saved() == []
+    store.offer_passage(key(3), 3, 0, PASSAGE)
+    assert list(waiting) == [key(2), key(3)]
+    store.note_followed()
+    assert list(waiting) == [key(2), key(3), key(1)]
+    assert waiting[key(1)].full_since >= waiting[key(3)].full_since and waiting[key(1)].passage == PASSAGE
+    store.offer_passage(key(1), 1, 0, PASSAGE)  # a later plan brings nothing into this block
+    assert not store._unwritten._coming
+
+
+def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
+    """But from the host's memory, where that holds it."""
+    host = Host(opened, tmp_path, 1)
+    host.evict(2)
+    for number in (1, 2):
+        host.store.note_loaded(0, number)
+        host.store.offer_passage(key(number), number, 0, PASSAGE)
+        host.store.withdraw(key(number), number, PASSAGE)
+    assert host.store.take_saved() == []
+    host.store.note_followed()
+    waiting = host.store._unwritten._blocks
+    assert list(waiting) == [key(2)] and waiting[key(2)].block == EVICTED and waiting[key(2)].passage == PASSAGE
+    assert host.store.stats().lost_blocks == 1

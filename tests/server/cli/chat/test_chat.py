@@ -19,8 +19,6 @@ from helpers.real_server import RealServer, serve
 
 from windlass.server.options.settings import SamplingDefaults
 
-pytestmark = pytest.mark.timeout(180)
-
 MAIN = ("-m", "windlass.server.cli.main")
 SETTINGS = {"temperature": 0, "max_tokens": 12, "ignore_eos": True}
 PARAMS = "/params temperature=0 max_tokens=12 ignore_eos=true"

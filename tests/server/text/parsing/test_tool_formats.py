@@ -312,6 +312,26 @@ def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str,
         assert found == only(("look", f'{{"a": {value}}}'))
 
 
+@pytest.mark.parametrize(
+    ("kind", "text", "content"),
+    [
+        (TaggedJsonParser, '<tool_call>{"name": "NAME", "arguments": {}}</tool_call>', None),
+        (TaggedJsonParser, '<tool_call>{"arguments": {}, "name": "NAME"}</tool_call>', None),
+        (MistralParser, "[TOOL_CALLS]NAME[ARGS]{}", None),
+        (MistralParser, '[TOOL_CALLS][{"name": "NAME", "arguments": {}}]', None),
+        (DeepSeekParser, "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{}<｜tool▁call▁end｜>", None),
+        (HarmonyParser, "<|channel|>commentary to=functions.NAME<|message|>{}<|call|>", "{}"),
+        (XmlParametersParser, "<tool_call><function=NAME></function></tool_call>", None),
+    ],
+)
+def test_a_function_that_may_not_be_called_now(kind: type[StreamParser], text: str, content: str | None) -> None:
+    """Its calls are content, to the last character; one that nobody offered is passed on as ever."""
+    called = text.replace("NAME", "look")
+    for pieces in ([called], list(called)):
+        assert read(make(kind, barred={"look"}), *pieces) == (content or called, "", [])
+    assert read(make(kind, barred={"look"}), text.replace("NAME", "other")) == only(("other", "{}"))
+
+
 def test_further_calls_than_asked_for_are_left_out() -> None:
     call = f'<tool_call>{{"name": "look", "arguments": {ROME}}}</tool_call>'
     assert read(make(H, max_calls=1), call, call, " end") == ("end", "", [LOOK])

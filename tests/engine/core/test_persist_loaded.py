@@ -1,0 +1,88 @@
+"""Kept blocks that come into the cache in the very step whose request has them written once more, for its own scope."""
+
+from __future__ import annotations
+
+import hashlib
+import random
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from helpers.engines import Finished, greedy, run
+from helpers.eventually import eventually
+from helpers.persisting import files_in, keeping
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.context import PassageReuse
+from windlass.engine.cache.changes import LoadedBlock
+from windlass.engine.cache.persist.fetch import Fetch
+from windlass.engine.core.engine_core import EngineCore
+
+_NUMBERS = random.Random(3)
+OPTIONS: dict[str, Any] = {"max_model_len": 256, "deterministic": False}
+OFFER, ANY = PassageReuse(0, scope="me"), PassageReuse(32, scope="me")
+
+
+def tokens(count: int) -> list[int]:
+    return [_NUMBERS.randrange(3, 128) for _ in range(count)]
+
+
+def ask(core: EngineCore, prompt: list[int], max_tokens: int = 4, **fields: Any) -> Finished:
+    return run(core, [greedy("a", prompt, max_tokens, **fields)], every_logit=False)["a", 0]
+
+
+def contents(folder: Path) -> dict[str, str]:
+    """By name a digest of each file, but for its header."""
+    found = {}
+    for file in files_in(folder):
+        data = file.read_bytes()
+        found[file.name] = hashlib.sha256(data[8 + int.from_bytes(data[:8], "little") :]).hexdigest()
+    return found
+
+
+def put_late(core: EngineCore, puts: list[int]) -> None:
+    """Let blocks come together, and be put into the pages once the thread that writes files has done all that it was told to by
+    then."""
+    store = core._store
+    assert store is not None
+    pages, unwritten = store.pages, store._unwritten
+    put, take, taken = pages.put, unwritten.take, list[float]()
+
+    def late(loaded: Sequence[LoadedBlock]) -> None:
+        if loaded:
+            eventually(lambda: not len(unwritten), 30)
+            count = len(taken)
+            eventually(lambda: len(taken) > count, 30)  # what it took before is written
+        puts.append(len(loaded))
+        put(loaded)
+
+    def all_read(fetches: Sequence[Fetch], seconds: float) -> bool:
+        eventually(lambda: all(fetch.is_done for fetch in fetches), 30)
+        return True
+
+    def counted(seconds: float) -> Any:
+        taken.append(seconds)
+        return take(seconds)
+
+    pages.put, unwritten.take, store.wait = late, counted, all_read  # type: ignore[method-assign]
+
+
+def test_a_block_is_not_written_before_its_bytes_are_there(tmp_path: Path) -> None:
+    model, folder = make_model("llama", tmp_path / "model"), tmp_path / "kept"
+    prefix, passage = tokens(64), tokens(48)
+    with keeping(model, folder, **OPTIONS) as core:
+        right = ask(core, [*prefix, 5, 6, 7], 6)  # in files that no scope finds
+        ask(core, [*tokens(16), *passage, *tokens(9)], 1, reuse=OFFER)
+    before, puts = contents(folder), list[int]()
+    with keeping(model, folder, **OPTIONS) as core:
+        put_late(core, puts)
+        both = ask(core, [*prefix, *passage, 9, 9], reuse=ANY).outputs[-1]
+        assert both.context is not None and both.context.reused_tokens == 48 and both.cached_tokens == 64 + 48
+    assert puts == [4 + 3]
+    assert before.items() <= contents(folder).items()
+    with keeping(model, folder, **OPTIONS) as core:
+        again = ask(core, [*prefix, 5, 6, 7], 6)
+        assert again.outputs[-1].cached_tokens == 64 and again.token_ids == right.token_ids
+        # And what came is found in the scope from then on.
+        moved = ask(core, [*tokens(16), *prefix, 9, 9], reuse=ANY).outputs[-1]
+        assert moved.context is not None and moved.context.reused_tokens == 64

@@ -1,0 +1,219 @@
+"""Engines with all that a device has, warmed up as a server's: captured steps, steps planned ahead, blocks in main memory.
+
+The oracle is the same engine without. They compute on the GPU where tests compute on one; elsewhere the CPU is taken for such a
+device, which shows that these tests ask for what they mean to ask for, and no more.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.device import DEVICE
+from helpers.engines import greedy, make_core, run
+from helpers.every_request import Results, prompt, run_checked, same
+from helpers.little_memory import fail_ahead
+from helpers.played_engines import a_device, texts
+from helpers.tiny_models import make_model
+
+from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core import engine_core
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.scheduling import steps_ahead
+
+__all__ = ["a_device"]
+# What these do there, others try on a CPU in less time.
+pytestmark = [pytest.mark.slow] if DEVICE == "cpu" else []
+OPTIONS: dict[str, Any] = {"max_model_len": 160, "shift_context": 48, "max_num_seqs": 4}
+NEAR = 1e-4  # of logits and log-probabilities: rows are added up in another order in other company
+BURSTS = pytest.mark.parametrize("burst_seconds", [0.0, 1.0], ids=["a pass a step", "bursts"])
+SHIFT = ContextRule("shift", keep_tokens=16)
+SINKS = ContextRule("shift", attention_window=21, attention_sinks=5)
+
+
+@pytest.fixture(autouse=True)
+def time_to_capture(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However long it takes to compile programs, for all processes that test at once."""
+    monkeypatch.setattr(engine_core, "_CAPTURE_SECONDS", math.inf)
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str, **fields: Any) -> Path:
+        name = repr((family, fields))
+        if name not in made:
+            made[name] = make_model(family, tmp_path_factory.mktemp(family), **fields)
+        return made[name]
+
+    return get
+
+
+def warmed(directory: Path, **options: Any) -> EngineCore:
+    """With every plain decode step captured, of a draft model too."""
+    core = make_core(directory, **{**OPTIONS, **options})
+    core.warm_up()
+    drafter = core.runner.drafter
+    for graphs in (core.runner.graphs, None if drafter is None else drafter.graphs):
+        if graphs is not None:
+            assert graphs.obstacle is None and graphs.captured == sorted(graphs.sizes)
+    return core
+
+
+def answers(directory: Path, sent: list[EngineRequest], **options: Any) -> Results:
+    """Of an engine that captures nothing and plans nothing ahead."""
+    return run(make_core(directory, cuda_graphs=False, **{**OPTIONS, **options}), sent, every_logit=False)
+
+
+def replayed(core: EngineCore) -> int:
+    assert core.runner.graphs is not None
+    return core.runner.graphs.num_replayed
+
+
+def streams(**fields: Any) -> list[EngineRequest]:
+    """They begin and end at different times, so that rows of captured steps are none."""
+    drawn = {"temperature": 0.8, "top_k": 20, "top_p": 0.9, "seed": 3}
+    return [
+        greedy("short", prompt(1, 9), 12, **fields),
+        greedy("long", prompt(2, 40), 50, **fields),
+        greedy("drawn", prompt(3, 21), 30, **drawn, **fields),
+    ]
+
+
+def contexts(**fields: Any) -> list[EngineRequest]:
+    """A context that shifts, windows with and without sinks, and a plain one beside them."""
+    return [
+        greedy("shift", prompt(1, 40), 40, context=SHIFT, **fields),
+        greedy("plain", prompt(2, 9), 15, **fields),
+        greedy("sinks", prompt(4, 40), 40, context=SINKS, **fields),
+        greedy("window", prompt(6, 30), 35, context=ContextRule("shift", 0, 20), **fields),
+    ]
+
+
+@BURSTS
+def test_captured_steps(burst_seconds: float, directory_of: Callable[..., Path]) -> None:
+    """Draws on the device, pass after pass, and steps whose logits are taken."""
+    directory = directory_of("llama")
+    core = warmed(directory, burst_seconds=burst_seconds)
+    assert texts(run_checked(core, streams(), every_logit=False)) == texts(answers(directory, streams()))
+    assert replayed(core) >= 49
+    before = replayed(core)
+    same(run_checked(core, streams(logprobs=2), every_logit=False), answers(directory, streams(logprobs=2)), NEAR)
+    assert replayed(core) - before >= 49
+
+
+@pytest.mark.parametrize(
+    ("family", "fields"),
+    [
+        ("llama", {}),
+        ("gemma3", {"sliding_window": 32}),
+        ("gemma3", {"sliding_window": 24}),
+    ],
+    ids=["no windows", "all sinks within those of layers", "some sinks"],
+)
+def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directory_of: Callable[..., Path]) -> None:
+    directory = directory_of(family, **fields)
+    core = warmed(directory)
+    for sent in (contexts(), contexts(logprobs=2)):
+        before = replayed(core)
+        same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
+        assert replayed(core) - before >= 34
+    graphs = core.runner.graphs
+    assert graphs is not None and graphs.ranged.obstacle is None
+    assert 4 in {key.rows for key in graphs.ranged.captured}
+    assert core.scheduler.counters.context_shifts >= 4
+
+
+def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> None:
+    """Of passages with holes between them, beside a context that shifts and a plain one."""
+    directory, documents = directory_of("llama"), [prompt(seed, 40) for seed in (11, 12, 13)]
+    reuse = PassageReuse(32, scope="me")
+    first = [greedy(f"{i}", [*prompt(20 + i, 7), *document, 5], 1, reuse=reuse) for i, document in enumerate(documents)]
+    mixed = [*prompt(5, 5), *documents[2], *prompt(6, 3), *documents[0], *prompt(7, 9), *documents[1], 8, 9]
+    then = [
+        greedy("passages", mixed, 12, reuse=reuse, logprobs=1),
+        greedy("shift", prompt(1, 40), 30, context=SHIFT, logprobs=1),
+        greedy("plain", prompt(2, 9), 30, logprobs=1),
+    ]
+    options = {"max_model_len": 192}
+    core, plain = warmed(directory, **options), make_core(directory, cuda_graphs=False, **{**OPTIONS, **options})
+    for sent in (first, then):
+        same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
+    graphs = core.runner.graphs
+    assert core.scheduler.counters.reused_passages == plain.scheduler.counters.reused_passages == 3
+    assert graphs is not None and {key.ranges for key in graphs.ranged.captured} >= {2, 16}
+
+
+@pytest.mark.parametrize("kind", ["draft model", "ngrams"])
+def test_captured_steps_of_speculation(kind: str, directory_of: Callable[..., Path]) -> None:
+    """What proposes and what checks; of a context that shifts too, whose rows have ranges."""
+    directory = directory_of("llama")
+    options: dict[str, Any] = {"speculative_ngram": 3, "speculative_ngram_min": 1}
+    if kind == "draft model":
+        options = {"speculative_model": str(directory)}
+    sent = [
+        greedy("repeats", prompt(1, 30, period=5), 40),
+        greedy("shift", prompt(3, 40, period=4), 30, context=SHIFT),
+        greedy("drawn", prompt(4, 20), 25, temperature=0.8, seed=5),
+    ]
+    core = warmed(directory, speculative_adaptive=False, **options)
+    assert texts(run_checked(core, sent, every_logit=False)) == texts(answers(directory, sent))
+    stats, drafter = core.stats(), core.runner.drafter
+    assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
+    assert replayed(core) > 10
+    assert drafter is None or (drafter.graphs is not None and drafter.graphs.num_replayed > 10)
+
+
+@BURSTS
+@pytest.mark.parametrize("sent", [streams, contexts])
+def test_a_step_planned_ahead_that_finds_no_memory(
+    sent: Callable[[], list[EngineRequest]],
+    burst_seconds: float,
+    directory_of: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nobody fails, wherever in it the memory ends."""
+    directory = directory_of("llama")
+    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    core = warmed(directory, burst_seconds=burst_seconds)
+    failed = fail_ahead(core, monkeypatch, every=2)
+    assert texts(run_checked(core, sent(), every_logit=False)) == texts(answers(directory, sent()))
+    assert len(set(failed)) > 1
+
+
+@pytest.mark.parametrize("deterministic", [True, False], ids=["bit by bit", "beside captured steps"])
+def test_blocks_that_come_back_together(deterministic: bool, directory_of: Callable[..., Path]) -> None:
+    """From main memory, beside a stream, into a cache that has lost them."""
+    directory = directory_of("llama")
+    plenty = make_core(directory, cuda_graphs=False, deterministic=deterministic, **OPTIONS)
+    size = plenty.info.kv_bytes_per_token * plenty.info.block_size
+    core = warmed(directory, deterministic=deterministic, kv_cache_memory=40 * size, kv_host_memory=200 * size)
+    loaded, start = list[int](), core.runner.start
+
+    def watched(plan: Any) -> Any:
+        loaded.append(len(plan.loaded))
+        return start(plan)
+
+    core.runner.start = watched  # type: ignore[method-assign]
+    text = prompt(7, 150)  # nine whole blocks
+    rounds = [[greedy("a", text, 8)]]
+    rounds += [[greedy(f"{i}", prompt(30 + i, 150), 1)] for i in range(8)]
+    rounds.append([greedy("stream", prompt(8, 20), 60), greedy("again", text, 8)])
+    try:
+        for sent in rounds:
+            got, want = (run(one, sent, every_logit=False) for one in (core, plenty))
+            if deterministic:
+                same(got, want, 0.0)
+            assert texts(got) == texts(want)
+        assert got["again", 0].outputs[-1].cached_tokens == 144
+        assert got["again", 0].token_ids == want["again", 0].token_ids
+        said = core.stats().persist
+        assert said.host_read_blocks == sum(loaded) == 9 and max(loaded) > 4 and said.host_lost_blocks == 0
+        assert deterministic or replayed(core) > 50
+    finally:
+        core.close()
