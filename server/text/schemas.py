@@ -25,6 +25,7 @@ _BESIDE = ("not", "if", "then", "else", "dependentSchemas", "dependencies", "ext
 _PASSING = ("$ref", "anyOf", "oneOf", "allOf")
 _PARTS = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")
 _MORE_MEMBERS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
+_ANY_NAMES = ({}, {"type": "string"})  # as libraries write of any record: names are texts
 _COUNTS = ("minProperties", "maxProperties")
 _OF_THE_VALUE = (*_MORE_MEMBERS, *_PARTS, *_COUNTS, *_DATA[:2], "required", "dependentRequired", "contains")
 
@@ -36,6 +37,9 @@ def held(schema: Mapping[str, Any], *, strict: bool) -> dict[str, Any]:
     several schemas speak of one value, and in all that these refer to. strict: llguidance refuses what it cannot hold to.
     """
     found: dict[str, Any] = json.loads(json.dumps(schema))
+    for part in _all(found):
+        if part.get("propertyNames") in _ANY_NAMES:
+            del part["propertyNames"]
     for part in _alone(found):
         if part.get("properties") and names_all(part):
             part["additionalProperties"] = False

@@ -83,6 +83,18 @@ def test_objects_stay_open(schema: dict[str, Any], value: Any) -> None:
     assert takes(schema, value)
 
 
+@pytest.mark.parametrize("names", [{}, {"type": "string"}])
+def test_names_that_may_be_any_are_no_keyword(names: dict[str, Any]) -> None:
+    """As libraries write them of every record; llguidance refuses `propertyNames` of strict schemas."""
+    record = {"type": "object", "propertyNames": names, "additionalProperties": {"type": "integer"}}
+    assert held({"properties": {"r": record}}, strict=True)["properties"]["r"] == {
+        "type": "object",
+        "additionalProperties": {"type": "integer"},
+    }
+    assert held({**A, "propertyNames": names}, strict=True)["additionalProperties"] is False
+    assert "propertyNames" in held({**A, "propertyNames": {"enum": ["a"]}}, strict=True)
+
+
 def test_the_schema_itself_is_left_as_it_is() -> None:
     schema = {"properties": {"o": A, "p": {"type": "string", "format": "path"}}}
     before = json.dumps(schema)
