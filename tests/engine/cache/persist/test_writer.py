@@ -1,5 +1,6 @@
 """The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
 
+import itertools
 import json
 import logging
 import threading
@@ -128,7 +129,7 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
         at.start()
         assert enough.wait(30)
         eventually(lambda: at.counts.written, 30)
-    pauses = [later - before for before, later in zip(failed_at, failed_at[1:], strict=False)]
+    pauses = [later - before for before, later in itertools.pairwise(failed_at)]
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
         "cached blocks cannot be kept",
