@@ -20,12 +20,12 @@ from windlass.engine.rotary.scaling import RotarySpec
 
 @dataclass(frozen=True, slots=True)
 class Trail:
-    """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it. dropped:
-    `num_dropped` and `num_closed` of the layout under which that next block is computed, None for the layout of the moment."""
+    """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it. layout:
+    under which that next block is computed, None for that of the moment."""
 
     index: int
     digest: bytes
-    dropped: tuple[int, int] | None = None
+    layout: SlotLayout | None = None
 
 
 class CacheHandle:
@@ -235,8 +235,8 @@ class CacheHandle:
         while self._trail is not None and self._trail.index < full:
             index, parent = self._trail.index, self._trail.digest
             start = index * size - self._layout.slot_offset
-            dropped = self._trail.dropped or (self._layout.num_dropped, self._layout.num_closed)
-            digest = moved_digest(parent, dropped, token_ids[start : start + size])
+            layout = self._trail.layout or self._layout
+            digest = moved_digest(parent, layout.numbers, token_ids[start : start + size])
             found.append((index, parent, digest))
             self._trail = Trail(index + 1, digest)
         return found
@@ -289,7 +289,7 @@ class CacheHandle:
         if self._chain.scope is not None and not self.unhashed:
             trail, size = self._end_of_trail(), self._chain.block_size
             fills_block = self.num_slots % size + under_way >= size
-            before = (self._layout.num_dropped, self._layout.num_closed) if fills_block else None
+            before = self._layout if fills_block else None
             self._trail = Trail(trail.index - (end_slot - first_slot) // size, trail.digest, before)
         self._layout = self._layout.without(first_slot, end_slot, closing=closing)
         self._private = True

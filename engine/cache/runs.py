@@ -83,6 +83,12 @@ class SlotLayout:
         last = self.runs[-1]
         return last.position - last.first_slot + self.slot_offset
 
+    @property
+    def numbers(self) -> tuple[int, ...]:
+        """What tells it from every other layout of the same tokens: which of them are held, and where they stand."""
+        runs = [number for run in self.runs for number in (run.first_slot, run.position, run.shift)]
+        return self.num_dropped, self.num_closed, *runs
+
     def is_no_wider_than(self, other: SlotLayout) -> bool:
         """Whether queries meet it in no more ranges than another, and turned in no more ways, by whichever rule of turning."""
         mine, others = self._widths(), other._widths()

@@ -28,7 +28,7 @@ from windlass.engine.model.loading.checkpoint import weight_files, weights_diges
 from windlass.engine.model.loading.loader import LoadedModel
 from windlass.kernels import is_out_of_memory
 
-_FORMAT = 1  # raise it when the meaning of a kept block changes
+_FORMAT = 2  # raise it when the meaning of a kept block changes
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,11 +31,13 @@ class PersistCounts:
             )
             _logger.warning("%s (%s): the engine goes on without", what, reason)
 
-    def succeed(self, what: str) -> None:
-        """It went well."""
-        if what in self._said:
-            self._said.discard(what)
-            _logger.warning("%s: this is over", what)
+    def succeed(self, what: str) -> bool:
+        """It went well; returns whether it did not before."""
+        if what not in self._said:
+            return False
+        self._said.discard(what)
+        _logger.warning("%s: this is over", what)
+        return True
 
     def stats(
         self, *, lost: int, waiting: int, known: int, tokens: int, host_blocks: int, host_bytes: int

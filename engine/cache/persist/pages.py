@@ -11,7 +11,6 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from math import prod
 
-import numpy as np
 import torch
 
 from windlass.engine.cache.changes import LoadedBlock, SavedBlock
@@ -70,7 +69,7 @@ class PersistedPages(BlockPages):
         self._staged: dict[int, tuple[Bytes, ...]] = {}
 
     def copy_of(self, group: int, block: int, full_since: float) -> list[Bytes]:
-        return [np.ascontiguousarray(view[:, block]) for view in self._views[group]]
+        return [view[:, block].copy() for view in self._views[group]]
 
     def stage(self, group: int, planes: tuple[Bytes, ...], stop: Callable[[], bool]) -> int | None:
         ticket = next(self._tickets)

@@ -81,7 +81,8 @@ class HostTier:
             if key.group and passage is not None:
                 self._passages[key.digest] = passage
             elif not key.group:
-                passage = passage or self._passages.pop(key.digest, None)
+                kept = self._passages.pop(key.digest, None)
+                passage = passage or kept
             places = self._places[key.group]
             if key.digest in places:
                 places.move_to_end(key.digest)

@@ -86,8 +86,6 @@ class BlockFileWriter:
         while not self._is_over():
             try:
                 if self.directory is None:
-                    if self._pauses():
-                        continue
                     self.directory = self._open(self._is_over)
                     if self.directory is None:
                         return
@@ -104,6 +102,8 @@ class BlockFileWriter:
             except Exception as error:  # the engine goes on whatever becomes of files
                 self._fail(_CANNOT_KEEP, error)
                 self._see()
+                while not self._is_over() and self._pauses():
+                    pass
 
     def _see(self) -> None:
         """Whoever starts need wait no longer; from here on the engine goes first."""
@@ -203,6 +203,8 @@ class BlockFileWriter:
                         if passage is not None:
                             self._known.add(key, -1, passage)
             self._changed_at = changed_at
+        if self._counts.succeed(_CANNOT_KEEP):
+            self._pause = 0.0
         self._looked_at = time.monotonic()
         self._look_seconds = self._looked_at - began
 

@@ -116,8 +116,10 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
-            notices = fill(decoder, directory, config, prepared.model.quantized, progress, part)
             digest = weights_digest(directory)
+            notices = fill(decoder, directory, config, prepared.model.quantized, progress, part)
+            if weights_digest(directory) != digest:  # what was read may be some of both
+                raise LoadError(f"the checkpoint in {directory} changed while it was read: start again")
         if shared is not None and shared.note is None:
             shared.finish(digest)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:

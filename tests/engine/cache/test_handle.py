@@ -166,6 +166,25 @@ def test_what_a_change_says() -> None:
     assert handle.take_changes() == TableChanges(True, ())
 
 
+def test_digests_say_how_many_tokens_stayed_in_front_of_what_was_dropped() -> None:
+    """Texts are the same up to there, as many tokens were dropped, and yet other keys are seen."""
+
+    def digests(kept: int, shifts: int) -> list[bytes]:
+        blocks = BlockManager([KVGroupLayout(20, None)], 4)
+        handle = CacheHandle(HashChain(b"root", 4, b"scope"), _STAGES[0])
+        blocks.attach(handle, 0)
+        for turn in range(shifts + 1):
+            room = 4 if turn else 24
+            blocks.allocate(handle, room)
+            blocks.settle(handle, _TOKENS, handle.num_computed_tokens + room)
+            blocks.cut_out(handle, kept, kept + 1, closing=True)
+        return [digest for digest in blocks.pools[0].digests if digest is not None]
+
+    once, again, other = digests(1, 3), digests(1, 3), digests(2, 3)
+    assert once == again and len(set(once)) == len(set(other)) == 9
+    assert len(set(once) & set(other)) == 6  # those of the plain text
+
+
 def test_rerotations_are_split_where_positions_jump() -> None:
     blocks, handle = started((20, None))
     handle._layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))

@@ -1,15 +1,18 @@
 """The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
 
+import itertools
 import json
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from helpers.eventually import eventually
 
+from windlass.engine.cache.persist import writer
 from windlass.engine.cache.persist.block_file import BlockFormat
 from windlass.engine.cache.persist.counts import PersistCounts
 from windlass.engine.cache.persist.directory import BlockDirectory
@@ -96,3 +99,39 @@ def test_files_that_cannot_be_removed_are_told_once(
         at.offer(12)
         eventually(lambda: at.counts.evicted, 30)
         assert len(caplog.records) == 2 and "this is over" in caplog.text
+
+
+def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
+    writing: Callable[..., Writing], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    now, failed_at = [100.0], list[float]()
+
+    def sleep(seconds: float) -> None:
+        now[0] += seconds
+
+    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    at, enough = writing(), threading.Event()
+    fail, folder = at.counts.fail, at.folder.folder
+
+    def noted(what: str, error: Exception) -> None:
+        fail(what, error)
+        failed_at.append(now[0])
+        if len(failed_at) == 9:  # it comes back
+            folder.unlink()
+            folder.mkdir()
+            enough.set()
+
+    monkeypatch.setattr(at.counts, "fail", noted)
+    folder.rmdir()
+    folder.write_text("in its place")
+    with caplog.at_level(logging.WARNING):
+        at.offer(1)
+        at.start()
+        assert enough.wait(30)
+        eventually(lambda: at.counts.written, 30)
+    pauses = [later - before for before, later in itertools.pairwise(failed_at)]
+    assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
+    assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
+        "cached blocks cannot be kept",
+        "cached blocks cannot be kept: this is over",
+    ]

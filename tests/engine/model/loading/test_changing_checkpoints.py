@@ -1,0 +1,41 @@
+"""A checkpoint that is replaced while it is read: weights of which nobody knows whose they are serve nothing."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers.configs import engine_config
+from helpers.tiny_models import make_model
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading import loader
+
+WEIGHTS = "model.safetensors"
+
+
+@pytest.mark.parametrize("replaced", ["before the weights are read", "behind that"])
+@pytest.mark.parametrize("of", ["model", "draft model"])
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
+    of: str, replaced: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model, other = make_model("llama", tmp_path / "model"), make_model("llama", tmp_path / "other", seed=1)
+    fill = loader.fill
+
+    def swapped(*given: Any) -> tuple[str, ...]:
+        notices = fill(*given) if replaced == "behind that" else None
+        shutil.copy(other / WEIGHTS, model / "new")
+        (model / "new").rename(model / WEIGHTS)
+        return fill(*given) if notices is None else notices
+
+    config = engine_config(model, **({"speculative_model": str(model)} if of == "draft model" else {}))
+    load = loader.load_draft if of == "draft model" else loader.load_model
+    load(config)
+    monkeypatch.setattr(loader, "fill", swapped)
+    with pytest.raises(LoadError, match="changed while it was read") as refused:
+        load(config)
+    assert str(refused.value).startswith("the draft model: ") == (of == "draft model")
+    monkeypatch.setattr(loader, "fill", fill)
+    assert load(config) is not None
