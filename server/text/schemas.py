@@ -25,7 +25,7 @@ _BESIDE = ("not", "if", "then", "else", "dependentSchemas", "dependencies", "ext
 _PASSING = ("$ref", "anyOf", "oneOf", "allOf")
 _PARTS = ("properties", "additionalProperties", "items", "prefixItems", "additionalItems")
 _MORE_MEMBERS = ("additionalProperties", "patternProperties", "unevaluatedProperties", "propertyNames")
-_ANY_NAMES = ({}, {"type": "string"})  # as libraries write of any record: names are texts
+_ANY_NAMES: tuple[dict[str, str], ...] = ({}, {"type": "string"})  # as libraries write of any record: names are texts
 _COUNTS = ("minProperties", "maxProperties")
 _OF_THE_VALUE = (*_MORE_MEMBERS, *_PARTS, *_COUNTS, *_DATA[:2], "required", "dependentRequired", "contains")
 
