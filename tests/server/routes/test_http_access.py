@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -232,6 +233,10 @@ def test_models(live: Live) -> None:
     listed = live.http.get("/v1/models").json()
     (model,) = listed["data"]
     assert listed["object"] == "list" and model == live.http.get("/v1/models/toy").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "toy", "toy")  # as Anthropic lists
+    assert (model["object"], model["type"], model["display_name"]) == ("model", "model", "toy")
+    created = datetime.strptime(model["created_at"], "%Y-%m-%dT%H:%M:%S%z")
+    assert created.timestamp() == model["created"]
     assert (model["id"], model["max_model_len"], model["dtype"]) == ("toy", 256, "float32")
     group = {
         "rope_type": "default",
