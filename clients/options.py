@@ -267,9 +267,10 @@ class ScoreOptions(PromptOptions, total=False):
 
 
 class RerankOptions(ScoreOptions, total=False):
-    """Those of `rerank`."""
+    """Those of `rerank`. max_tokens_per_doc: documents are read to so many."""
 
     return_documents: bool | None
+    max_tokens_per_doc: int | None
 
 
 class EmbeddingOptions(PromptOptions, total=False):

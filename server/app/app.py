@@ -121,7 +121,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
             allow_headers=[
                 "*"
             ],  # clients send many of their own (x-stainless-…); the origins are the operator's choice
-            expose_headers=["x-request-id", "retry-after"],
+            expose_headers=["x-request-id", "request-id", "retry-after"],
             allow_credentials=False,
         )
     if state.tracing is not None:

@@ -255,7 +255,10 @@ class Model(StrictModel):
 
     id: str
     object: Literal["model"]
+    type: Literal["model"]
+    display_name: Annotated[str, Field(description="The id: there is no other name.")]
     created: int
+    created_at: Annotated[str, Field(description="The same as RFC 3339.")]
     owned_by: str
     max_model_len: int | None
     dtype: str | None
@@ -307,6 +310,9 @@ class ModelList(StrictModel):
 
     object: Literal["list"]
     data: list[Model]
+    has_more: Annotated[Literal[False], Field(description="Always false: the list is whole.")]
+    first_id: str
+    last_id: str
 
 
 class Status(StrictModel):

@@ -8,7 +8,7 @@ from pydantic import AfterValidator, Field, RootModel
 from pydantic_core import PydanticCustomError
 
 from windlass.server.protocol.answers import ErrorAnswer, PromptLogprobs, Rotary, Usage
-from windlass.server.protocol.base import INT32_MAX, FreeForm, StrictModel
+from windlass.server.protocol.base import INT32_MAX, MAX_NAME, FreeForm, StrictModel, without_nulls
 from windlass.server.protocol.generation_request import GenerationRequest, only_empty, unsupported
 from windlass.server.protocol.tools import (
     PROVIDER_FIELDS,
@@ -31,7 +31,8 @@ Effort = Literal["none", "minimal", "low", "medium", "high", "xhigh", "max"]
 
 # What clients keep in histories for themselves, and caches of other servers.
 _BOOKKEEPING = frozenset({"cache_control", "id", "timestamp", "weight"})
-_PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint"}
+# Clients that make parts of an answer copy into them what stood beside its text.
+_PART_BOOKKEEPING = _BOOKKEEPING | {"name", "prompt_cache_breakpoint", "role", "annotations", "logprobs", "parsed"}
 
 
 def _content(value: Any) -> str | None:
@@ -40,26 +41,46 @@ def _content(value: Any) -> str | None:
         return value
     if not isinstance(value, list):
         raise PydanticCustomError("type", "should be a string or a list of text parts")
-    texts = []
-    for number, part in enumerate(value):
-        known = {name for name, item in part.items() if item is not None} if isinstance(part, dict) else set()
-        if known - _PART_BOOKKEEPING != {"type", "text"} or part["type"] != "text" or not isinstance(part["text"], str):
+    return "\n".join(_part_text(number, part) for number, part in enumerate(value))
+
+
+def _part_text(number: int, part: Any) -> str:
+    """The text of a part. A refusal is what another model said in place of an answer; it counts as text."""
+    known = without_nulls(part) if isinstance(part, dict) else {}
+    kind = "refusal" if known.get("type") == "refusal" else "text"
+    text = known.get(kind)
+    if known.get("type") != kind or not isinstance(text, str):
+        raise PydanticCustomError(
+            "type",
+            "part {number} should be {'type': 'text', 'text': '…'}: only text is supported",
+            {"number": number},
+        )
+    for name in known:
+        if name not in _PART_BOOKKEEPING and name not in ("type", kind):
             raise PydanticCustomError(
                 "type",
-                "part {number} should be {'type': 'text', 'text': '…'}: only text is supported",
-                {"number": number},
+                "part {number} has the unknown field '{name}': remove it",
+                {"number": number, "name": name[:MAX_NAME]},
             )
-        texts.append(part["text"])
-    return "\n".join(texts)
+    return text
 
 
-_TEXT_PART: dict[str, Any] = {
-    "type": "object",
-    "properties": {
-        "type": {"const": "text", "description": "The kind of the part."},
-        "text": {"type": "string", "description": "Its text."},
-    },
-    "required": ["type", "text"],
+def _part_schema(kind: str, what: str) -> dict[str, Any]:
+    return {
+        "type": "object",
+        "properties": {
+            "type": {"const": kind, "description": "The kind of the part."},
+            kind: {"type": "string", "description": what},
+        },
+        "required": ["type", kind],
+    }
+
+
+_PART = {
+    "anyOf": [
+        _part_schema("text", "Its text."),
+        _part_schema("refusal", "What a model said in place of an answer; it counts as text."),
+    ]
 }
 
 
@@ -81,7 +102,7 @@ class ChatMessage(StrictModel):
             json_schema_extra={
                 "anyOf": [
                     {"type": "string"},
-                    {"type": "array", "items": _TEXT_PART},
+                    {"type": "array", "items": _PART},
                     {"type": "null"},
                 ]
             }

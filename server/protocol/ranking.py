@@ -126,6 +126,10 @@ class RerankRequest(PromptRequest):
     return_documents: Annotated[
         bool | None, Field(description="Whether results repeat their documents. Default: true.")
     ] = None
+    max_tokens_per_doc: Annotated[
+        Annotated[int, Field(ge=1, le=INT32_MAX)] | None,
+        Field(description="A document is read to so many tokens. Default: whole."),
+    ] = None
     pooling: PoolingField = None
     instruction: _InstructionField = None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import asdict
+from datetime import UTC, datetime
 from typing import Any
 
 from fastapi import APIRouter
@@ -32,7 +33,9 @@ async def list_models(request: Request) -> Response:
     described = describe_model(state)
     found = [{**described, "id": name} for name in state.settings.model_names]
     found += [{**described, **_adapter(state, adapter)} for adapter in state.adapters.listed()]
-    return _json({"object": "list", "data": found})
+    found = [_for_anthropic(model) for model in found]
+    ends = {"has_more": False, "first_id": found[0]["id"], "last_id": found[-1]["id"]}
+    return _json({"object": "list", "data": found, **ends})
 
 
 @router.get("/v1/models/{model:path}", responses=answers(Model, errors=(404,)))
@@ -41,7 +44,14 @@ async def get_model(request: Request, model: str) -> Response:
     state = state_of(request)
     state.check_model(model)
     adapter = state.adapters.find(model)
-    return _json({**describe_model(state), "id": model, **({} if adapter is None else _adapter(state, adapter))})
+    described = {**describe_model(state), "id": model, **({} if adapter is None else _adapter(state, adapter))}
+    return _json(_for_anthropic(described))
+
+
+def _for_anthropic(model: dict[str, Any]) -> dict[str, Any]:
+    """The same with what clients of Anthropic's read of a model."""
+    created = datetime.fromtimestamp(model["created"], UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+    return {**model, "type": "model", "display_name": model["id"], "created_at": created}
 
 
 def _adapter(state: ServerState, adapter: ServedAdapter) -> dict[str, Any]:

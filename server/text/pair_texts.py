@@ -54,6 +54,18 @@ class PairTexts:
         with told("model", "loading the chat template", self._limits, "template"):
             return self._pool.pairs()
 
+    async def cut(self, documents: Sequence[str], most: int, *, longest: int, param: str, caller: str) -> list[str]:
+        """The beginning of each, of at most so many tokens. longest: tokens of the context. Raises ApiError for a giant one."""
+        for index, document in enumerate(documents):
+            await self._refuse_long(len(document), longest, truncated=True, param=f"{param}[{index}]")
+        found: list[str] = []
+        for batch in batches(documents, len):
+            with told(param, "tokenizing this text", self._limits):
+                asked = call(TextTasks.cut, batch, most=most)
+                cut = await self._pool.run(asked, size=sum(map(len, batch)), limits=self._limits, caller=caller)
+            found += cut
+        return found
+
     async def join(self, pairs: Sequence[tuple[str, str]], job: PairJob) -> list[tuple[list[int], int]]:
         """The token ids of pairs as the tokenizer joins them, each with where the second text begins.
 

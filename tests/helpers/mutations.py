@@ -270,6 +270,6 @@ OTHER_TEMPLATES: list[tuple[str, dict[str, Any]]] = [
     ("/v1/unload_lora_adapter", {"lora_name": "a"}),
     ("/score", {"text_1": "a", "text_2": ["c", "d"]}),
     ("/rerank", {"query": "a", "documents": ["b", "c"]}),
-    ("/v2/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1}),
+    ("/v2/rerank", {"query": "a", "documents": ["b", "c"], "top_n": 1, "max_tokens_per_doc": 4}),
     ("/apply-template", {"messages": CHAT["messages"]}),
 ]

@@ -59,7 +59,12 @@ async def create_reranking(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         names = ("query", "documents")
         pooled = partial(pool, exchange, job)
-        scores = await score_pairs(job, [body.query], documents, names, body.pooling, body.instruction, pooled)
+        read, most = documents, body.max_tokens_per_doc
+        if most is not None:
+            read = await job.state.text.pairs.cut(
+                documents, most, longest=job.longest, param="documents", caller=job.caller
+            )
+        scores = await score_pairs(job, [body.query], read, names, body.pooling, body.instruction, pooled)
         values = scores.values
         order = sorted(range(len(values)), key=lambda index: (-values[index], index))[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": values[index]} for index in order]
@@ -67,6 +72,8 @@ async def create_reranking(request: Request) -> Response:
             for result in results:
                 result["document"] = {"text": documents[result["index"]]}
         answer = {**envelope("rerank", "list", job), "results": results, "usage": usage(scores.tokens)}
+        if request.scope["path"].endswith("/v2/rerank"):  # Cohere's; some of its clients take no answer without
+            answer["meta"] = {"api_version": {"version": "2"}}
         await exchange.send_json([await job.state.text.on_thread(to_json, answer)])
 
     return Exchange(job.state, work, deadline=job.deadline)

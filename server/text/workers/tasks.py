@@ -46,6 +46,10 @@ class TextTasks:
         """Packed token ids of each text."""
         return [pack_ids(self._encode(text, add_special_tokens)[0]) for text in texts]
 
+    def cut(self, texts: Sequence[str], *, most: int) -> list[str]:
+        """The beginning of each text, of at most so many tokens, but a character at least."""
+        return [self._cut(text, most) for text in texts]
+
     def encode_pairs(
         self, pairs: Sequence[tuple[str, str]], *, add_special_tokens: bool, most: int | None
     ) -> list[tuple[bytes, int]]:
@@ -169,6 +173,13 @@ class TextTasks:
             variables=variables,
             tools=tools,
         )
+
+    def _cut(self, text: str, most: int) -> str:
+        ids, spans = self._encode(text, False)
+        while len(ids) > most and len(text) > 1:
+            text = _without_tokens(text, 0, spans, len(ids) - most, keep_first=True) or text[0]
+            ids, spans = self._encode(text, False)
+        return text
 
     def _encode(self, text: str, add_special_tokens: bool) -> tuple[list[int], list[tuple[int, int]]]:
         with _readable():

@@ -6,6 +6,7 @@ import json
 import re
 import socket
 from collections.abc import Iterator
+from datetime import datetime
 from typing import Any
 
 import httpx
@@ -159,6 +160,9 @@ def test_a_preflight_allows_the_headers_of_clients() -> None:
         assert answer.status_code == 200
         allowed = {name.strip().lower() for name in answer.headers["access-control-allow-headers"].split(",")}
         assert set(CLIENT_HEADERS) <= allowed
+        answer = live.http.get("/health", headers={"origin": "http://page.example"})
+        readable = {name.strip() for name in answer.headers["access-control-expose-headers"].split(",")}
+        assert readable == {"x-request-id", "request-id", "retry-after"}  # the second is what Anthropic's client reads
         other = live.http.options("/v1/chat/completions", headers={**asked, "origin": "http://other.example"})
         assert other.status_code == 400 and "access-control-allow-origin" not in other.headers
 
@@ -229,6 +233,10 @@ def test_models(live: Live) -> None:
     listed = live.http.get("/v1/models").json()
     (model,) = listed["data"]
     assert listed["object"] == "list" and model == live.http.get("/v1/models/toy").json()
+    assert (listed["has_more"], listed["first_id"], listed["last_id"]) == (False, "toy", "toy")  # as Anthropic lists
+    assert (model["object"], model["type"], model["display_name"]) == ("model", "model", "toy")
+    created = datetime.strptime(model["created_at"], "%Y-%m-%dT%H:%M:%S%z")
+    assert created.timestamp() == model["created"]
     assert (model["id"], model["max_model_len"], model["dtype"]) == ("toy", 256, "float32")
     group = {
         "rope_type": "default",

@@ -105,6 +105,25 @@ def test_text_parts_null_content_and_fields_clients_copy_back(live: Live) -> Non
     assert prompt_of(live) == "<|bos|>[system]be brief\n[user]a\nb\n[assistant]\n[user]c\n[assistant]"
 
 
+def test_a_refusal_counts_as_text_and_an_unknown_field_of_a_part_is_named(live: Live) -> None:
+    def asked(part: object) -> dict[str, Any]:
+        return {"messages": [*USER, {"role": "assistant", "content": [part]}, *USER], "max_tokens": 1}
+
+    live.chat(**asked({"type": "refusal", "refusal": "no", "text": None}))
+    assert prompt_of(live) == "<|bos|>[user]hello\n[assistant]no\n[user]hello\n[assistant]"
+    for part, told in (
+        ({"type": "text", "text": "a", "voice": "b" * 99}, "part 0 has the unknown field 'voice': remove it"),
+        ({"type": "text", "text": "a", "b" * 99: 1}, f"part 0 has the unknown field '{'b' * 64}': remove it"),
+        ({"type": "text", "text": "a", "refusal": "no"}, "part 0 has the unknown field 'refusal': remove it"),
+        ({"type": "refusal", "text": "no"}, "only text is supported"),
+        ({"type": ["text"], "text": "a"}, "only text is supported"),
+        ({"type": "image_url", "image_url": {"url": "x"}}, "only text is supported"),
+        ("a", "only text is supported"),
+    ):
+        error = live.refuse(PATH, asked(part))
+        assert error["param"] == "messages[1].content" and error["message"].endswith(told)
+
+
 def test_template_options(live: Live) -> None:
     live.chat(add_generation_prompt=False, chat_template_kwargs={"prefix": "P:"}, max_tokens=1)
     assert prompt_of(live) == "<|bos|>P:[user]hello\n"

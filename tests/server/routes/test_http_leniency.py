@@ -126,7 +126,8 @@ def test_bookkeeping_in_messages_and_parts_has_no_effect(live: Live) -> None:
     empty: dict[str, Any] = {"audio": {"id": None}, "images": [], "thinking_blocks": [], "reasoning_details": []}
     for message in body["messages"]:
         message.update(marks | provider | empty)
-    body["messages"][0]["content"][0].update(marks, name="n", prompt_cache_breakpoint={"mode": "explicit"})
+    copied = {"role": "assistant", "refusal": None, "annotations": [{"type": "x"}], "logprobs": [], "parsed": {"a": 1}}
+    body["messages"][0]["content"][0].update(marks, **copied, name="n", prompt_cache_breakpoint={"mode": "explicit"})
     call = body["messages"][1]["tool_calls"][0]
     call.update(provider, index=0)
     call["function"].update(provider, parsed_arguments={})

@@ -112,6 +112,33 @@ def test_a_pair_for_a_head_is_cut_at_its_second_text(judge: Live, most: int, sid
     assert error["param"] == "query" and "no room" in error["message"]
 
 
+def test_documents_are_read_to_so_many_tokens_and_told_whole(judge: Live, answerer: Live) -> None:
+    whale = "\U0001f40b"  # a character of several tokens, which is never cut in two
+    documents = ["c", "xyz" * 100, whale * 3]
+    for each in (judge, answerer):
+        each.engine.requests.clear()
+        ids = [each.tokenizer.backend.encode(text, add_special_tokens=False).ids for text in (*documents, whale)]
+        assert len(ids[0]) <= 5 < len(ids[1]) and len(ids[3]) <= 5 < 2 * len(ids[3])
+        answer = ask(each, "/v2/rerank", query="ab", documents=documents, max_tokens_per_doc=5)
+        asked = [each.tokenizer.backend.decode(r.prompt_token_ids, False) for r in each.engine.requests]
+        kept = ["c", each.tokenizer.backend.decode(ids[1][:5]), whale]
+        if each is judge:
+            assert asked == [f"<|bos|>ab<|bos|>{text}" for text in kept]
+        else:
+            assert asked == [qwen3_prompt("ab", text) for text in kept]
+        told = {result["index"]: result["document"]["text"] for result in answer["results"]}
+        assert told == dict(enumerate(documents))
+    error = judge.refuse("/v1/rerank", {"query": "a", "documents": ["b"], "max_tokens_per_doc": 0})
+    assert error["param"] == "max_tokens_per_doc"
+
+
+def test_only_coheres_path_answers_with_its_meta(live: Live) -> None:
+    metas = [
+        ask(live, path, query="a", documents=["b"]).get("meta") for path in ("/v2/rerank", "/v1/rerank", "/rerank")
+    ]
+    assert metas == [{"api_version": {"version": "2"}}, None, None]
+
+
 @pytest.mark.parametrize("encoder", [False, True])
 def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
     info = model_info(classifier=ClassifierInfo(("fits",), "sigmoid"), generates=False, sees_whole_texts=encoder)
