@@ -14,9 +14,8 @@ from windlass.engine.core.forecast import ALWAYS_ANNOUNCED
 from windlass.engine.core.wire import Message, StepBegun, StepDone
 
 TICK = 0.25  # seconds between two looks
-STOPPED_SECONDS = (
-    0.75  # a child that owes an answer, and was stopped by a signal when first looked at and ever since, is stuck
-)
+# A child that owes an answer, and was stopped by a signal when first looked at and ever since for so long, is stuck.
+STOPPED_SECONDS = 0.75
 LIFELESS_SECONDS = 2.5  # a child that owes an answer, and neither computes nor waits for a disk for so long, is stuck
 SUSPICIOUS_SECONDS = 1.0  # one that has done nothing for so long may have to be replaced
 BUSY_SECONDS = 10.0  # a step that computes may take so long, whatever was expected of it

@@ -56,9 +56,8 @@ def chat_of_messages(body: MessageRequest | CountTokensRequest, model: ThinkingM
         fields |= {"max_tokens": body.max_tokens, "stop": body.stop_sequences}
     output = body.output_config
     effort, budget = _thinking(body.thinking)
-    if (
-        not model.told_apart
-    ):  # clients that have thinking switched on for one model have it for any: as much as it likes
+    if not model.told_apart:
+        # Clients that have thinking switched on for one model have it for any: as much as it likes.
         budget = None
     if output is not None and output.effort is not None:
         # Anthropic's clients send one with every request, whatever the model, as a hint.
