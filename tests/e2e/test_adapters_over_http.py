@@ -59,6 +59,7 @@ def text_of(answer: dict) -> str:
     return answer["choices"][0]["text"]
 
 
+@pytest.mark.slow
 def test_the_answers_are_the_merged_models(adapted: Adapted, tmp_path: Path) -> None:
     plain, changed = adapted.complete("base"), adapted.complete("first")
     assert (plain["model"], changed["model"]) == ("base", "first")

@@ -152,7 +152,7 @@ def test_sigterm_lets_a_stream_finish() -> None:
     with serve(*options) as server, httpx.Client(timeout=30) as other:
         finish: list[str] = []
         sent = False
-        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(4000), timeout=60) as response:
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=long_body(2500), timeout=60) as response:
             for line in response.iter_lines():
                 if not line.startswith("data: "):
                     continue

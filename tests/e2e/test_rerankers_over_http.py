@@ -77,6 +77,7 @@ def close(found: torch.Tensor, wanted: torch.Tensor) -> None:
     torch.testing.assert_close(found, wanted, atol=1e-5, rtol=0)
 
 
+@pytest.mark.slow
 def test_an_original_checkpoint_ranks_by_its_answer(server: RealServer, original: Path) -> None:
     close(ranked(server), scores_of(original, [qwen3_prompt(QUERY, text) for text in DOCUMENTS]))
     other = [qwen3_prompt(QUERY, text, "Find <code>") for text in DOCUMENTS]

@@ -10,6 +10,7 @@ from pathlib import Path
 import httpx
 import pytest
 import tokenizers
+from helpers.marks import slow_but
 from helpers.real_server import RealServer, serve
 from helpers.tiny_unrotated import logits_of, make_unrotated
 from tokenizers import models, pre_tokenizers
@@ -26,7 +27,7 @@ def make(directory: Path, family: str) -> Path:
     return directory
 
 
-@pytest.fixture(scope="module", params=["gpt2", "bloom", "falcon_rw"])
+@pytest.fixture(scope="module", params=slow_but(["gpt2", "bloom", "falcon_rw"], "gpt2"))
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make(tmp_path_factory.mktemp(request.param), request.param)
 

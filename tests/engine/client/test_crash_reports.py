@@ -66,6 +66,7 @@ def report_in(folder: Path, server: RealServer) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.slow
 def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "crashes"
     with failing_server(folder, monkeypatch) as server:

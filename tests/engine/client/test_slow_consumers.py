@@ -63,6 +63,7 @@ def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None
     asyncio.run(main())
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(240)
 def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))

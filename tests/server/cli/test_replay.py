@@ -135,6 +135,7 @@ def test_another_scaling_gives_mismatches_which_are_named(with_text: Path) -> No
     assert 7 not in different and len(different) >= 8
 
 
+@pytest.mark.slow
 def test_a_change_in_the_file_is_found(with_text: Path, tmp_path: Path) -> None:
     """The comparison itself: one digest, one seed, one token of a prompt."""
     lines = lines_of(with_text)
@@ -226,6 +227,7 @@ def test_a_full_file_stops_and_says_so_and_no_request_notices(tmp_path: Path) ->
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="a device that is always full")
 def test_a_disk_that_fails_is_counted_and_logged_once(tmp_path: Path) -> None:
     with serve("--kv-cache-memory", "64MiB", "--record", "/dev/full") as server:
