@@ -96,13 +96,15 @@ class ToolDefinition(StrictModel):
     function: FunctionDefinition
 
 
-class _OtherChatTool(OtherKind):
+class OtherTool(OtherKind):
+    """A tool of a kind that is not supported: it is refused by its name."""
+
     what = "tools"
     instead = "function"
 
 
 _Tool = Annotated[
-    Annotated[ToolDefinition, Tag("[function]")] | Annotated[_OtherChatTool, Tag(OTHER)],
+    Annotated[ToolDefinition, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER)],
     by_type(("function",)),
 ]
 

@@ -11,9 +11,16 @@ from pydantic_core import PydanticCustomError
 from windlass.server.protocol.base import INT32_MAX, FreeForm, OrString, StopStrings, StrictModel, without_nulls
 from windlass.server.protocol.chat import Effort
 from windlass.server.protocol.generation_request import PROMPT_CACHE, SharedRequest, only_empty
-from windlass.server.protocol.kinds import OTHER, OtherKind, by_type
+from windlass.server.protocol.kinds import OTHER, by_type
 from windlass.server.protocol.responses.items import MAX_ITEMS, InputItem
-from windlass.server.protocol.tools import ALLOWED, MAX_TOOLS, FunctionDefinition, allowed_names, check_functions
+from windlass.server.protocol.tools import (
+    ALLOWED,
+    MAX_TOOLS,
+    FunctionDefinition,
+    OtherTool,
+    allowed_names,
+    check_functions,
+)
 
 LOGPROBS = "message.output_text.logprobs"
 MAX_METADATA = 16
@@ -35,13 +42,8 @@ class FunctionTool(FunctionDefinition):
     defer_loading: Annotated[bool | None, only_empty("defer_loading is")] = None
 
 
-class _OtherTool(OtherKind):
-    what = "tools"
-    instead = "function"
-
-
 _Tool = Annotated[
-    Annotated[FunctionTool, Tag("[function]")] | Annotated[_OtherTool, Tag(OTHER)],
+    Annotated[FunctionTool, Tag("[function]")] | Annotated[OtherTool, Tag(OTHER)],
     by_type(("function",)),
 ]
 
