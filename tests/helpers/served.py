@@ -87,7 +87,7 @@ class Served:
     def signal(self, number: int = signal.SIGTERM) -> None:
         self.process.send_signal(number)
 
-    def wait(self, seconds: float = 25.0) -> int:
+    def wait(self, seconds: float = 10.0) -> int:
         """Its exit code. It has less time than the usual grace period, which it is not to wait for."""
         code = self.process.wait(seconds)
         self._reader.join(30.0)

@@ -14,7 +14,7 @@ from simulation.planted import MISTAKES, MISTAKES_OF_REPLICAS
 from simulation.world import Report, simulate
 
 FIRST_LONG = 1_000  # seeds of the long forms begin behind those of the short one
-ENOUGH = 100  # seeds among which every planted mistake shows
+ENOUGH = 60  # seeds among which every planted mistake shows
 
 
 def told(report: Report) -> str:

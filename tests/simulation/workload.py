@@ -158,7 +158,7 @@ class Drawer:
             body["cache_salt"] = rng.choice(["salt", "pepper"])
         if rng.random() < 0.2:
             body["priority"] = rng.randint(-1, 2)
-        if odd and rng.random() < 0.2:
+        if odd and rng.random() < 0.4:
             body["timeout"] = rng.choice([0.01, 0.1, 0.5, 3.0])
         return body
 

@@ -615,12 +615,15 @@ def test_a_stopped_run_keeps_what_came_before():
 
 # ---- the generator's own limits --------------------------------------------------------------------------------------
 def test_a_generator_with_time_to_spare_is_no_limit():
-    with scripted_llm(stream(0.05, 0.05, 0.05)) as llm:
-        generator = run(llm, count=2).generator
-    assert generator["cpu_share"] < 0.7
+    for _ in range(3):  # on a machine with other work one of these has to be idle
+        with scripted_llm(stream(0.05, 0.05, 0.05)) as llm:
+            generator = run(llm, count=2).generator
+        if generator["busy_share"] < 0.7 and generator["cpu_share"] < 0.7:
+            break
+    else:
+        raise AssertionError(generator)
     assert generator["chunks_per_second"] > 0
     if generator["loop_lag_ms"]["p99"] < 25:  # else this very machine is the limit, and it says so
-        assert generator["busy_share"] < 0.7
         assert generator["limited"] is False and generator["reasons"] == []
 
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 from helpers.configs import engine_config
-from helpers.eventually import eventually, in_time
+from helpers.eventually import alive, eventually, in_time
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
 from windlass.engine.api import child_output
@@ -290,13 +290,18 @@ async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypa
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_hung_step_is_killed(caplog):
     async with running() as client:  # with two minutes for a step
-        start = time.monotonic()
-        with pytest.raises(EngineDeadError):
-            await tokens(client, request("hung", HANG, 10))
-        assert 0.3 < time.monotonic() - start < 20.0  # and not two minutes
-        await client.wait_ready()
-        assert "the engine did nothing for 2.5 seconds" in caplog.text
-        assert await tokens(client, request("ok", max_tokens=1)) == [100]
+        for _ in range(3):  # on a machine with other work one of these has to be noticed in time
+            start = time.monotonic()
+            with pytest.raises(EngineDeadError):
+                await tokens(client, request("hung", HANG, 10))
+            seconds = time.monotonic() - start
+            await client.wait_ready()
+            assert "the engine did nothing for 2.5 seconds" in caplog.text
+            assert await tokens(client, request("ok", max_tokens=1)) == [100]
+            if 0.3 < seconds < 3.0:
+                break
+        else:
+            raise AssertionError(f"{seconds:g} s, the last time")
 
 
 async def test_a_first_step_that_is_silent_for_too_long_is_killed(monkeypatch, caplog):
@@ -587,7 +592,7 @@ def test_ten_thousand_outputs_pass_quickly(monkeypatch):
 
 
 @pytest.mark.parametrize("load_seconds", ["0", "100"])
-async def test_a_killed_parent_takes_the_engine_along(load_seconds):
+def test_a_killed_parent_takes_the_engine_along(load_seconds):
     script = """
 import asyncio, sys
 from windlass.engine.client.process import ProcessClient
@@ -600,19 +605,19 @@ async def main():
 asyncio.run(main())
 """
     environment = {**os.environ, "SCRIPT_LOAD_SECONDS": load_seconds}
-    with subprocess.Popen([sys.executable, "-c", script], env=environment, stdout=subprocess.PIPE, text=True) as parent:
-        child = int(parent.stdout.readline())
-        await asyncio.sleep(0.6)
-        parent.kill()
-        parent.wait()
 
-    def gone() -> bool:
-        try:
-            return Path(f"/proc/{child}/stat").read_text().rsplit(")", 1)[1].split()[0] == "Z"
-        except FileNotFoundError:
-            return True
+    def once() -> float:
+        command = [sys.executable, "-c", script]
+        with subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) as parent:
+            child = int(parent.stdout.readline())
+            time.sleep(0.6)
+            parent.kill()
+            parent.wait()
+        start = time.monotonic()
+        eventually(lambda: not alive(child), 60)
+        return time.monotonic() - start
 
-    await until(gone)
+    in_time(once, 6.0)
 
 
 def test_the_client_is_free_of_torch():
