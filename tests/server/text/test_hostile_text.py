@@ -135,7 +135,7 @@ def test_a_template_that_hangs_does_not_keep_the_server_from_ending(tmp_path: Pa
 )
 def test_a_template_that_does_not_compile_ends_the_start_with_one_line(tmp_path: Path, template: str) -> None:
     with Served(save_model(tmp_path / "model", toys.byte_level(), template)) as served:
-        assert served.wait(60) == 2
+        assert served.wait(20) == 2
         errors = [line for line in served.lines if line.startswith("error: ")]
         assert len(errors) == 1 and "chat template" in errors[0]
         assert "Traceback" not in served.errors
