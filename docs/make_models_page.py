@@ -14,13 +14,15 @@ from typing import Any
 
 from windlass.engine.model.families.family import Family, is_set
 from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.families.text_part import MULTIMODAL
 from windlass.engine.model.gguf.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]
 TESTS = ROOT / "tests"
 HEAD = """# Models
 
-A model is loaded if the first entry of `architectures` in its config.json stands here. Its weights are safetensors, plain or
+A model is loaded if the first entry of `architectures` in its config.json stands here, of [multimodal
+models](#text-parts-of-multimodal-models) their text part. Its weights are safetensors, plain or
 [quantized](serving.md#quantized-checkpoints), or as [GGUF](serving.md#quantized-weights) where the last column names what the
 file calls itself. A model of another architecture is refused with the reason, as far as its files tell it.
 
@@ -101,6 +103,21 @@ These models are served to compare with. Nothing scales here: a `rope_scaling` i
 |---|---|---|---|
 """
 POSITIONS = {"learned": "learned, a table", "alibi": "ALiBi, slopes by head"}
+MULTI = """
+## Text parts of multimodal models
+
+Of these models the part that reads and writes text is loaded. What looks at images stays in the files and takes no memory, and
+requests have text alone. On text such a model computes what its text part does, so scalings, shifted contexts, adapters and
+quantized checkpoints are those of that family. A line at the start says that it is so.
+
+The text part may be of any family above that generates: of the one that `model_type` in `text_config` names. Every row is
+compared as above with transformers' class of the whole model, given text (with transformers' own cosines), whichever names its
+tensors have had. transformers leaves out what the text parts of Cohere's models multiply logits by; here they are multiplied.
+Whether the head is the embedding stands in config.json twice, and may be wrong: a head that is in the files is used.
+
+| Models | `architectures` |
+|---|---|
+"""
 FOOT = """
 This page is made by `docs/make_models_page.py`.
 """
@@ -149,6 +166,11 @@ def unrotated_rows() -> Iterator[str]:
         yield f"| {family.models} | {architectures} | {POSITIONS[family.positions]} | {names} |"
 
 
+def multimodal_rows() -> Iterator[str]:
+    for kind in sorted(MULTIMODAL, key=lambda one: one.title.lower()):
+        yield f"| {kind.title} | `{kind.architecture}` |"
+
+
 def _compared(chosen: Callable[[Family], bool]) -> Iterator[tuple[Family, str]]:
     """The chosen families by name, and the names of the checkpoints that they are compared as."""
     compared = checkpoints()
@@ -166,7 +188,7 @@ def _pairs(family: Family) -> str:
 
 
 def page() -> str:
-    parts = (HEAD, rows()), (ENCODERS, encoder_rows()), (UNROTATED, unrotated_rows())
+    parts = (HEAD, rows()), (ENCODERS, encoder_rows()), (UNROTATED, unrotated_rows()), (MULTI, multimodal_rows())
     return "".join(head + "\n".join(lines) + "\n" for head, lines in parts) + FOOT
 
 

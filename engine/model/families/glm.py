@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from typing import Any
+
 from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.spec import LayerNorms
@@ -29,11 +33,20 @@ GLM = Family(
     feed_forward_names=_GATE_UP,
 )
 
+
+def _of_hidden_size(config: Config) -> dict[str, Any]:
+    """Heads of the text part of a multimodal model are a share of its hidden size, as its config.json has no `head_dim`."""
+    if config.get("model_type") != "glm4v_text" or config.get("head_dim") is not None:
+        return dict(config)
+    return {**config, "head_dim": read_size(config, "hidden_size") // read_size(config, "num_attention_heads")}
+
+
 GLM4 = Family(
     architecture="Glm4ForCausalLM",
     title="GLM-4 0414",
     model_type="glm4",
-    rules=_RULES,
+    other_model_types=("glm4v_text",),
+    rules=replace(_RULES, rewrite=_of_hidden_size),
     qkv_bias=_BIAS,
     interleaved=True,
     feed_forward_names=_GATE_UP,

@@ -22,6 +22,7 @@ from windlass.engine.model.families.experts_rules import read_count, read_expert
 from windlass.engine.model.families.family import Family, Multipliers, is_set
 from windlass.engine.model.families.reading_latent import read_latent
 from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.families.text_part import text_part
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.head_spec import HeadActivation, HeadSpec
@@ -133,6 +134,7 @@ def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
 
 def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
+    config = text_part(config).config
     family = _family_of_model_type(config)
     rules = family.rules
     if (unrotated := _UNROTATED.get(family.positions)) is not None:

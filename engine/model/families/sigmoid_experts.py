@@ -51,6 +51,7 @@ GLM4_MOE = Family(
     architecture="Glm4MoeForCausalLM",
     title="GLM-4.5 and 4.6",
     model_type="glm4_moe",
+    other_model_types=("glm4v_moe_text",),
     rules=ConfigRules(
         max_position_embeddings=131_072,
         num_hidden_layers=46,

@@ -92,11 +92,32 @@ QWEN2_MOE = replace(
     ),
 )
 
+
+def _as_in_qwen3_vl(family: Family, config: Config) -> Family:
+    """Text parts of Qwen 3 VL have all experts of a layer in one tensor, and their weights always add up to 1."""
+    if config.get("model_type") != "qwen3_vl_moe_text" or family.experts is None:
+        return family
+    stacks = ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj", transposed=True)
+    experts = replace(
+        family.experts,
+        experts=60,
+        top_k=4,
+        width=1408,
+        router=RouterSpec(),
+        normalized_key=None,
+        names=ExpertsNames(stacks=stacks),
+        more_keys=family.experts.more_keys | {"norm_topk_prob"},
+    )
+    return replace(family, experts=experts)
+
+
 QWEN3_MOE = replace(
     QWEN3,
     architecture="Qwen3MoeForCausalLM",
     title="Qwen 3 MoE",
     model_type="qwen3_moe",
+    other_model_types=("qwen3_vl_moe_text",),
+    variant=_as_in_qwen3_vl,
     rules=ConfigRules(
         layer_pattern=_windows_everywhere,
         max_position_embeddings=32_768,

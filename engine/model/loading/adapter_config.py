@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import RequestError
+from windlass.engine.model.families.text_part import own_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -100,10 +101,13 @@ def read_description(directory: Path, max_rank: int) -> AdapterDescription:
         _number(config.get("lora_alpha"), "lora_alpha"),
         _flag(config.get("use_rslora", False), "use_rslora"),
         [
-            (_compiled(k), _whole(v, f"rank_pattern {k}", max_rank))
+            (_compiled(own_name(k)), _whole(v, f"rank_pattern {k}", max_rank))
             for k, v in _patterns(config, "rank_pattern").items()
         ],
-        [(_compiled(k), _number(v, f"alpha_pattern {k}")) for k, v in _patterns(config, "alpha_pattern").items()],
+        [
+            (_compiled(own_name(k)), _number(v, f"alpha_pattern {k}"))
+            for k, v in _patterns(config, "alpha_pattern").items()
+        ],
     )
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import LoadError
 from windlass.engine.model.adapters.adapter import Adapter
+from windlass.engine.model.families.text_part import own_name
 from windlass.engine.model.loading.adapter_config import WEIGHTS, AdapterDescription, read_description, refuse
 from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_file import read_tensors
@@ -148,7 +149,7 @@ def _checked_names(
                 "unsupported_adapter",
             )
         module, which = matched[1], matched[2]
-        module = module if module in known else f"model.{module}"
+        module = next((name for name in (module, own_name(module)) if name in known), f"model.{module}")
         if module not in known:
             raise refuse(
                 f"tensor {name[:200]!r}: this model has no linear layer {matched[1][:200]!r} that an adapter can change",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
+from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes
@@ -18,7 +18,7 @@ ROUNDED = (
 )
 
 
-def compute_dtype(config: EngineConfig, hf_config: dict[str, Any], device: str, in_files: str | None = None) -> str:
+def compute_dtype(config: EngineConfig, hf_config: Config, device: str, in_files: str | None = None) -> str:
     """What the model computes in. auto: on CUDA the checkpoint's own; on a CPU float32, but see `worth_rounding`.
 
     in_files: the one type that the matrices have in the files, which counts where the config names none.

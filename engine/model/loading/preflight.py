@@ -18,7 +18,9 @@ from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.cache.persist.folder import check_folder, check_keeping
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
+from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.families.text_part import text_part
 from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import check_rank_device, expect_device
@@ -36,7 +38,7 @@ from windlass.engine.model.loading.refusals import (
     check_share,
 )
 from windlass.engine.model.loading.safetensors_header import TensorHeader
-from windlass.engine.model.loading.stored_names import with_stored_names
+from windlass.engine.model.loading.stored_names import with_stored_names, with_stored_stacks
 from windlass.engine.model.parallel.split import ModelPart
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
@@ -55,7 +57,7 @@ class ModelDescription:
     where they are quantized in the ways of Hugging Face. own_spec: with rows in the order of the original weights.
     """
 
-    config: dict[str, Any]
+    config: Config
     spec: ModelSpec
     own_groups: tuple[RotaryGroup, ...]
     headers: dict[str, TensorHeader]
@@ -196,11 +198,13 @@ def prepare_draft(
 def describe_model(config: EngineConfig) -> ModelDescription:
     """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood."""
     directory = Path(config.model)
-    hf_config = read_json(directory / "config.json")
+    part = text_part(read_json(directory / "config.json"))
+    hf_config = part.config
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
     dummy = config.loading.format == "dummy"
     headers = {} if dummy else read_headers(directory)
+    spec = part.adapted(spec, headers)
     gguf = None if dummy else read_index(directory)
     own_spec = spec
     if spec.positions and (config.max_model_len or 0) > spec.positions:
@@ -210,11 +214,13 @@ def describe_model(config: EngineConfig) -> ModelDescription:
         )
     if gguf is not None:
         spec = gguf.adapt(spec)
-    fault = describe_quantized(hf_config, headers) or describe_tensors(headers)
+    fault = describe_quantized(hf_config, headers)
+    if fault is None and not part.of_multimodal:
+        fault = describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
     try:
-        spec = with_stored_names(spec, headers)
+        spec = with_stored_stacks(with_stored_names(spec, headers), headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)

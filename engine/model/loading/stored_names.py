@@ -1,16 +1,18 @@
-"""Finds the tensors of a checkpoint whose names stand behind another prefix than the family's.
+"""Finds the tensors of a checkpoint whose names stand behind another prefix than the family's, or that lie the other way round.
 
 A model that was saved without its language-model head has none ("embed_tokens.weight" for "model.embed_tokens.weight"), one
-that was saved from inside another has a longer one. Responsible for names only: it opens no file and imports no torch.
+that was saved from inside another has a longer one. Responsible for names and shapes only: it opens no file and imports no torch.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.spec import ModelSpec, OuterNames
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
 
 
 def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
@@ -21,7 +23,14 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     """
     if not tensors:
         return spec
-    found = replace(spec, names=_stored(spec.names, tensors))
+    names = _stored(spec.names, tensors)
+    # What the model does without moves along, where it lies among its layers.
+    unused = tuple(
+        names.layers + name.removeprefix(spec.names.layers)
+        for name in spec.unused
+        if name.startswith(spec.names.layers)
+    )
+    found = replace(spec, names=names, unused=tuple(dict.fromkeys(spec.unused + unused)))
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
@@ -58,3 +67,29 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
         moved(names.token_types),
         moved(names.positions),
     )
+
+
+def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
+    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows].
+
+    Writers of the same class have differed in that. spec: under the names that the files have.
+    """
+
+    def turned(index: int, part: FeedForwardSpec) -> FeedForwardSpec:
+        stacks = part.names.stacks if isinstance(part, ExpertsSpec) else None
+        if not isinstance(part, ExpertsSpec) or stacks is None:
+            return part
+        wide, hidden = part.intermediate_size, spec.hidden_size
+        found = {
+            tuple(header.shape[1:]) == shape[::-1]
+            for name, shape in ((stacks.gate_up, (2 * wide, hidden)), (stacks.down, (hidden, wide)))
+            if (header := headers.get(f"{spec.names.layers}.{index}.{name}")) is not None and shape[0] != shape[1]
+        }
+        if len(found) != 1 or found == {stacks.transposed}:
+            return part
+        return replace(part, names=replace(part.names, stacks=replace(stacks, transposed=found.pop())))
+
+    def layer(index: int, one: LayerSpec) -> LayerSpec:
+        return replace(one, feed_forward=turned(index, one.feed_forward))
+
+    return replace(spec, layers=tuple(layer(index, one) for index, one in enumerate(spec.layers)))

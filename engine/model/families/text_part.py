@@ -1,0 +1,168 @@
+"""Multimodal models whose text part is a model of a family here: that part alone is loaded, and nothing that looks or listens.
+
+Their config.json describes the text part in an object of its own, and their files name its tensors behind a prefix. On text
+alone these models compute what the text part does. Responsible for its config.json; where its tensors are is the business of
+`stored_names`. Opens no file and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.values import Config, read_flag
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.rotary.fields import shown
+
+
+@dataclass(frozen=True, slots=True)
+class Multimodal:
+    """A class of multimodal models. title: what people call them. text: the `model_type` of a text part that names none.
+
+    tied: the head is the embedding where config.json says nothing. flat: older files have the text part's keys beside the others.
+    """
+
+    architecture: str
+    title: str
+    text: str
+    tied: bool = False
+    flat: bool = False
+
+
+MULTIMODAL = (
+    Multimodal("AyaVisionForConditionalGeneration", "Aya Vision", "cohere2", tied=True),
+    Multimodal("Cohere2VisionForConditionalGeneration", "Command A Vision", "cohere2", tied=True),
+    Multimodal("Exaone4_5_ForConditionalGeneration", "EXAONE 4.5", "exaone4"),
+    Multimodal("Gemma3ForConditionalGeneration", "Gemma 3 (4B and larger)", "gemma3_text", tied=True),
+    Multimodal("Glm46VForConditionalGeneration", "GLM-4.6V Flash", "glm4v_text"),
+    Multimodal("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text"),
+    Multimodal("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
+    Multimodal("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
+    Multimodal("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
+    Multimodal("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
+    Multimodal("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
+    Multimodal("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
+    Multimodal("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", "qwen2"),
+    Multimodal("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Ministral 3", "mistral", tied=True),
+    Multimodal("Ovis2ForConditionalGeneration", "Ovis 2", "qwen2", tied=True),
+    Multimodal("Qwen2VLForConditionalGeneration", "Qwen 2 VL", "qwen2_vl_text", flat=True),
+    Multimodal("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", "qwen2_5_vl_text", flat=True),
+    Multimodal("Qwen3VLForConditionalGeneration", "Qwen 3 VL", "qwen3_vl_text"),
+    Multimodal("Qwen3VLMoeForConditionalGeneration", "Qwen 3 VL MoE", "qwen3_vl_moe_text"),
+    Multimodal("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
+)
+
+# Beginnings of names of the tensors of all other parts.
+_OTHER_PARTS = tuple(
+    prefix + name
+    for prefix in ("", "model.")
+    for name in (
+        "vision_tower.",
+        "vision_model.",
+        "visual.",
+        "visual_embeddings_table.",
+        "multi_modal_projector.",
+        "connector.",
+        "image_newline",
+    )
+)
+# What names of modules in text parts begin with, where those of a model of text alone begin with "model.".
+_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
+_HEADS = ("lm_head.", "language_model.lm_head.")
+# What the whole model says, in front of its text part.
+_OF_THE_WHOLE = (
+    "bos_token_id compression_config dtype eos_token_id pad_token_id quantization_config torch_dtype transformers_version"
+).split()
+# Sizes that text parts leave out where they are those of the class: [vocabulary, width of a feed-forward].
+_SIZES = {
+    "cohere2": (256_000, 22_528),
+    "gemma3_text": (262_208, 9216),
+    "llama": (32_000, 11_008),
+    "mistral": (32_000, 14_336),
+    "ministral3": (131_072, 14_336),
+    "qwen2": (151_936, 22_016),
+    "qwen3": (151_936, 22_016),
+}
+_NOTICE = "the text part of a multimodal model, without those that look at images: requests have text alone"
+
+
+@dataclass(frozen=True, slots=True)
+class LanguageConfig:
+    """config: as a model of text alone has it. of_multimodal: whether it was part of another one's."""
+
+    config: Config
+    of_multimodal: bool = False
+
+    def adapted(self, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+        """The spec of this config, told what else the files hold. tensors: names of all that they hold, none where none is read.
+
+        Whether the head is the embedding stands in config.json twice, and may be wrong in both: a head that is there is used.
+        """
+        if not self.of_multimodal:
+            return spec
+        tied = spec.tied_embeddings and not any(name.startswith(_HEADS) for name in tensors)
+        return replace(spec, tied_embeddings=tied, unused=spec.unused + _OTHER_PARTS, notices=(_NOTICE, *spec.notices))
+
+
+def text_part(config: Config) -> LanguageConfig:
+    """The text part of a multimodal model's config.json; any other config.json as it is.
+
+    Raises LoadError for a text part of a family that is not supported.
+    """
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    kind = next((kind for kind in MULTIMODAL if kind.architecture == architecture), None)
+    if kind is None:
+        return LanguageConfig(config)
+    own = config.get("text_config")
+    if own is None and kind.flat:
+        own = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
+    if not isinstance(own, Mapping):
+        raise LoadError(f"config.json: {kind.architecture} needs the object text_config: download the file again")
+    model_type = own.get("model_type", kind.text)
+    family = _family(kind, model_type)
+    found: dict[str, Any] = {**_sizes(family, model_type), **own}
+    found |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    found |= {"architectures": [family.architecture], "model_type": model_type}
+    found["tie_word_embeddings"] = _is_tied(config, own, kind)
+    return LanguageConfig(found, of_multimodal=True)
+
+
+def _family(kind: Multimodal, model_type: Any) -> Family:
+    for family in FAMILIES:
+        if family.causal and model_type in (family.model_type, *family.other_model_types):
+            return family
+    raise LoadError(
+        f"config.json: the text part of this {kind.architecture} is of model_type {shown(model_type)}, which is not supported"
+    )
+
+
+def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
+    """What a text part may leave out."""
+    if model_type not in _SIZES:
+        return {}
+    vocabulary, width = _SIZES[model_type]
+    return {
+        "vocab_size": vocabulary,
+        "intermediate_size": width,
+        "hidden_size": family.rules.hidden_size,
+        "num_hidden_layers": family.rules.num_hidden_layers,
+        "num_attention_heads": family.rules.num_attention_heads,
+    }
+
+
+def _is_tied(config: Config, own: Config, kind: Multimodal) -> bool:
+    """Whether config.json says that the head is the embedding."""
+    if config.get("tie_word_embeddings") is not None:
+        return read_flag(config, "tie_word_embeddings")
+    return read_flag(own, "tie_word_embeddings") or kind.tied
+
+
+def own_name(module: str) -> str:
+    """What a model of text alone calls a module that is named as in a text part; any other name as it is."""
+    prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
+    return module if prefix is None else f"model.{module.removeprefix(prefix)}"

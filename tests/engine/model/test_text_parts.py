@@ -1,0 +1,227 @@
+"""The text parts of multimodal models: their logits are those of the whole model on text, however their files are written.
+
+Reference: transformers' class of the whole model, float32, eager attention, one pass over the whole sequence.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.adapters import merged, save_adapter
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_multimodal import MODELS, TextLogits, make_multimodal
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig
+from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.reading import read_rotary_groups
+from windlass.engine.model.families.text_part import MULTIMODAL, text_part
+
+TOLERANCE = 1e-5  # of the largest reference logit
+PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+
+
+def test_every_class_is_compared() -> None:
+    compared = {MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES[name] for name in MODELS}
+    assert compared == {kind.architecture for kind in MULTIMODAL}
+
+
+@pytest.fixture(scope="module", params=sorted(MODELS))
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_multimodal(request.param, tmp_path_factory.mktemp(request.param))
+
+
+@pytest.fixture(scope="module")
+def gemma(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_multimodal("gemma3", tmp_path_factory.mktemp("gemma3"))
+
+
+def error(core: EngineCore, reference: Path) -> float:
+    """Largest difference of the logits behind the prompt, relative to the largest logit."""
+    result = run(core, [greedy("a", PROMPT, 9)])["a", 0]
+    expected = TextLogits(reference)(PROMPT + result.token_ids)[len(PROMPT) - 1 : -1]
+    assert torch.isfinite(expected).all() and float(expected.std()) > 0
+    return float((torch.stack(result.logits) - expected).abs().max() / expected.abs().max())
+
+
+@pytest.mark.parametrize("budget", [64, 7])
+def test_logits_are_those_of_the_whole_model(model: Path, budget: int) -> None:
+    core = make_core(model, max_num_batched_tokens=budget)
+    assert any("the text part of a multimodal model" in notice for notice in core.info.notices)
+    assert error(core, model) < TOLERANCE
+
+
+def renamed(model: Path, target: Path, old: str, new: str) -> Path:
+    """The model with another beginning of names."""
+    shutil.copytree(model, target)
+    weights = load_file(model / "model.safetensors")
+    moved = {new + name.removeprefix(old) if name.startswith(old) else name: one for name, one in weights.items()}
+    assert moved.keys() != weights.keys()
+    save_file(moved, target / "model.safetensors")
+    return target
+
+
+def changed(model: Path, target: Path, **keys: Any) -> Path:
+    """The model with other keys in config.json; None: without them."""
+    if not target.exists():
+        shutil.copytree(model, target)
+    config = json.loads((target / "config.json").read_text()) | keys
+    config = {key: value for key, value in config.items() if value is not None}
+    (target / "config.json").write_text(json.dumps(config))
+    return target
+
+
+def logits(model: Path, adapter: Path | None = None, **options: Any) -> torch.Tensor:
+    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
+    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
+    return torch.stack(run(make_core(model, lora=lora, **options), [request])["a", 0].logits)
+
+
+def test_names_of_other_writers(gemma: Path, tmp_path: Path) -> None:
+    one = renamed(gemma, tmp_path / "one", "language_model.model.", "model.language_model.")
+    two = renamed(one, tmp_path / "two", "vision_tower.", "model.vision_tower.")
+    assert torch.equal(logits(two), logits(gemma))
+
+
+@pytest.mark.parametrize("options", [{}, {"quantization": "int8"}, {"dtype": "bfloat16"}], ids=str)
+def test_bits_are_those_of_the_same_model_of_text_alone(gemma: Path, tmp_path: Path, options: dict[str, Any]) -> None:
+    alone = tmp_path / "alone"
+    alone.mkdir()
+    weights = load_file(gemma / "model.safetensors")
+    prefix = "language_model."
+    own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+    assert 0 < len(own) < len(weights)
+    save_file(own, alone / "model.safetensors")
+    config = json.loads((gemma / "config.json").read_text())["text_config"]
+    (alone / "config.json").write_text(json.dumps({**config, "architectures": ["Gemma3ForCausalLM"]}))
+    assert torch.equal(logits(gemma, **options), logits(alone, **options))
+
+
+def test_experts_that_lie_the_other_way_round(tmp_path: Path) -> None:
+    """As the first files of Qwen 3 VL have them."""
+    model = make_multimodal("qwen3_vl_moe", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    stacks = [name for name in weights if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]
+    assert len(stacks) == 8
+    other = shutil.copytree(model, tmp_path / "other")
+    turned = {name: weights[name].transpose(1, 2).contiguous() for name in stacks}
+    save_file(weights | turned, other / "model.safetensors")
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_a_head_that_is_in_the_files_is_used_whatever_config_json_says(tmp_path: Path) -> None:
+    model = make_multimodal("mistral3", tmp_path / "model")
+    assert json.loads((model / "config.json").read_text())["tie_word_embeddings"] is True
+    tied = make_core(model)
+    assert tied.runner.decoder.spec.tied_embeddings and error(tied, model) < TOLERANCE
+    weights = load_file(model / "model.safetensors")
+    head = torch.randn(128, 64, generator=torch.Generator().manual_seed(1)) * 0.1
+    save_file({**weights, "language_model.lm_head.weight": head}, model / "model.safetensors")
+    own = make_core(model)
+    assert not own.runner.decoder.spec.tied_embeddings and error(own, model) < TOLERANCE
+
+
+def test_a_head_that_is_missing(tmp_path: Path) -> None:
+    model = make_multimodal("llava", tmp_path / "model")
+    weights = load_file(model / "model.safetensors")
+    save_file({n: w for n, w in weights.items() if "lm_head" not in n}, model / "model.safetensors")
+    with pytest.raises(LoadError, match=r"hold no lm_head\.weight"):
+        make_core(model)
+
+
+def test_older_files_have_the_text_parts_keys_beside_the_others(tmp_path: Path) -> None:
+    model = make_multimodal("qwen2_5_vl", tmp_path / "model")
+    config = json.loads((model / "config.json").read_text())
+    text = config["text_config"]
+    rope = text.pop("rope_parameters")
+    flat = {**text, **config, "rope_theta": rope["rope_theta"], "tie_word_embeddings": False}
+    flat["rope_scaling"] = {"type": "mrope", "mrope_section": rope["mrope_section"]}
+    other = changed(model, tmp_path / "other", **{**flat, "text_config": None})
+    assert torch.equal(logits(other), logits(model))
+
+
+def test_ends_are_those_of_the_whole_model(gemma: Path, tmp_path: Path) -> None:
+    other = changed(gemma, tmp_path / "other", eos_token_id=[1, 106])
+    (other / "generation_config.json").unlink()
+    assert make_core(other).info.eos_token_ids == (1, 106)
+
+
+SPARSE = ["cohere2", "gemma3_text", "llama", "mistral", "ministral3", "qwen2", "qwen3"]
+
+
+@pytest.mark.parametrize("model_type", SPARSE)
+def test_sizes_that_are_left_out_are_those_of_the_class(model_type: str) -> None:
+    asked = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": model_type}}
+    config, theirs = text_part(asked).config, AutoConfig.for_model(model_type)
+    for key in "vocab_size intermediate_size hidden_size num_hidden_layers num_attention_heads".split():
+        assert config[key] == getattr(theirs, key), key
+
+
+def test_rotary_groups_are_those_of_the_text_part(model: Path) -> None:
+    config = json.loads((model / "config.json").read_text())
+    core = make_core(model)
+    assert read_rotary_groups(config) == core.runner.decoder.spec.rotary_groups
+
+
+@pytest.mark.parametrize(
+    "keys, reason",
+    [
+        ({"text_config": None}, "needs the object text_config"),
+        ({"text_config": [1]}, "needs the object text_config"),
+        ({"text_config": {"model_type": "opt"}}, "is of model_type 'opt', which is not supported"),
+        ({"text_config": {"model_type": ["llama"]}}, "is of model_type a list, which is not supported"),
+        ({"text_config": {"model_type": "modernbert"}}, "which is not supported"),
+        ({"tie_word_embeddings": "yes"}, "tie_word_embeddings must be true or false"),
+        ({"architectures": ["PaliGemmaForConditionalGeneration"]}, "is a multimodal model, which is not supported"),
+    ],
+)
+def test_what_is_refused(gemma: Path, tmp_path: Path, keys: dict[str, Any], reason: str) -> None:
+    with pytest.raises(LoadError, match=reason):
+        make_core(changed(gemma, tmp_path / "other", **keys))
+
+
+def test_a_tensor_of_no_part_is_refused(gemma: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(gemma, tmp_path / "other")
+    weights = load_file(gemma / "model.safetensors")
+    save_file({**weights, "language_model.model.gates.weight": torch.zeros(2)}, other / "model.safetensors")
+    with pytest.raises(LoadError, match=r"unexpected tensor 'language_model\.model\.gates\.weight'"):
+        make_core(other)
+
+
+def test_layers_that_predict_further_tokens_are_left_out(tmp_path: Path) -> None:
+    model = make_multimodal("glm4v_moe", tmp_path / "model")
+    wanted = logits(model)
+    weights = load_file(model / "model.safetensors")
+    further = {"model.language_model.layers.4.eh_proj.weight": torch.zeros(2, 2)}
+    save_file({**weights, **further}, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    changed(model, model, text_config={**config["text_config"], "num_nextn_predict_layers": 1})
+    assert torch.equal(logits(model), wanted)
+
+
+@pytest.mark.parametrize("prefix", ["language_model.model.", "model.language_model.", "model."])
+def test_an_adapter_changes_the_text_part(tmp_path: Path, prefix: str) -> None:
+    """Under the names of the files, those of transformers since its release 5, and those of a model of text alone."""
+    model = make_multimodal("mistral3", tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model, ["up_proj"], alpha=9.0)
+    found = load_file(adapter / "adapter_model.safetensors")
+    module = "language_model.model.layers.1.mlp.up_proj"
+    own = {name: one for name, one in found.items() if f".{module}." in name}
+    save_file(own, adapter / "adapter_model.safetensors")
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    other = {name.replace("language_model.model.", prefix): one for name, one in own.items()}
+    save_file(other, adapter / "adapter_model.safetensors")
+    written = json.loads((adapter / "adapter_config.json").read_text())
+    scaled = {"lora_alpha": 1.0, "alpha_pattern": {module.replace("language_model.model.", prefix): 9.0}}
+    (adapter / "adapter_config.json").write_text(json.dumps(written | scaled))
+    ours = logits(model, adapter)
+    assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (ours - logits(model)).abs().max() > 1e-2 * wanted.abs().max()

@@ -1,0 +1,137 @@
+"""Tiny random multimodal models of transformers, saved as they save themselves, and their logits of text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+_TEXT = {
+    "vocab_size": 128,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "max_position_embeddings": 256,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+_EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
+_VISION = {
+    "hidden_size": 16,
+    "intermediate_size": 24,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "depth": 1,
+    "num_heads": 2,
+    "embed_dim": 16,
+    "out_hidden_size": 64,
+    "mlp_ratio": 2,
+    "num_channels": 3,
+}
+
+
+def _three_parts(*sections: int, **others: Any) -> dict[str, Any]:
+    return {
+        "rope_parameters": {"rope_type": "default", "rope_theta": 10_000.0, "mrope_section": list(sections), **others}
+    }
+
+
+# By `model_type`: what the text part has beside or in place of the sizes above.
+MODELS: dict[str, dict[str, Any]] = {
+    "aya_vision": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
+    "cohere2_vision": {"sliding_window": 8},
+    "exaone4_5": {"sliding_window": 8, "sliding_window_pattern": 2},
+    "gemma3": {
+        "sliding_window": 8,
+        "query_pre_attn_scalar": 24,
+        "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
+    },
+    "glm46v": _three_parts(2, 1, 1, partial_rotary_factor=0.5),
+    "glm4v": _three_parts(2, 1, 1, partial_rotary_factor=0.5),
+    "glm4v_moe": {
+        **_three_parts(2, 1, 1, partial_rotary_factor=0.5),
+        **_EXPERTS,
+        "n_routed_experts": 8,
+        "n_group": 4,
+        "topk_group": 2,
+        "first_k_dense_replace": 1,
+        "attention_bias": True,
+    },
+    "idefics3": {},
+    "internvl": {},
+    "llama4": {
+        "intermediate_size": 32,
+        "intermediate_size_mlp": 96,
+        "num_local_experts": 4,
+        "attention_chunk_size": 16,
+        "interleave_moe_layer_step": 2,
+    },
+    "llava": {},
+    "llava_next": {"model_type": "mistral", "sliding_window": 8},
+    "llava_onevision": {},
+    "mistral3": {"sliding_window": None},
+    "ovis2": {},
+    "qwen2_vl": _three_parts(4, 2, 2),
+    "qwen2_5_vl": _three_parts(4, 2, 2),
+    "qwen3_vl": _three_parts(4, 2, 2, mrope_interleaved=True),
+    "qwen3_vl_moe": {**_three_parts(4, 2, 2, mrope_interleaved=True), **_EXPERTS, "num_experts": 8},
+    "smolvlm": {},
+}
+
+
+def make_multimodal(model_type: str, directory: Path, *, seed: int = 0, top: dict[str, Any] | None = None) -> Path:
+    """Save a random model of this class to `directory`; 1-D parameters are random too. top: of the whole config."""
+    known = AutoConfig.for_model(model_type)
+    text = {"model_type": known.get_text_config().model_type, **_TEXT, **MODELS[model_type]}
+    default = known.vision_config.to_dict()
+    kept = {key: value for key, value in default.items() if not isinstance(value, dict)}
+    vision = {**kept, **{key: value for key, value in _VISION.items() if key in default}}
+    config = type(known)(text_config=text, vision_config=vision, **(top or {}))
+    torch.manual_seed(seed)
+    model = AutoModelForImageTextToText.from_config(config)
+    with torch.no_grad():
+        for key, parameter in model.named_parameters():
+            if "visual" in key or "vision" in key:
+                continue
+            if parameter.dim() > 1:
+                parameter.mul_(4.0)  # peaked attention, in which mistakes show
+            else:
+                parameter.normal_(0.0, 0.3).add_(0.0 if model_type == "gemma3" else 1.0)
+        for key, tensor in (*model.named_buffers(), *model.named_parameters()):
+            if key.endswith("e_score_correction_bias"):  # zeros otherwise
+                tensor.normal_(0.0, 0.3)
+    model.save_pretrained(directory)
+    return directory
+
+
+# Classes that leave out what their text parts multiply logits by, which as models of their own do so.
+_UNSCALED = (transformers.AyaVisionForConditionalGeneration, transformers.Cohere2VisionForConditionalGeneration)
+
+
+class TextLogits:
+    """A multimodal model of transformers in float32 with eager attention, given text alone."""
+
+    def __init__(self, directory: Path) -> None:
+        self.model = AutoModelForImageTextToText.from_pretrained(
+            directory, dtype=torch.float32, attn_implementation="eager"
+        ).eval()
+
+    @torch.no_grad()
+    def __call__(self, token_ids: Sequence[int]) -> torch.Tensor:
+        """[T, V] float32 logits of the whole sequence in one pass."""
+        ids = torch.tensor([list(token_ids)])
+        if isinstance(self.model, _UNSCALED):
+            return self.model(input_ids=ids, use_cache=False).logits[0] * self.model.config.text_config.logit_scale
+        if isinstance(self.model, transformers.Llama4ForConditionalGeneration):  # which wants an image for its output
+            return self.model.language_model(input_ids=ids, use_cache=False).logits[0]
+        return self.model(input_ids=ids, use_cache=False).logits[0]
