@@ -14,6 +14,7 @@ import pytest
 import torch
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
+from helpers.quantized_checkpoints import AWQ, as_awq, as_packed, compressed, make_quantized, quantize
 from helpers.tiny_multimodal import MODELS, TextLogits, make_multimodal
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
@@ -225,3 +226,23 @@ def test_an_adapter_changes_the_text_part(tmp_path: Path, prefix: str) -> None:
     ours = logits(model, adapter)
     assert (ours - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert (ours - logits(model)).abs().max() > 1e-2 * wanted.abs().max()
+
+
+@pytest.mark.parametrize("method", ["awq", "compressed-tensors"])
+def test_quantized_text_parts(tmp_path: Path, method: str) -> None:
+    """The other parts, the head among them, are not quantized, as their writers leave them."""
+    model = make_multimodal("llava", tmp_path / "model")
+    names = [name.removesuffix(".weight") for name in load_file(model / "model.safetensors")]
+    leave = [name for name in names if ".layers." not in name or not name.startswith("language_model.")]
+
+    def layout(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        w = quantize(weight, 4, 32, symmetric=method != "awq", dtype=torch.float16)
+        made = as_awq(module, w) if method == "awq" else as_packed(module, w, symmetric=True, padded=False)
+        return made, w.numbers()
+
+    told = AWQ if method == "awq" else compressed("pack-quantized")
+    stored, plain = make_quantized(model, tmp_path, told, layout, leave=leave)
+    exact = {"dtype": "float32", "activations": "float32"}
+    assert make_core(stored, **exact).info.quantization == ("AWQ (q4_k)" if method == "awq" else f"{method} (q4_0)")
+    ours, wanted = logits(stored, **exact), logits(plain, **exact)
+    assert (ours - wanted).abs().max() < TOLERANCE * wanted.abs().max()
