@@ -65,9 +65,15 @@ NO_MEMORY = (
     "the device ran out of memory in a step in which this request was the newest: send it again later, or a shorter one"
 )
 
+NO_MEMORY_TO_TURN = (
+    "the device ran out of memory for the keys of this request, which turn by rope_update: send it again later, or with "
+    "rope_update 'frozen'"
+)
+
 
 class DeviceMemoryError(EngineError):
-    """The device had no memory left for a step; its newest request fails, and the others go on."""
+    """The device had no memory left for a step, or for what a request needs beside steps; the newest request of that step or
+    that request fails, and the others go on."""
 
 
 class DeadlineError(EngineError):

@@ -78,7 +78,7 @@ class EngineClient(ShownEngine, Protocol):
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
         """Have an adapter read and checked, beside what runs; requests may use it from then on.
 
-        Raises RequestError that says what is wrong with it, and EngineDeadError.
+        Raises RequestError that says what is wrong with it, DeviceMemoryError and EngineDeadError.
         """
         ...
 
@@ -87,7 +87,8 @@ class EngineClient(ShownEngine, Protocol):
         ...
 
     async def look(self, question: EngineQuestion[A]) -> A:
-        """What the engine answers somebody who looks on, between two steps; raises RequestError and EngineDeadError."""
+        """What the engine answers somebody who looks on, between two steps; raises RequestError, DeviceMemoryError and
+        EngineDeadError."""
         ...
 
     async def stats(self) -> EngineStats:

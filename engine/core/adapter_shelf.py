@@ -10,6 +10,7 @@ import torch
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import AdapterConfig, parse_dtype
+from windlass.engine.core.shortage import memory_for
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
 from windlass.engine.model.loading.adapters import Keep, read_adapter
@@ -49,8 +50,8 @@ class AdapterShelf:
             raise RequestError("the adapter is not loaded (any more)", "model", "model_not_found")
 
     def read_soon(self, source: AdapterSource) -> Future[Adapter]:
-        """Read and check it beside the steps; one after the other."""
-        return self._reader.submit(self._read, source)
+        """Read and check it beside the steps; one after the other. It fails with RequestError or DeviceMemoryError."""
+        return self._reader.submit(self._read_beside, source)
 
     def add(self, adapter: Adapter) -> AdapterInfo:
         """Let requests use it from now on. Raises RequestError where there are too many."""
@@ -74,6 +75,10 @@ class AdapterShelf:
             self._leaving -= gone
             for adapter_id in gone:
                 self.loaded.drop(adapter_id)
+
+    def _read_beside(self, source: AdapterSource) -> Adapter:
+        with memory_for(f"the adapter {source.name}"):
+            return self._read(source)
 
     def _read(self, source: AdapterSource) -> Adapter:
         self.loaded.check_room()

@@ -43,6 +43,7 @@ from windlass.engine.core.parts import (
 )
 from windlass.engine.core.ranks.others import OtherRanks
 from windlass.engine.core.ranks.room import room_of_ranks
+from windlass.engine.core.shortage import memory_for
 from windlass.engine.core.steps import EngineSteps
 from windlass.engine.core.threads import rank_threads
 from windlass.engine.core.wire import portable_error
@@ -264,17 +265,19 @@ class EngineCore:
             self._others.close()
 
     def look(self, question: EngineQuestion[A]) -> A:
-        """See `windlass.engine.core.looking`."""
+        """See `windlass.engine.core.looking`; raises DeviceMemoryError besides."""
         if self._others is not None and isinstance(question, AttentionQuestion):
             raise RequestError(
                 "attention is not shown where a model is split over ranks: start without `compute.tensor_parallel`",
                 "prompt",
                 "unsupported_value",
             )
-        return look(question, self.scheduler, self.blocks, self.runner, self._planner)
+        with memory_for("this picture"):
+            return look(question, self.scheduler, self.blocks, self.runner, self._planner)
 
     def read_adapter(self, source: AdapterSource) -> Future[Adapter]:
-        """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError."""
+        """Read and check an adapter beside the steps; `add_adapter` takes the result. It fails with RequestError or
+        DeviceMemoryError."""
         if self._others is not None:
             refused: Future[Adapter] = Future()
             refused.set_exception(

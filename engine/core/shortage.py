@@ -1,19 +1,26 @@
 """Steps for which the device has no memory: the newest request of such a step fails, and the rest of it is computed again.
 
+Before a step keys may be turned. Where there is no memory for that, the request whose they are fails: what its blocks hold by
+then is nobody's, and none of them was ever offered to others (see `windlass.engine.cache.rerotation`).
+
 What a plan changes once has been done by then, in books, blocks and sequences, so the plan stays as it was but for the sequences
 of that request. A step planned ahead cannot be computed again, as nobody knows yet what it goes on from: it is given up, nobody
 fails, and the same tokens are planned once more behind the step that it was to follow. Any other error of a step is a defect or
 a lost device, and nobody's to catch.
+
+What is done beside steps concerns whoever asked for it, and nobody else: `memory_for`.
 """
 
 from __future__ import annotations
 
 import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from typing import NamedTuple
 
 from windlass.engine.api.request import RequestOutput
-from windlass.engine.errors import NO_MEMORY, DeviceMemoryError
+from windlass.engine.errors import NO_MEMORY, NO_MEMORY_TO_TURN, DeviceMemoryError
 from windlass.engine.execution.device_passes import StartedStep
 from windlass.engine.execution.runner import Runner
 from windlass.engine.scheduling.plan import SchedulerOutput
@@ -38,7 +45,7 @@ def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
     step = _attempt(runner, plan, first=True)
     while step is None:
         # The error is gone by now, and with its traceback the tensors that the failed step held.
-        failed += _fail_newest(plan, scheduler)
+        failed += _fail_unturned(runner, scheduler) or _fail_newest(plan, scheduler)
         live = {seq.seq_id for seq in scheduler.live_sequences()}
         left = tuple(item for item in plan.sequences if item.seq_id in live)
         plan = replace(plan, sequences=left)
@@ -60,6 +67,17 @@ def begin_ahead(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> 
     return None
 
 
+@contextmanager
+def memory_for(what: str) -> Iterator[None]:
+    """Raises DeviceMemoryError where the device has none for what is done here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(f"the device has no memory left for {what}: try again later") from None
+
+
 def _give_back(runner: Runner) -> None:
     if (memory := runner.decoder.backend.device_memory) is not None:
         memory.give_back()
@@ -75,6 +93,20 @@ def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> StartedSt
         if not is_out_of_memory(error) or not runner.can_repeat(plan):
             raise
         return None
+
+
+def _fail_unturned(runner: Runner, scheduler: Scheduler) -> list[RequestOutput]:
+    """Nothing where all keys were turned, or the requests whose were not have failed already."""
+    failed: list[RequestOutput] = []
+    for seq in scheduler.live_sequences():
+        if seq.seq_id in runner.unturned:
+            request_id = seq.request.request_id
+            known = {"request_id": request_id}
+            _logger.warning(
+                "no memory on the device to turn keys: request %s, whose they are, fails", request_id, extra=known
+            )
+            failed += scheduler.fail(request_id, DeviceMemoryError(NO_MEMORY_TO_TURN))
+    return failed
 
 
 def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOutput]:

@@ -119,11 +119,9 @@ class Drafter:
             self._cache.forget_parked(seq_id)
             self._parked.pop(seq_id, None)
         self._cache.copy_blocks(plan.copies)
-        for rerotation in plan.set_aside:
-            self._rotator.apply(self._own(rerotation))
-        for rerotation in plan.rerotations:
-            own = self._own(rerotation)
-            self._rotator.apply(own)
+        turned = [self._own(rerotation) for rerotation in plan.rerotations]
+        self._rotator.apply_all((*map(self._own, plan.set_aside), *turned))  # who is left out is proposed for less well
+        for own in turned:
             moved = self._moved.setdefault(own.seq_id, []) if own.seq_id is not None else []
             if moved and own.start <= moved[-1].start:  # the next re-rotation of the same keys
                 moved.clear()
@@ -181,10 +179,10 @@ class Drafter:
         moved = self._moved.pop(item.seq_id, [])
         if not self._sequences.by_id[item.seq_id].layout.is_plain:
             return  # slots have moved since
-        for rerotation in moved:
-            start, end = max(first, rerotation.start), min(item.start, rerotation.end)
-            if start < end:
-                self._rotator.apply(rerotation.reversed(start, end, self._block_size))
+        spans = [(max(first, turned.start), min(item.start, turned.end), turned) for turned in moved]
+        self._rotator.apply_all(
+            turned.reversed(start, end, self._block_size) for start, end, turned in spans if start < end
+        )
 
     def _draft(self, drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:
         """As many proposals for each sequence as its item asks for. The numbers: tokens whose keys are there."""

@@ -5,6 +5,8 @@ Knows nothing of who holds the blocks or why keys are re-rotated.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import torch
 from torch import Tensor
@@ -29,6 +31,23 @@ class KeyRotator:
         self._cache = cache
         self._block_size = block_size
         self._backend = backend
+
+    def apply_all(self, rerotations: Iterable[KeyRerotation]) -> frozenset[int]:
+        """One after the other. Returns the sequences whose keys could not all be re-rotated, as the device has no memory even for
+        those of one block: what is in their targets is nobody's to read. Raises what torch raises where it is not known whose.
+        """
+        failed: set[int] = set()
+        for rerotation in rerotations:
+            seq_id = rerotation.seq_id
+            if seq_id in failed:
+                continue
+            try:
+                self.apply(rerotation)
+            except RuntimeError as error:
+                if seq_id is None or not is_out_of_memory(error):
+                    raise
+                failed.add(seq_id)
+        return frozenset(failed)
 
     def apply(self, rerotation: KeyRerotation) -> None:
         """Re-rotate the keys of one span by one rotation each; keys whose frequencies do not change are copied bit by bit."""

@@ -35,7 +35,8 @@ _PROMPT_LOGPROB_ROWS = 256
 class RankRunner:
     """One model, or a rank's part of one, on one device. `positions_computed` counts the tokens that passed through it.
 
-    persisted: where blocks that plans save go to, and those that they load come from.
+    persisted: where blocks that plans save go to, and those that they load come from. unturned: the sequences whose keys the last
+    plan turns and the device had no memory to.
     """
 
     def __init__(
@@ -67,6 +68,7 @@ class RankRunner:
         self.graphs: DecodeGraphs | None = None
         self._block_size = block_size
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
+        self.unturned: frozenset[int] = frozenset()
         self.positions_computed = 0
 
     def make_graphs(self, most_rows: int, most_blocks: int) -> None:
@@ -92,6 +94,7 @@ class RankRunner:
     def take_part(self, plan: SchedulerOutput) -> None:
         """Do this rank's part of what `Runner.execute` does on the first one."""
         self._follow(plan)
+        self._check_turned()
         if not plan.sequences:
             return
         hidden, made = self._forward(plan)
@@ -106,6 +109,7 @@ class RankRunner:
     def follow(self, plan: SchedulerOutput) -> None:
         """Take in what a plan changes, in its books and in the cache, and compute nothing."""
         self._follow(plan)
+        self._check_turned()
 
     def _follow(self, plan: SchedulerOutput) -> None:
         self.sequences.apply(plan)
@@ -123,9 +127,12 @@ class RankRunner:
         for seq_id in plan.forgotten:
             self.cache.forget_parked(seq_id)
         self.cache.copy_blocks(plan.copies)
-        for rerotations in (plan.set_aside, plan.rerotations):
-            for rerotation in rerotations:
-                self._rotator.apply(rerotation)
+        self.unturned = self._rotator.apply_all((*plan.set_aside, *plan.rerotations))
+
+    def _check_turned(self) -> None:
+        """Raises what torch raises without memory, where there was none to turn keys; all else that a plan changes is done."""
+        if self.unturned:
+            raise torch.OutOfMemoryError("no memory is left to turn the keys of one block")
 
     def _park(self, plan: SchedulerOutput) -> None:
         for parked in plan.parked:

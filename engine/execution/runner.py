@@ -100,6 +100,7 @@ class Runner(RankRunner):
             self.graphs.join()
         self._follow(plan)
         self._followed = plan.step
+        self._check_turned()
         under_way = None if self.graphs is None or self.drafter is not None else self._passes.start(plan, self.graphs)
         if under_way is None:
             results = self._compute_and_draw(plan)
@@ -184,6 +185,7 @@ class Runner(RankRunner):
     def hidden_states(self, plan: SchedulerOutput) -> Tensor:
         """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
         self._follow(plan)
+        self._check_turned()
         return self._forward(plan)[0]
 
     def follow(self, plan: SchedulerOutput) -> None:

@@ -91,7 +91,7 @@ class RotaryTables:
     def write(self, row: int, specs: Sequence[RotarySpec]) -> None:
         """Let a row hold these specs, one per group, whoever counts its users: nothing is to do where it does already.
 
-        Raises ValueError for specs that do not fit the groups.
+        That takes no memory of the device.         Raises ValueError for specs that do not fit the groups.
         """
         key = tuple(spec.fingerprint for spec in specs)
         if self._content.get(row) == key:
@@ -101,9 +101,9 @@ class RotaryTables:
                 raise ValueError(f"a group rotates {half} pairs, its spec has {len(spec.inv_freq)} frequencies")
         for group, spec in enumerate(specs):
             frequencies = torch.tensor(spec.inv_freq, dtype=torch.float64)
-            self.inv_freq[group, row, : len(spec.inv_freq)] = frequencies.to(self._device)
-            self.q_scale[group, row] = spec.rotary_scale**2
-        self.score_scale[row] = specs[0].score_scale
+            self.inv_freq[group, row, : len(spec.inv_freq)].copy_(frequencies)
+            self.q_scale[group, row].fill_(spec.rotary_scale**2)
+        self.score_scale[row].fill_(specs[0].score_scale)
         self.distances[row] = specs[0].distances
         self._content[row] = key
 

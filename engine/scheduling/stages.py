@@ -73,7 +73,7 @@ class StageChanges:
         if stage is None:
             return
         set_aside, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
-        step.set_aside += set_aside
+        step.set_aside += [replace(piece, seq_id=seq.seq_id) for piece in set_aside]
         seq.rerotations = [replace(piece, seq_id=seq.seq_id) for piece in rerotations]
         seq.stage = stage
         self._swap_row(seq)

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 import struct
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import transformers
 from helpers.engines import greedy, make_core, run
+from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.looks import AttentionQuestion, CacheQuestion
-from windlass.engine.errors import RequestError
+from windlass.engine.core import looking
+from windlass.engine.errors import DeviceMemoryError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 
 IDS = torch.randint(3, 128, (48,), generator=torch.Generator().manual_seed(3)).tolist()
@@ -69,6 +72,19 @@ def test_what_cannot_be_shown_is_refused(model: Path) -> None:
         with pytest.raises(RequestError) as caught:
             core.look(AttentionQuestion(tuple(ids), layer, head))
         assert caught.value.param == param
+
+
+def test_no_memory_for_a_picture_is_told_to_whoever_looks(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    core = make_core(model)
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(NO_ROOM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(looking, "attention_picture", fails)
+        with pytest.raises(DeviceMemoryError, match="this picture"):
+            core.look(AttentionQuestion(tuple(IDS), 0, 0))
+    assert core.look(AttentionQuestion(tuple(IDS), 0, 0)).num_layers
 
 
 def test_the_cache_is_shown_as_it_is(model: Path) -> None:

@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from fractions import Fraction
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from helpers.little_memory import NO_ROOM
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, RotarySpec, resolve
 from windlass.engine.rotary.tables import RotaryTables
@@ -114,6 +118,27 @@ def test_a_freed_row_is_written_anew() -> None:
         assert scale == pytest.approx([specs[0].rotary_scale ** 2, 1.0])
         tables.release(row)
     assert tables.num_live == 0
+
+
+class _Full(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """No memory on the device that tensors without data stand for: what is there can be written to and viewed."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        for made, said in zip(found if isinstance(found, tuple) else (found,), func._schema.returns, strict=False):
+            if isinstance(made, torch.Tensor) and made.device.type == "meta" and said.alias_info is None:
+                raise torch.OutOfMemoryError(NO_ROOM)
+        return found
+
+
+def test_a_new_row_takes_no_memory_of_the_device() -> None:
+    device: Any = SimpleNamespace(device=torch.device("meta"))
+    tables = RotaryTables(2, [BASE, RotaryBase(1e4, 64, 32, 4096)], device)
+    with _Full():
+        with pytest.raises(torch.OutOfMemoryError):  # it would be noticed
+            torch.ones(3).to(device.device)
+        assert tables.acquire([spec(rope_type="yarn", factor=4.0), spec(RotaryBase(1e4, 64, 32, 4096))]) == 0
+        tables.write(1, [spec(), spec(RotaryBase(1e4, 64, 32, 4096))])
 
 
 def test_a_full_table_and_wrong_specs_are_errors_that_change_nothing() -> None:

@@ -6,18 +6,21 @@ import json
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from helpers.adapters import save_adapter
 from helpers.engines import make_core
+from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import AdapterConfig
+from windlass.engine.core import adapter_shelf
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.errors import DeviceMemoryError, LoadError, RequestError
 from windlass.engine.model.loading import adapter_config
 from windlass.engine.model.loading.adapter_config import read_description
 
@@ -107,6 +110,22 @@ def test_it_is_refused_by_name(core: EngineCore, model: Path, tmp_path: Path, ca
         core.read_adapter(AdapterSource(1, "a", str(adapter))).result(30)
     assert raised.value.param == "lora_path" and raised.value.code
     assert core.stats().adapters_loaded == 0
+
+
+def test_a_device_without_memory_for_it_says_so(
+    core: EngineCore, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = AdapterSource(1, "poet", str(save_adapter(tmp_path / "adapter", model)))
+
+    def fails(*_: Any) -> Any:
+        raise torch.OutOfMemoryError(NO_ROOM)
+
+    with monkeypatch.context() as patched:
+        patched.setattr(adapter_shelf, "read_adapter", fails)
+        with pytest.raises(DeviceMemoryError, match="the adapter poet"):
+            core.read_adapter(source).result(30)
+    assert core.stats().adapters_loaded == 0
+    assert core.read_adapter(source).result(30).info.name == "poet"
 
 
 def test_a_start_with_such_a_file_fails_with_its_name(model: Path, tmp_path: Path) -> None:
