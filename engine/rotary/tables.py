@@ -91,7 +91,7 @@ class RotaryTables:
     def write(self, row: int, specs: Sequence[RotarySpec]) -> None:
         """Let a row hold these specs, one per group, whoever counts its users: nothing is to do where it does already.
 
-        That takes no memory of the device.         Raises ValueError for specs that do not fit the groups.
+        That takes no memory of the device. Raises ValueError for specs that do not fit the groups.
         """
         key = tuple(spec.fingerprint for spec in specs)
         if self._content.get(row) == key:

@@ -13,6 +13,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 import triton
@@ -242,6 +243,11 @@ def _products(dtype: torch.dtype) -> None:
         products.linear_of_experts(y, experts, chosen[:rows])
         if dtype != torch.float32 and rows == 300:
             _many_rows(y, experts, chosen)
+        if rows == 300:
+            with patch.object(products, "_MOST_BEHIND", 1):  # as where there are more tiles of rows than that
+                products.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype))
+                products.linear(y, random_blocks(128, 256, FORMS["q4_k"]), None)
+                products.linear_of_experts(y, experts, chosen)
         products.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
 
 

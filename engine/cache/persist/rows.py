@@ -36,7 +36,9 @@ class GroupRows:
     def put(self, row: Tensor, block: int) -> None:
         """Put a row [words] of the device into a block, which takes no memory there."""
         for view, part in zip(self._views, self._parts(row[None]), strict=True):
-            view[block].copy_(part[0])
+            # A layer at a time: those of a block lie apart, and for what lies together no program has to be loaded.
+            for layer, own in zip(view[block], part[0], strict=True):
+                layer.copy_(own)
 
     def copy_of(self, block: int, row: Tensor) -> None:
         """Take a block into a row [words] of the device."""

@@ -21,9 +21,10 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest
+from windlass.engine.cache.persist import tier
 from windlass.engine.core import engine_core
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling import steps_ahead
+from windlass.engine.scheduling import restoring, steps_ahead
 
 __all__ = ["a_device"]
 # What these do there, others try on a CPU in less time.
@@ -187,8 +188,12 @@ def test_a_step_planned_ahead_that_finds_no_memory(
 
 
 @pytest.mark.parametrize("deterministic", [True, False], ids=["bit by bit", "beside captured steps"])
-def test_blocks_that_come_back_together(deterministic: bool, directory_of: Callable[..., Path]) -> None:
-    """From main memory, beside a stream, into a cache that has lost them."""
+def test_blocks_that_come_back_together(
+    deterministic: bool, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From main memory, beside a stream, into a cache that has lost them; however long a device that others use takes."""
+    monkeypatch.setattr(restoring, "_PATIENCE", 60.0)
+    monkeypatch.setattr(tier, "_COPY_SECONDS", 60.0)
     directory = directory_of("llama")
     plenty = make_core(directory, cuda_graphs=False, deterministic=deterministic, **OPTIONS)
     size = plenty.info.kv_bytes_per_token * plenty.info.block_size
