@@ -46,7 +46,7 @@ def _three_parts(*sections: int, **others: Any) -> dict[str, Any]:
     }
 
 
-# By `model_type`: what the text part has beside or in place of the sizes above.
+# By `model_type`, behind which may stand that of the text part: what the text part has beside or in place of the sizes above.
 MODELS: dict[str, dict[str, Any]] = {
     "aya_vision": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
     "cohere2_vision": {"sliding_window": 8},
@@ -69,6 +69,7 @@ MODELS: dict[str, dict[str, Any]] = {
     },
     "idefics3": {},
     "internvl": {},
+    "internvl qwen3": {},
     "llama4": {
         "intermediate_size": 32,
         "intermediate_size_mlp": 96,
@@ -77,9 +78,24 @@ MODELS: dict[str, dict[str, Any]] = {
         "interleave_moe_layer_step": 2,
     },
     "llava": {},
-    "llava_next": {"model_type": "mistral", "sliding_window": 8},
+    "llava_next": {},
+    "llava_next mistral": {"sliding_window": 8},
     "llava_onevision": {},
     "mistral3": {"sliding_window": None},
+    "mistral3 ministral3": {
+        "sliding_window": None,
+        "rope_parameters": {
+            "rope_type": "yarn",
+            "rope_theta": 10_000.0,
+            "factor": 16.0,
+            "original_max_position_embeddings": 16,
+            "beta_fast": 32.0,
+            "beta_slow": 1.0,
+            "mscale": 1.0,
+            "mscale_all_dim": 0.5,
+            "llama_4_scaling_beta": 0.1,
+        },
+    },
     "ovis2": {},
     "qwen2_vl": _three_parts(4, 2, 2),
     "qwen2_5_vl": _three_parts(4, 2, 2),
@@ -89,15 +105,16 @@ MODELS: dict[str, dict[str, Any]] = {
 }
 
 
-def make_multimodal(model_type: str, directory: Path, *, seed: int = 0, top: dict[str, Any] | None = None) -> Path:
-    """Save a random model of this class to `directory`; 1-D parameters are random too. top: of the whole config."""
+def make_multimodal(name: str, directory: Path) -> Path:
+    """Save a random model of this kind to `directory`; 1-D parameters are random too."""
+    model_type, _, of_text = name.partition(" ")
     known = AutoConfig.for_model(model_type)
-    text = {"model_type": known.get_text_config().model_type, **_TEXT, **MODELS[model_type]}
+    text = {"model_type": of_text or known.get_text_config().model_type, **_TEXT, **MODELS[name]}
     default = known.vision_config.to_dict()
     kept = {key: value for key, value in default.items() if not isinstance(value, dict)}
     vision = {**kept, **{key: value for key, value in _VISION.items() if key in default}}
-    config = type(known)(text_config=text, vision_config=vision, **(top or {}))
-    torch.manual_seed(seed)
+    config = type(known)(text_config=text, vision_config=vision)
+    torch.manual_seed(0)
     model = AutoModelForImageTextToText.from_config(config)
     with torch.no_grad():
         for key, parameter in model.named_parameters():
