@@ -37,6 +37,7 @@ _VISION = {
     "out_hidden_size": 64,
     "mlp_ratio": 2,
     "num_channels": 3,
+    "vocab_size": 32,
 }
 
 
