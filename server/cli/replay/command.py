@@ -13,6 +13,7 @@ from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.cli.chat.own_server import OwnServer
+from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.cli.replay.asking import asked_again
 from windlass.server.cli.replay.reading import RecordedWorkload, read_recording
 from windlass.server.cli.replay.report import as_object, good, lines
@@ -64,7 +65,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
             client.models()  # a wrong address or key is told once, not by every request
             replayed = _run(recording, client, url, api_key, pace)
     except APIError as error:
-        raise CommandError(f"{url}: {error.message}") from error
+        raise CommandError(f"{url}: {with_key_hint(error)}") from error
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     if as_json:
