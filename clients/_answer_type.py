@@ -23,7 +23,10 @@ def response_format(answer_type: AnswerType) -> dict[str, Any]:
     """The body's field; raises TypeError for what cannot be described."""
     name = getattr(answer_type, "__name__", None) or "answer"
     name = re.sub(r"[^A-Za-z0-9_-]", "_", name)[:64]
-    return {"type": "json_schema", "json_schema": {"name": name, "schema": _schema(answer_type), "strict": True}}
+    # What a model of pydantic asks for it checks itself: a keyword that no grammar holds, as the `uniqueItems` of a set, is no
+    # reason to refuse it. Nobody checks an answer under a schema.
+    strict = not hasattr(answer_type, "model_validate_json")
+    return {"type": "json_schema", "json_schema": {"name": name, "schema": _schema(answer_type), "strict": strict}}
 
 
 def reader(answer_type: AnswerType) -> Callable[[str], Any]:

@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import os
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import hypothesis
 import pytest
+from helpers.crashes import CRASHES, FOLDER
 from helpers.device import PLACE
 
 if not Path("/dev/nvidiactl").exists():
     # Triton reads it when it is imported, by whichever library does so first: without a GPU its programs are interpreted.
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-for name, value in PLACE.items():
+for name, value in (PLACE | CRASHES).items():
     os.environ.setdefault(name, value)
 
 # A test fails for what it tests: not because a machine is busy, and not for an example that came up by chance. Others are
@@ -29,6 +31,10 @@ if TYPE_CHECKING:
 
 # Files with single tests of minutes: begun first, so that no process is left alone with one at the end.
 _LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_soak.py", "test_simulation.py"})
+
+
+def pytest_unconfigure() -> None:
+    shutil.rmtree(FOLDER, ignore_errors=True)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import difflib
 import errno
 import io
-import os
 import re
 import sys
 from collections.abc import Callable, Sequence
@@ -15,7 +14,7 @@ import typer
 
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.streams import open_standard_streams
+from windlass.clients.terminal.streams import leave_output, nobody_reads, open_standard_streams
 
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
@@ -56,20 +55,14 @@ def run_app(
         return _fail(words(str(error)))
     except (KeyboardInterrupt, typer.Abort):
         return 130
-    except BrokenPipeError:  # whoever reads has enough
-        _leave_output()
-        return 1  # as click ends where it meets this first
     except OSError as error:
+        if nobody_reads(error):
+            leave_output()
+            return 1  # as click ends where it meets a closed pipe first
         if error.errno not in _NO_ROOM:
             raise
-        _leave_output()
+        leave_output()
         return _fail(f"cannot write: {error.strerror}")
-
-
-def _leave_output() -> None:
-    """Nothing is left to be flushed at the end."""
-    if sys.stdout is not None:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any, str], str | None]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import sys
 
@@ -28,6 +29,25 @@ def _is_open(number: int) -> bool:
     except OSError:
         return False
     return True
+
+
+def nobody_reads(error: OSError) -> bool:
+    """Whether an error tells of standard output that it is a closed pipe, or a terminal that is gone."""
+    if isinstance(error, BrokenPipeError):
+        return True
+    if error.errno != errno.EIO or sys.stdout is None:
+        return False
+    try:
+        os.get_terminal_size(sys.stdout.fileno())
+    except OSError as refused:  # of a disk that cannot be read, say, it would be that there is no terminal
+        return refused.errno == errno.EIO
+    return False
+
+
+def leave_output() -> None:
+    """Nothing is left to be flushed at the end."""
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def on_terminal() -> bool:

@@ -66,6 +66,11 @@ class EngineClient(ShownEngine, Protocol):
         """The report of the last death, where there is one."""
         return None
 
+    @property
+    def adapter_ids(self) -> frozenset[int] | None:
+        """The adapters that requests may name: an engine that is started again may find that one has gone. None: nobody knows."""
+        return None
+
     def generate(self, request: EngineRequest) -> AsyncIterator[RequestOutput]: ...
 
     def end_sample(self, request_id: str, index: int) -> None:

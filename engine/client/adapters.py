@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter, Message
+from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter, Message, Ready
 from windlass.engine.errors import EngineError, RequestError
 
 
@@ -67,7 +67,10 @@ class AdapterCalls:
         self._send(DropAdapter(adapter_id))
 
     def deliver(self, message: Message) -> bool:
-        """Take a message about adapters; False if it is about something else."""
+        """Take a message about adapters; False if it is about something else, too."""
+        if isinstance(message, Ready):  # of one that was started again, perhaps, and could not read all of them
+            there = {info.adapter_id for info in message.info.adapters}
+            self._loaded = {adapter_id: source for adapter_id, source in self._loaded.items() if adapter_id in there}
         if not isinstance(message, AdapterLoaded):
             return False
         loading = self._loading.pop(message.adapter_id, None)

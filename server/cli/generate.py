@@ -19,6 +19,7 @@ from windlass.clients.terminal.lines import say
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.server.cli.key_hint import with_key_hint
+from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
 from windlass.server.startup.display import LoadingDisplay
@@ -77,23 +78,31 @@ class GenerateOptions:
             raise LoadError(error.message.replace(name, f"--{name.replace('_', '-')}", 1)) from None
 
 
-def generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
+def generate_here(
+    wanted: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
+) -> None:
     """Load the model, write the continuation, end. Raises EngineError subclasses, one line each."""
-    asyncio.run(_generate_here(wanted, model, options, log_level))
+    asyncio.run(_generate_here(wanted, model, options, sampling, log_level))
 
 
-async def _generate_here(wanted: GenerateOptions, model: str | None, options: EngineOptions, log_level: str) -> None:
+async def _generate_here(
+    wanted: GenerateOptions, model: str | None, options: EngineOptions, sampling: SamplingOptions, log_level: str
+) -> None:
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    sampling.check()
     with contextlib.closing(Engines(options, log_level)) as engines:
-        await _generate_with(engines, wanted, model, options)
+        await _generate_with(engines, wanted, model, options, sampling)
 
 
-async def _generate_with(engines: Engines, wanted: GenerateOptions, model: str | None, options: EngineOptions) -> None:
+async def _generate_with(
+    engines: Engines, wanted: GenerateOptions, model: str | None, options: EngineOptions, given: SamplingOptions
+) -> None:
     name, path = choose_model(model)
     options = with_draft_model(options)
     check_model(options, path)
     path = with_tokenizer(path)
-    defaults = find_sampling(path, known_sampling(model, name)).sampling
+    recommended = known_sampling(model, name)
+    found = find_sampling(path, recommended, given.generation_config, given.override_generation_config)
     client = engines.client(options, path)
     loading = LoadingDisplay()
     client.progress = loading if sys.stderr.isatty() else None
@@ -115,7 +124,7 @@ async def _generate_with(engines: Engines, wanted: GenerateOptions, model: str |
             samples=1,
             logprobs=None,
             prompt_logprobs=None,
-            defaults=defaults,
+            defaults=found.sampling,
         )
         detokenizer = Detokenizer(tokenizer, prompt, stop=wanted.stop)
         start, first, tokens, reason = time.monotonic(), 0.0, 0, ""

@@ -22,6 +22,7 @@ from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
 from windlass.server.cli.rope.commands import app as rope
 from windlass.server.cli.top.command import top
+from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.config_file import config_option
 from windlass.server.options.connections import ConnectionOptions
 from windlass.server.options.elsewhere import hint
@@ -47,6 +48,7 @@ app.add_typer(ray, name="ray")
 
 
 Engine = Annotated[EngineOptions, Depends(EngineOptions)]
+Sampling = Annotated[SamplingOptions, Depends(SamplingOptions)]
 HelpAll = Annotated[bool, help_all_option()]
 
 
@@ -82,6 +84,7 @@ def serve(
 @app.command(cls=BriefHelp)
 def generate(
     engine: Engine,
+    sampling: Sampling,
     prompt: Annotated[str, typer.Argument(help="The text to continue; - reads standard input.")],
     model: ModelOption = None,
     max_tokens: Annotated[int, typer.Option("--max-tokens", help="Longest continuation.")] = 128,
@@ -127,7 +130,7 @@ def generate(
         stats=stats,
     )
     if url is None:
-        generate_here(wanted, model, engine, check_log_level(log_level))
+        generate_here(wanted, model, engine, sampling, check_log_level(log_level))
     else:
         generate_remote(wanted, model, engine, url, api_key)
 
@@ -180,6 +183,7 @@ def bench_engine(
 @app.command(cls=BriefHelp)
 def chat(
     engine: Engine,
+    sampling: Sampling,
     model: ModelArgument = None,
     system: Annotated[str | None, typer.Option("--system", help="What the model is told before the chat.")] = None,
     url: Annotated[
@@ -197,13 +201,14 @@ def chat(
     from windlass.server.cli.chat.app import chat_here, chat_with
 
     if url is None:
-        return chat_here(model, engine, system)
+        return chat_here(model, engine, sampling, system)
     return chat_with(url, api_key, model, system)
 
 
 @app.command(cls=BriefHelp)
 def replay(
     engine: Engine,
+    sampling: Sampling,
     file: Annotated[Path, typer.Argument(metavar="FILE", help="What `windlass serve --record` wrote.")],
     model: ModelArgument = None,
     url: Annotated[
@@ -230,7 +235,7 @@ def replay(
 
     pace = read_pace(speed, as_fast_as_possible, concurrency)
     if url is None:
-        return replay_here(file, model, engine, pace, as_json)
+        return replay_here(file, model, engine, sampling, pace, as_json)
     return replay_there(file, url, api_key, pace, as_json)
 
 

@@ -51,11 +51,11 @@ class ServedAdapters:
 
     def find(self, name: str | None) -> ServedAdapter | None:
         """The adapter of this name, None where there is none."""
-        return None if name is None else self._by_name.get(name)
+        return None if name is None else self._there().get(name)
 
     def listed(self) -> list[ServedAdapter]:
         """Those that requests may name, as they came."""
-        return list(self._by_name.values())
+        return list(self._there().values())
 
     def running(self) -> list[str]:
         """The names of those that requests run with, in order."""
@@ -87,7 +87,7 @@ class ServedAdapters:
         folder = self._allowed()
         if not is_adapter_name(name):
             raise bad_request(f"lora_name must be {NAME_RULE}", "lora_name")
-        if name in self._by_name or name in self._loading or name in self._settings.model_names:
+        if name in self._there() or name in self._loading or name in self._settings.model_names:
             raise bad_request(f"the name {name!r} is taken: unload that adapter first", "lora_name", "name_taken")
         if len(self._by_name) + len(self._leaving) + len(self._loading) >= self._settings.max_loras:
             raise bad_request(
@@ -114,7 +114,7 @@ class ServedAdapters:
         It goes then without anybody waiting. Raises ApiError for an unknown one.
         """
         self._allowed()
-        adapter = self._by_name.pop(name, None)
+        adapter = self._there().pop(name, None)
         if adapter is None:
             raise not_found(name, param="lora_name")
         adapter.leaving = True
@@ -126,6 +126,16 @@ class ServedAdapters:
         except TimeoutError:
             return False
         return True
+
+    def _there(self) -> dict[str, ServedAdapter]:
+        """Those that there are, by name, without any that an engine found gone when it was started again."""
+        known = self._engine.adapter_ids
+        if known is not None:
+            for name, adapter in [*self._by_name.items()]:
+                if adapter.source.adapter_id not in known:
+                    adapter.leaving = True
+                    del self._by_name[name]
+        return self._by_name
 
     def _let_go(self, adapter: ServedAdapter) -> None:
         if adapter.leaving and adapter.users == 0 and not adapter.unused.is_set():

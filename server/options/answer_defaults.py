@@ -4,16 +4,31 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Annotated, Any, NoReturn
 
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.server.options.panels import ANSWERS
+from windlass.server.options.spelling import option
 
 GENERATION_CONFIG = "--generation-config"
 OVERRIDE = "--override-generation-config"
 TEMPLATE_KWARGS = "--default-chat-template-kwargs"
 FILE = "generation_config.json"
 NONE = ("none", "vllm")  # the second is vLLM's word
+
+GenerationConfig = Annotated[
+    str,
+    option(GENERATION_CONFIG, panel=ANSWERS, metavar="auto|none|PATH", help="What holds for requests that leave sampling "
+           "out: auto (the model's generation_config.json, and for a known model what its authors recommend), none, or "
+           "another such file or its folder."),
+]  # fmt: skip
+OverrideGenerationConfig = Annotated[
+    str | None,
+    option(OVERRIDE, panel=ANSWERS, metavar="JSON", help="Sampling in place of what that file "
+           "says, such as '{\"temperature\": 0.7}'."),
+]  # fmt: skip
 
 _SAMPLING_EXAMPLE = '{"temperature": 0.7, "top_p": 0.9}'
 _KWARGS_EXAMPLE = '{"enable_thinking": false}'
@@ -28,6 +43,19 @@ _NUMBERS: dict[str, tuple[_Test, str]] = {
 }
 _MOST = 2**31 - 1
 _FIELDS = (*_NUMBERS, "top_k", "do_sample")
+
+
+@dataclass(slots=True, kw_only=True)
+class SamplingOptions:
+    """What a command takes that is no server; `ServerOptions` has the same among its own."""
+
+    generation_config: GenerationConfig = "auto"
+    override_generation_config: OverrideGenerationConfig = None
+
+    def check(self) -> None:
+        """Raise LoadError for what cannot be meant."""
+        sampling_file(self.generation_config)
+        read_override(self.override_generation_config)
 
 
 def read_sampling(values: Mapping[str, Any], place: str, advice: str) -> dict[str, Any]:

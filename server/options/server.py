@@ -10,7 +10,13 @@ from pathlib import Path
 from typing import Annotated, cast
 
 from windlass.engine.errors import LoadError
-from windlass.server.options.answer_defaults import read_override, read_template_kwargs, sampling_file
+from windlass.server.options.answer_defaults import (
+    GenerationConfig,
+    OverrideGenerationConfig,
+    read_override,
+    read_template_kwargs,
+    sampling_file,
+)
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.key_file import read_key_file
 from windlass.server.options.panels import ACCESS, ADAPTERS, ANSWERS, CONTEXT, MODEL, NETWORK, OPERATION, ROTARY
@@ -104,17 +110,8 @@ class ServerOptions:
         option("--rerank-template", panel=ANSWERS, metavar="FILE", help="The prompt of a query and a document (Jinja), or "
                "qwen3: that of Qwen3-Reranker. Default: the model's chat template, where it takes both."),
     ] = None  # fmt: skip
-    generation_config: Annotated[
-        str,
-        option("--generation-config", panel=ANSWERS, metavar="auto|none|PATH", help="What holds for requests that leave sampling "
-               "out: auto (the model's generation_config.json, and for a known model what its authors recommend), none, or "
-               "another such file or its folder."),
-    ] = "auto"  # fmt: skip
-    override_generation_config: Annotated[
-        str | None,
-        option("--override-generation-config", panel=ANSWERS, metavar="JSON", help="Sampling in place of what that file "
-               "says, such as '{\"temperature\": 0.7}'."),
-    ] = None  # fmt: skip
+    generation_config: GenerationConfig = "auto"
+    override_generation_config: OverrideGenerationConfig = None
     default_chat_template_kwargs: Annotated[
         str | None,
         option("--default-chat-template-kwargs", panel=ANSWERS, metavar="JSON", help="Variables of the chat template, for "

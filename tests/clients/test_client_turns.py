@@ -5,15 +5,16 @@ from __future__ import annotations
 import dataclasses
 import json
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import pydantic
 import pytest
 from helpers.any_client import any_client
+from helpers.live_server import live_server
 from helpers.scripted_http import answer, events, scripted_server
 from jsonschema import Draft202012Validator
 
-from windlass.clients import ChatCompletion, ChatMessage, FunctionCall, ToolCall, _answer_type
+from windlass.clients import BadRequestError, ChatCompletion, ChatMessage, FunctionCall, ToolCall, _answer_type
 from windlass.clients._whole import MessageAccumulator
 from windlass.clients.message_types import ContentBlock, Message, MessageDelta, MessageEvent
 from windlass.clients.response_types import ResponseItem
@@ -154,9 +155,32 @@ async def test_an_answer_of_a_wanted_type(kind: str, wanted: Any, text: str, val
     assert isinstance(final, ChatCompletion) and final.parsed == value
     for request in server.requests:
         asked = request.json["response_format"]
-        assert asked["type"] == "json_schema" and asked["json_schema"]["strict"] is True
+        assert asked["type"] == "json_schema" and asked["json_schema"]["strict"] is (wanted is not Model)
         Draft202012Validator.check_schema(asked["json_schema"]["schema"])
         Draft202012Validator(asked["json_schema"]["schema"]).validate(json.loads(text))
+
+
+class Tagged(pydantic.BaseModel):
+    tags: Annotated[set[str], pydantic.Field(min_length=2)]
+
+
+async def test_a_set_is_asked_for_and_checked_by_its_model(kind: str) -> None:
+    """No grammar holds `uniqueItems`: the server leaves that open, and refuses it where nobody would look at the answer."""
+    texts = ['{"tags": ["b", "a", "b"]}', '{"tags": ["b", "b"]}']
+    with live_server() as live:
+        first, second = (live.tokenizer.encode(text, add_special_tokens=False) for text in texts)
+        async with any_client(kind, live.url) as client:
+            live.engine.reply = first
+            asked = {"messages": [{"role": "user", "content": "go"}], "answer_type": Tagged}
+            assert (await client.chat(**asked, max_tokens=len(first))).parsed == Tagged(tags={"a", "b"})
+            async with await client.chat(**asked, max_tokens=len(first), stream=True) as stream:
+                assert (await stream.get_final()).parsed == Tagged(tags={"a", "b"})
+            live.engine.reply = second
+            short = await client.chat(**asked, max_tokens=len(second))
+            with pytest.raises(ValueError, match="at least 2 items"):
+                _ = short.parsed
+            with pytest.raises(BadRequestError, match="uniqueItems"):
+                await client.chat(**(asked | {"answer_type": Tagged.model_json_schema()}))
 
 
 NULLS: list[tuple[str, Any]] = [

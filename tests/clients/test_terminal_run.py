@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import os
 import subprocess
@@ -34,6 +35,11 @@ def other() -> None:
     raise FileNotFoundError(2, "something else")
 
 
+@app.command()
+def unreadable() -> None:
+    raise OSError(errno.EIO, "a bad block")
+
+
 @contextmanager
 def printing_into(fd: int, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     with open(fd, "w", encoding="utf-8") as stream, monkeypatch.context() as patched:
@@ -58,6 +64,30 @@ def test_whoever_reads_no_more_hears_no_complaint(
     with printing_into(writing, monkeypatch):
         assert run_app(app, "toy", ["many", "1"]) == 1
     assert capfd.readouterr().err == ""
+
+
+def gone_terminal() -> int:
+    """One whose window was closed: whoever writes to it gets EIO."""
+    window, terminal = os.openpty()
+    os.close(window)
+    return terminal
+
+
+@pytest.mark.parametrize("count", [1, 100_000])
+def test_a_terminal_that_is_gone_hears_no_complaint(
+    count: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    with printing_into(gone_terminal(), monkeypatch):
+        assert run_app(app, "toy", ["many", str(count)]) == 1
+    assert capfd.readouterr().err == ""
+
+
+def test_a_disk_that_cannot_be_read_is_no_terminal_that_is_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    window, terminal = os.openpty()
+    for fd in (terminal, os.open(os.devnull, os.O_WRONLY)):
+        with printing_into(fd, monkeypatch), pytest.raises(OSError, match="a bad block"):
+            run_app(app, "toy", ["unreadable"])
+    os.close(window)
 
 
 def test_signs_that_an_encoding_lacks_are_replaced(monkeypatch: pytest.MonkeyPatch) -> None:

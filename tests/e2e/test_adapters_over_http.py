@@ -108,8 +108,11 @@ def test_every_endpoint_takes_an_adapter(adapted: Adapted, tmp_path: Path) -> No
     assert not any(got[path] == plain[path] for path in got)
 
 
-def test_an_engine_that_died_has_its_adapters_again(adapted: Adapted) -> None:
-    assert adapted.post("load", lora_name="late", lora_path="second").status_code == 200
+def test_an_engine_that_died_has_its_adapters_again_that_are_still_there(adapted: Adapted) -> None:
+    shutil.copytree(adapted.folder / "third", adapted.folder / "lost")
+    for name, path in (("late", "second"), ("lost", "lost")):
+        assert adapted.post("load", lora_name=name, lora_path=path).status_code == 200
+    shutil.rmtree(adapted.folder / "lost")
     try:
         before = {name: text_of(adapted.complete(name)) for name in ("base", "first", "late")}
         assert len(set(before.values())) == 3
@@ -117,6 +120,9 @@ def test_an_engine_that_died_has_its_adapters_again(adapted: Adapted) -> None:
         eventually(lambda: adapted.server.metric("windlass_engine_restarts_total") == 1, 60)
         eventually(lambda: httpx.get(f"{adapted.server.url}/ready").status_code == 200, 60)
         assert {name: text_of(adapted.complete(name)) for name in before} == before
+        listed = httpx.get(f"{adapted.server.url}/v1/models").json()["data"]
+        assert [model["id"] for model in listed] == ["base", "first", "late"]
+        assert "adapter lost is gone: " in adapted.server.log.read_text()
     finally:
         assert adapted.post("unload", lora_name="late").status_code == 200
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import httpx
+from helpers.crashes import CRASHES
 from helpers.prometheus_text import total
 
 BIN = Path(sys.executable).parent
@@ -98,7 +99,7 @@ class RayCluster:
 def environment() -> dict[str, str]:
     kept = {name: value for name, value in os.environ.items() if not name.startswith(("WINDLASS_", "RAY_"))}
     # Ray gives its workers, and so the engines, a niceness of 15: beside anything else here they would get no processor.
-    own = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0", "PYTHONPATH": str(TESTS)}
+    own = {"RAY_DISABLE_IMPORT_WARNING": "1", "RAY_worker_niceness": "0", "PYTHONPATH": str(TESTS), **CRASHES}
     return {**kept, **own, "PATH": f"{BIN}{os.pathsep}{os.environ['PATH']}"}
 
 

@@ -81,9 +81,9 @@ class ScriptedCore:
         return found
 
     def add_adapter(self, source: AdapterSource) -> AdapterInfo:
-        if source.path.endswith("bad"):
+        if not readable(source):
             raise RequestError("no adapter", "lora_path", "invalid_adapter")
-        return AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, "d")
+        return adapter_info(source)
 
     def drop_adapter(self, adapter_id: int) -> None:
         pass
@@ -164,6 +164,15 @@ class ScriptedCore:
             pass
 
 
+def readable(source: AdapterSource) -> bool:
+    """Whether an adapter can be loaded: not from a folder that is called bad, nor from one where a file says that it is gone."""
+    return not source.path.endswith("bad") and not Path(source.path, "gone").exists()
+
+
+def adapter_info(source: AdapterSource) -> AdapterInfo:
+    return AdapterInfo(source.adapter_id, source.name, source.path, 8, ("q_proj",), 4096, "d")
+
+
 def scripted_info(config: EngineConfig) -> ModelInfo:
     """A plausible description of a model nobody loaded."""
     groups = (RotaryGroup("full_attention", RotaryBase(10000.0, 32, 32, 512), RopeScaling()),)
@@ -192,6 +201,7 @@ def scripted_info(config: EngineConfig) -> ModelInfo:
         weight_bytes=20 * 2**20,
         load_seconds=0.1,
         notices=("this model is scripted",),
+        adapters=tuple(adapter_info(source) for source in config.adapters.sources if readable(source)),
     )
 
 

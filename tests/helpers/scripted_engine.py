@@ -126,7 +126,7 @@ class ScriptedEngine:
     most_running: int = 0
     made: int = 0
 
-    name, is_several, crash_report = "", False, None
+    name, is_several, crash_report, adapter_ids = "", False, None, None
 
     @property
     def engines(self) -> tuple[ScriptedEngine, ...]:

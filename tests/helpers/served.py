@@ -12,6 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
+from helpers.crashes import CRASHES
 from helpers.eventually import children
 
 from windlass.server.startup.engines import CORE_VARIABLE
@@ -44,6 +45,7 @@ class Served:
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
         return {
             **inherited,
+            **CRASHES,
             "PYTHONPATH": os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))),
             CORE_VARIABLE: "helpers.scripted_core:ScriptedCore",
             "SCRIPT_STEP_SECONDS": "0.02",

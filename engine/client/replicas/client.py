@@ -85,8 +85,9 @@ class ReplicatedClient(EngineClient):
 
     @property
     def adapter_ids(self) -> frozenset[int]:
-        """Of the adapters that requests may name."""
-        return frozenset(self._adapters)
+        """Of the adapters that requests may name: those that any of them has."""
+        there = {adapter_id for engine in self.engines for adapter_id in engine.adapter_ids}
+        return frozenset(self._adapters.keys() & there)
 
     @property
     def failure(self) -> str:
@@ -111,7 +112,7 @@ class ReplicatedClient(EngineClient):
         self._where[request_id] = None
         try:
             while True:
-                replica = self._choose(digests, tried)
+                replica = self._choose(request, digests, tried)
                 tried.append(replica.number)
                 begun = False
                 self._where[request_id] = replica
@@ -123,10 +124,10 @@ class ReplicatedClient(EngineClient):
                             yield output
                     return
                 except EngineDeadError as error:
-                    if begun or error.begun or not self._others(tried):
+                    if begun or error.begun or not self._others(request, tried):
                         raise
                 except QueueFullError:
-                    if begun or not self._others(tried):
+                    if begun or not self._others(request, tried):
                         raise
                 finally:
                     replica.in_flight -= samples
@@ -295,14 +296,18 @@ class ReplicatedClient(EngineClient):
     def _digests(self, request: EngineRequest) -> list[bytes]:
         return [] if self._keys is None else self._keys.of(request)
 
-    def _choose(self, digests: list[bytes], tried: Sequence[int]) -> Replica:
+    def _choose(self, request: EngineRequest, digests: list[bytes], tried: Sequence[int]) -> Replica:
         usable = [replica for replica in self._usable() if replica.number not in tried]
+        usable = [
+            replica for replica in usable if replica.has(request.adapter)
+        ] or usable  # which tells that it is gone
         number = self._router.choose(digests, {replica.number: replica.in_flight for replica in usable})
         self._router.sent(number, digests)
         return self._replicas[number]
 
-    def _others(self, tried: Sequence[int]) -> bool:
-        return not self._closed and any(one.usable and one.number not in tried for one in self._replicas)
+    def _others(self, request: EngineRequest, tried: Sequence[int]) -> bool:
+        others = (one for one in self._replicas if one.usable and one.has(request.adapter))
+        return not self._closed and any(one.number not in tried for one in others)
 
     def _usable(self) -> list[Replica]:
         self._require_usable()

@@ -17,8 +17,12 @@ class Replica:
 
     @property
     def usable(self) -> bool:
-        """Whether it takes requests: it has loaded, and has every adapter that requests may name."""
+        """Whether it takes requests: it has loaded, and every adapter that requests may name, if it could."""
         return self.client.state == "ready" and self._prepared == self.client.restarts
+
+    def has(self, adapter_id: int | None) -> bool:
+        """Whether requests with this adapter can run here: its files may have gone before this engine was started again."""
+        return adapter_id is None or adapter_id in self.client.adapter_ids
 
     async def prepare(self, adapters: dict[int, AdapterSource]) -> str | None:
         """Take requests, once it has these adapters, which may change meanwhile. Returns what is amiss with one of them."""

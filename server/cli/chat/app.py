@@ -12,6 +12,7 @@ from windlass.clients.terminal.errors import CommandError
 from windlass.engine.errors import EngineError
 from windlass.server.cli.chat.console import ChatConsole
 from windlass.server.cli.chat.dialogue import Dialogue
+from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.spelling import to_arguments
 from windlass.server.startup.choice import choose_model
@@ -22,18 +23,19 @@ if TYPE_CHECKING:
     from windlass.server.cli.chat.own_server import OwnServer
 
 
-def chat_here(model: str | None, options: EngineOptions, system: str | None) -> int:
+def chat_here(model: str | None, options: EngineOptions, sampling: SamplingOptions, system: str | None) -> int:
     """Chat with a server of its own, which ends with the chat. Returns the exit code; raises EngineError, one line each."""
     from windlass.server.cli.chat.own_server import OwnServer
 
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    sampling.check()
     console = ChatConsole()
     name = None
     if model is None or not Path(model).expanduser().exists():  # it may have to be downloaded, with a bar
         with console.leavable():
             name, path = choose_model(model)
         model = model or (name if not Path(name).exists() else str(path))
-    with OwnServer(model, name, to_arguments(options)) as server:
+    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
         from windlass.clients import APIError, RetryPolicy  # imported while the server starts
 
         with console.leavable():

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
     from windlass.clients import Client
     from windlass.clients.options import RetryPolicy, Timeout
 
-_KEPT = {"WINDLASS_CACHE", "WINDLASS_CPU_ISA"}  # of the variables; the options are on the child's command line
+# Of the variables: what the command has no option for. Its options are on the child's command line.
+_KEPT = {"WINDLASS_CACHE", "WINDLASS_CRASH_DIR", "WINDLASS_CPU_ISA"}
 _END_SECONDS = 8.0
 _POLL_SECONDS = 0.02
 

@@ -13,10 +13,12 @@ from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.cli.chat.own_server import OwnServer
+from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.cli.replay.asking import asked_again
 from windlass.server.cli.replay.reading import RecordedWorkload, read_recording
 from windlass.server.cli.replay.report import as_object, good, lines
 from windlass.server.cli.replay.running import Replayed, ReplayPace, replay
+from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.spelling import to_arguments
 from windlass.server.startup.choice import choose_model
@@ -39,15 +41,18 @@ def replay_there(file: Path, url: str, api_key: str | None, pace: ReplayPace, as
     return _finish(recording, client, api_key, pace, as_json)
 
 
-def replay_here(file: Path, model: str | None, options: EngineOptions, pace: ReplayPace, as_json: bool) -> int:
+def replay_here(
+    file: Path, model: str | None, options: EngineOptions, sampling: SamplingOptions, pace: ReplayPace, as_json: bool
+) -> int:
     """Repeat it on a server of its own, which ends with it. Raises CommandError and EngineError, one line."""
     options.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
+    sampling.check()
     recording = read_recording(file)
     name = None
     if model is None or not Path(model).expanduser().exists():
         name, path = choose_model(model)
         model = model or (name if not Path(name).exists() else str(path))
-    with OwnServer(model, name, to_arguments(options)) as server:
+    with OwnServer(model, name, [*to_arguments(options), *to_arguments(sampling)]) as server:
         server.wait_ready()
         client = server.client(timeout=30, retry=RetryPolicy(max_retries=0))
         return _finish(recording, client, server.api_key, pace, as_json)
@@ -60,7 +65,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
             client.models()  # a wrong address or key is told once, not by every request
             replayed = _run(recording, client, url, api_key, pace)
     except APIError as error:
-        raise CommandError(f"{url}: {error.message}") from error
+        raise CommandError(f"{url}: {with_key_hint(error)}") from error
     except ValueError as error:
         raise CommandError(f"{url}: {error}") from error
     if as_json:

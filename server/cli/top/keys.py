@@ -53,4 +53,5 @@ def typed_keys() -> Iterator[Keys]:
     try:
         yield Keys(True)
     finally:
-        termios.tcsetattr(number, termios.TCSADRAIN, before)
+        with contextlib.suppress(termios.error):  # the terminal is gone
+            termios.tcsetattr(number, termios.TCSADRAIN, before)

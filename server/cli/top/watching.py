@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from dataclasses import asdict
@@ -21,6 +20,7 @@ from windlass.clients import (
 )
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.streams import leave_output, nobody_reads
 from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.cli.top.figures import QUANTILES, Figures, MetricsLook, figures
 from windlass.server.cli.top.keys import typed_keys
@@ -66,8 +66,10 @@ def watch(url: str, api_key: str | None, interval: float, *, once: bool, as_json
                 _show(watched, client.base_url, interval)
     except KeyboardInterrupt:
         return 0
-    except BrokenPipeError:  # whoever reads has enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # nothing is left to be flushed at the end
+    except OSError as error:
+        if not nobody_reads(error):
+            raise
+        leave_output()
         return 0
     except APIError as error:
         raise CommandError(f"{url}: {_words(error)}") from error

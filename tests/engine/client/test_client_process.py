@@ -11,6 +11,7 @@ import sys
 import time
 import types
 from contextlib import asynccontextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -272,6 +273,28 @@ async def test_an_adapter_that_is_dropped_while_it_is_loaded_tells_who_waits():
         await asyncio.wait_for(loading, 5)
     assert calls.deliver(AdapterLoaded(3, AdapterInfo(3, "x", "/x", 8, (), 1, "d"))) and not calls.loaded
     assert sent == [LoadAdapter(source), DropAdapter(3), DropAdapter(3)]
+
+
+async def test_an_adapter_whose_files_are_gone_is_not_in_the_next_engine(tmp_path):
+    paths = {number: tmp_path / str(number) for number in (1, 2, 3)}
+    for path in paths.values():
+        path.mkdir()
+    sources = (AdapterSource(1, "one", str(paths[1])),)
+    config = engine_config("scripted")
+    config = replace(config, adapters=replace(config.adapters, sources=sources))
+    async with running(config, backoff=0.01) as client:
+        for number in (2, 3):
+            await client.load_adapter(AdapterSource(number, str(number), str(paths[number])))
+        for lost, left in ((1, {2, 3}), (2, {3})):
+            before = client.restarts
+            (paths[lost] / "gone").touch()
+            assert client.adapter_ids == {*left, lost}
+            os.kill(client.pid, signal.SIGKILL)
+            await until(lambda before=before: client.restarts > before and client.state == "ready")
+            assert client.adapter_ids == left
+        (paths[1] / "gone").unlink()
+        await client.load_adapter(sources[0])
+        assert client.adapter_ids == {1, 3}
 
 
 async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypatch, tmp_path, caplog):

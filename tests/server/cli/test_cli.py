@@ -617,12 +617,35 @@ def test_generate_draws_as_the_model_says(scripted, capsys, model, monkeypatch):
         assert cli.run([*ask, *given]) == 0
         one = drawn[-1]
         assert (one.temperature, one.top_p, one.min_p, one.repetition_penalty, one.seed) == expected
+    other = model.parent / "other.json"
+    other.write_text('{"top_k": 7}')
+    for given, expected in (
+        (["--generation-config", "none"], (1, 1, 0, 1, 0)),
+        (["--generation-config", str(other)], (1, 1, 0, 1, 7)),
+        (["--override-generation-config", '{"temperature": 0.3}'], (0.3, 0.9, 0.1, 1.2, 0)),
+        (["--override-generation-config", '{"temperature": 0.3}', "--temperature", "2"], (2, 0.9, 0.1, 1.2, 0)),
+    ):
+        assert cli.run([*ask, *given]) == 0
+        one = drawn[-1]
+        assert (one.temperature, one.top_p, one.min_p, one.repetition_penalty, one.top_k) == expected
+    (model / "generation_config.json").write_text('{"temperature": -1}')
+    advice = "start with --generation-config none"
+    capsys.readouterr()
+    assert error_of(capsys, *ask).endswith(advice)
+    assert cli.run([*ask, *advice.split()[2:]]) == 0 and drawn[-1].temperature == 1
     (model / "generation_config.json").write_text('{"do_sample": false}')
     assert cli.run(ask) == 0 and drawn[-1].temperature == 0
     monkeypatch.setattr("windlass.server.cli.generate.choose_model", lambda given: ("smollm2", model))
     (model / "generation_config.json").unlink()
     assert cli.run(ask[:-2]) == 0 and (drawn[-1].temperature, drawn[-1].top_p) == (0.2, 0.9)
     capsys.readouterr()
+
+
+@pytest.mark.parametrize("command", ["generate", "chat", "replay"])
+def test_what_a_command_draws_by_is_checked_before_anything_else(command, capsys):
+    given = [] if command == "chat" else ["no file"]
+    for option, value in (("--generation-config", "/there/is/none"), ("--override-generation-config", '{"temp": 1}')):
+        assert error_of(capsys, command, *given, option, value).startswith(option)
 
 
 def test_generate_errors_are_one_line(scripted, capsys, model, monkeypatch):

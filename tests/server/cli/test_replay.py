@@ -286,6 +286,15 @@ def test_whatever_is_no_answer_is_a_failure_with_its_reason(script: Script, said
     assert (found.error, found.failed) == (said, bool(said))
 
 
+def test_a_server_that_wants_a_key_is_told_with_the_option(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "recording"
+    file.write_text(json.dumps({"windlass_record": 1}) + "\n" + WELL.model_dump_json(exclude_none=True) + "\n")
+    with scripted_server(answer({"error": {"message": "no key"}}, "401 Unauthorized")) as server:
+        assert cli.run(["replay", str(file), "--url", server.url]) == 2
+        assert capsys.readouterr().err == f"error: {server.url}: no key: give one with --api-key\n"
+        assert len(server.requests) == 1
+
+
 def test_streams_follow_one_another_on_one_connection() -> None:
     with scripted_server(events({"choices": [{"index": 0, "token_ids": [5]}]}, "[DONE]")) as server:
         asked = [AskedAgain(WELL, "/v1/completions", {"prompt": "a"})] * 3

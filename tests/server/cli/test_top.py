@@ -215,6 +215,22 @@ def test_json_goes_on_where_a_server_falls_silent(
         watching.watch("http://127.0.0.1:9", None, 0, once=True, as_json=True)
 
 
+@pytest.mark.parametrize("as_json", [True, False])
+def test_a_terminal_that_goes_away_ends_it_without_a_word(monkeypatch: pytest.MonkeyPatch, as_json: bool) -> None:
+    window, terminal = os.openpty()
+
+    class Closing(Flaky):
+        def next(self) -> Figures:
+            os.close(window)
+            return super().next()
+
+    with os.fdopen(os.dup(terminal)) as typed, os.fdopen(terminal, "w") as shown, monkeypatch.context() as patched:
+        patched.setattr(sys, "stdin", typed)
+        patched.setattr(sys, "stdout", shown)
+        patched.setattr(watching, "ServerWatch", lambda client: Closing("+"))
+        assert watching.watch("http://127.0.0.1:9", None, 0.01, once=False, as_json=as_json) == 0
+
+
 def test_a_server_that_refuses_is_not_asked_again(monkeypatch: pytest.MonkeyPatch) -> None:
     def watch(status: int) -> int:
         error = status_error_class(status)("no", status=status)

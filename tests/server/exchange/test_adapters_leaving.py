@@ -41,6 +41,32 @@ def test_unloading_waits_for_its_streams_and_says_where_it_stopped_waiting(tmp_p
         assert post(live, "load_lora_adapter", lora_name="late", lora_path="new").json()["status"] == "loaded"
 
 
+def test_one_that_an_engine_found_gone_is_listed_no_more(tmp_path: Path) -> None:
+    """Its files were not there when the engine was started again."""
+    engine = ScriptedEngine(delay=0.02)
+    sources = (AdapterSource(1, "poet", str(tmp_path)), AdapterSource(2, "clerk", str(tmp_path)))
+    (tmp_path / "new").mkdir()
+    with live_server(engine, adapters=sources, max_loras=2, lora_folder=tmp_path) as live:
+
+        def listed() -> list[str]:
+            return [model["id"] for model in live.http.get("/v1/models").json()["data"][1:]]
+
+        with httpx.stream("POST", f"{live.url}/v1/completions", json=STREAM | {"max_tokens": 20}, timeout=20) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            assert listed() == ["poet", "clerk"]
+            engine.adapter_ids = frozenset({2})
+            assert listed() == ["clerk"] and live.http.get("/v1/models/poet").status_code == 404
+            for path, field in (("completions", "prompt"), ("embeddings", "input")):
+                refused = post(live, path, model="poet", **{field: "a"})
+                assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+            assert post(live, "unload_lora_adapter", lora_name="poet").status_code == 404
+            assert "data: [DONE]" in list(lines)
+        engine.adapter_ids = frozenset({2, 3})
+        assert post(live, "load_lora_adapter", lora_name="poet", lora_path="new").json()["status"] == "loaded"
+        assert listed() == ["clerk", "poet"]
+
+
 def test_unloading_answers_when_the_last_stream_has_ended(tmp_path: Path) -> None:
     engine = ScriptedEngine(delay=0.01)
     settings = {"adapters": (AdapterSource(1, "poet", str(tmp_path)),), "lora_folder": tmp_path}

@@ -209,6 +209,17 @@ def test_a_stop_string_in_a_call_ends_it_and_says_so(live: Live) -> None:
     assert ask(live, tools=[LOOK], stop=["\n</tool"], max_tokens=3900)["finish_reason"] == "stop"
 
 
+@pytest.mark.parametrize("required", [False, True])
+def test_a_stop_string_before_the_arguments_of_a_second_call(live: Live, required: bool) -> None:
+    """The first one is whole; the beginning of the second stays in the text, where there may be any."""
+    say(live, CALL + CALL.replace("look", "find"))
+    choice = ask(live, tools=[LOOK, FIND], stop=['find"'], tool_choice="required" if required else "auto")
+    (call,) = choice["message"]["tool_calls"]
+    assert call["function"] == {"name": "look", "arguments": ROME}
+    assert choice["message"]["content"] == (None if required else '<tool_call>\n{"name": "')
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", 'find"')
+
+
 def test_each_choice_has_its_own_calls(live: Live) -> None:
     say(live, CALL)
     body = {"messages": USER, "max_tokens": 400, "tools": [LOOK], "n": 3}

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from helpers.crashes import FOLDER
 from helpers.eventually import LISTENING, alive, children, in_time, ports
 from helpers.served import Served
 from helpers.tiny_models import make_model
@@ -275,8 +276,19 @@ def test_the_server_outlives_its_engine(model):
         until(lambda: httpx.get(f"{url}/health", timeout=30.0).status_code == 200)
         assert served.engine_pid != first
         assert complete(url).status_code == 200
+        assert f"crash report: {FOLDER}/" in served.errors  # not in the cache of whoever runs the tests
         served.signal()
         assert served.wait() == 0
+
+
+def test_where_reports_of_dead_engines_go(monkeypatch, tmp_path):
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path))
+    assert launch.crash_folder(ServerOptions()) == tmp_path / "crashes"
+    monkeypatch.delenv("WINDLASS_CACHE")
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    assert launch.crash_folder(ServerOptions()) == Path.home() / ".cache/windlass/crashes"
+    assert launch.crash_folder(ServerOptions(crash_dir="here")) == Path.cwd() / "here"
+    assert launch.crash_folder(ServerOptions(crash_dir="none")) is None
 
 
 @pytest.mark.slow

@@ -203,6 +203,27 @@ async def test_adapters_are_loaded_everywhere_and_brought_along():
         assert victim.adapter_ids == other.adapter_ids == frozenset()
 
 
+async def test_requests_go_where_their_adapter_is_still_there(tmp_path, caplog):
+    async with running(max_num_seqs=4) as client:
+        victim, other = client.engines
+        await client.load_adapter(AdapterSource(1, "one", str(tmp_path)))
+        (tmp_path / "gone").touch()
+        os.kill(victim.pid, signal.SIGKILL)
+        await until(lambda: victim.restarts == 1 and all(replica.usable for replica in client._replicas))
+        assert not victim.adapter_ids and client.adapter_ids == other.adapter_ids == {1}
+        assert "replica 0: adapter one: no adapter" in caplog.text
+        streams = [client.generate(request(f"r{number}", max_tokens=100, adapter=1)) for number in range(4)]
+        for stream in streams:
+            await anext(stream)
+        assert [replica.in_flight for replica in client._replicas] == [0, 4]
+        os.kill(other.pid, signal.SIGKILL)
+        for stream in streams:
+            with pytest.raises(EngineDeadError):
+                _ = [output async for output in stream]
+        await until(lambda: other.restarts == 1 and all(replica.usable for replica in client._replicas))
+        assert client.adapter_ids == frozenset()
+
+
 @pytest.mark.parametrize("leaves", [False, True])
 async def test_one_that_comes_while_an_adapter_is_loaded_has_it_like_the_others(monkeypatch, leaves):
     async with running() as client:

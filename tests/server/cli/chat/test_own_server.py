@@ -41,7 +41,8 @@ def started(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Callable[[str], 
 
     def start(url: str) -> None:
         script = tmp_path / "python"
-        script.write_text(f"#!/bin/sh\necho 'loading toy; listening on {url}/v1' >&2\ncat > /dev/null\n")
+        notes = f'echo "$*" > {tmp_path}/arguments\nenv > {tmp_path}/environment'
+        script.write_text(f"#!/bin/sh\n{notes}\necho 'loading toy; listening on {url}/v1' >&2\ncat > /dev/null\n")
         script.chmod(0o755)
         monkeypatch.setattr(sys, "executable", str(script))
 
@@ -68,6 +69,32 @@ def test_it_is_asked_past_the_proxies_of_the_environment(
     asked = len(live.engine.requests)
     assert cli.run(command) == 0
     assert len(live.engine.requests) == asked + 1 and proxy.requests == []
+
+
+def test_it_draws_as_its_command_was_told(
+    command: list[str], live: Live, started: Callable[[str], None], tmp_path: Path
+) -> None:
+    started(live.url)
+    told = ["--generation-config", "none", "--override-generation-config", '{"top_k": 3}']
+    assert cli.run([*command, *told]) == 0
+    arguments = (tmp_path / "arguments").read_text()
+    assert arguments.endswith(' --generation-config=none --override-generation-config={"top_k": 3}\n')
+
+
+def test_it_keeps_its_files_where_the_environment_says(
+    command: list[str],
+    live: Live,
+    started: Callable[[str], None],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+) -> None:
+    kept = {"WINDLASS_CACHE": "/cache", "WINDLASS_CRASH_DIR": "/crashes"}
+    for name, value in (kept | {"WINDLASS_PORT": "80"}).items():
+        monkeypatch.setenv(name, value)
+    started(live.url)
+    assert cli.run(command) == 0
+    found = dict(line.split("=", 1) for line in (tmp_path / "environment").read_text().splitlines() if "=" in line)
+    assert kept.items() <= found.items() and "WINDLASS_PORT" not in found
 
 
 @pytest.mark.parametrize("ready", [False, True])
