@@ -78,7 +78,8 @@ async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
     job, body, tools = chat.job, chat.body, chat.tools
     thinking = job.state.thinking
     if job.overflow == "drop_turns":
-        await job.state.text.on_thread(check_history, body.messages)  # also those of turns that go
+        facts = job.state.text.facts_of(tools)
+        await job.state.text.on_thread(check_history, body.messages, facts)  # also those of turns that go
         fitted = await fit_turns(
             body.messages,
             lambda messages: _counted(job, body, tools, messages),
