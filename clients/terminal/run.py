@@ -19,6 +19,7 @@ from windlass.clients.terminal.streams import leave_output, nobody_reads, open_s
 # Older typers use click's exceptions, newer ones their own copy of them.
 _ClickError: Any = next(base for base in typer.BadParameter.__mro__ if base.__name__ == "ClickException")
 _WHETHER = re.compile(r"^--(no-|disable-)?(enable-)?")
+_NO_COMMAND = re.compile(r"No such command '(?P<name>[^']*)'")
 _CUTOFF = 0.75  # share of characters that agree: "prot" is near "port", "ctx-size" is not near "block-size"
 # What only writing meets.
 _NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -30,14 +31,14 @@ def run_app(
     arguments: Sequence[str] | None,
     errors: tuple[type[Exception], ...] = (),
     words: Callable[[str], str] = str,
-    elsewhere: Callable[[Any, str], str | None] = lambda context, option: None,
+    elsewhere: Callable[[Any, str], str | None] = lambda context, name: None,
 ) -> int:
     """Run one command and return the exit code; errors are one line on standard error.
 
     name: what the program is called in its help. arguments: None for those of the process. errors: classes whose
     messages are lines for the person who typed the command, beside CommandError; 2 is their exit code.
-    words: puts such a message into the program's own words. elsewhere: what to say of an option that the command (of this
-    context) has not, where other programs have it.
+    words: puts such a message into the program's own words. elsewhere: what to say of an option or a command that the command
+    (of this context) has not, where other programs have it.
     """
     open_standard_streams()
     if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
@@ -78,6 +79,8 @@ def _usage_error(error: Any, arguments: Sequence[str], elsewhere: Callable[[Any,
             name = next((given for given in arguments if given.startswith(name)), name)
         meant = elsewhere(context, name) or _as_argument(context, name) or _nearest_option(context, name)
         message = f"No such option: {name}" + (f": {meant}" if meant else "")
+    elif (absent := _NO_COMMAND.match(message)) and (meant := elsewhere(context, absent["name"])):
+        message = f"{absent[0]}: {meant}"
     return _fail(message.rstrip(".") + hint)
 
 

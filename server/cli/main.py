@@ -254,7 +254,11 @@ def size_command(
     as_json: Annotated[bool, typer.Option("--json", help="Write one JSON object and nothing else.")] = False,
     help_all: HelpAll = False,
 ) -> None:
-    """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit. Loads no weights."""
+    """Say what memory a model takes: weights, a token of the cache, how many tokens and streams fit.
+
+    Loads no weights. Of a hub model that is not here only config.json is downloaded; a known name or a GGUF file is downloaded
+    whole.
+    """
     from windlass.server.cli.size import print_size
     from windlass.server.options.spelling import read_memory
 

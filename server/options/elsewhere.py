@@ -1,4 +1,5 @@
-"""Options of vLLM and llama.cpp that are not ours, and what is in their place: docs/coming-from.md on the command line.
+"""Options of vLLM and llama.cpp and commands of Ollama that are not ours, and what is in their place: docs/coming-from.md on the
+command line.
 
 Knows names only; which options a command has is told by its parser.
 """
@@ -117,11 +118,22 @@ _NEEDLESS = {  # theirs: why it can be left out
     "--tools --mcp-servers-config": "no tool is ever run here",
     "--embedding --reranking": "they are always there",
 }
+_COMMANDS = {
+    "run": "here it is `windlass chat`",
+    "list ls": "here it is `windlass models`",
+    "ps": "here it is `windlass top`, of a server",
+    "show": "here it is `windlass size`, and GET /v1/models of a server",
+    "create": "a model is served as it is: `windlass serve --config FILE` takes what a Modelfile sets",
+    "rm": "remove the file that `windlass models` shows",
+    "stop": "a server ends with ctrl-C or SIGTERM",
+}
 _NAMED = re.compile(r"(?<!\S)--[a-z][a-z-]*")
 
 
 def hint(context: Any, given: str) -> str | None:
-    """What another server's option is called in this command, or that it is not needed; None for any other name."""
+    """What another server's option or command is called here, or that it is not needed; None for any other name."""
+    if not given.startswith("-"):
+        return _find(_COMMANDS, given) if context.parent is None else None
     known = {name for parameter in context.command.params for name in (*parameter.opts, *parameter.secondary_opts)}
     if (ours := _find(_OURS, given)) and known.issuperset(_NAMED.findall(ours)):
         return f"here it is {ours}"

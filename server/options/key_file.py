@@ -25,6 +25,7 @@ from windlass.engine.errors import LoadError
 MOST_KEYS = 1000
 MOST_BYTES = 1 << 20
 _NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._@-]{0,63}")
+_FORM = 'write a table such as [alice] with key = "…" for each caller'
 _WHERE = re.compile(r"\(at (line \d+, column \d+|end of document)\)$")
 
 
@@ -79,11 +80,12 @@ def read_key_file(path: Path) -> tuple[ApiKey, ...]:
         tables = tomllib.loads(data.decode("utf-8-sig"))
     except tomllib.TOMLDecodeError as error:  # of its message the place alone: the rest may quote a key
         place = _WHERE.search(str(error))
-        raise LoadError(f"{where} is no TOML{f' ({place[1]})' if place else ''}: see docs/serving.md") from None
+        at = f" ({place[1]})" if place else ""
+        raise LoadError(f"{where} is no TOML{at}: {_FORM}") from None
     except UnicodeDecodeError:
         raise LoadError(f"{where} is no text in UTF-8") from None
     if not tables:  # it must not open the server to everybody
-        raise LoadError(f'{where} names nobody: write a table such as [alice] with key = "…" for each caller')
+        raise LoadError(f"{where} names nobody: {_FORM}")
     if len(tables) > MOST_KEYS:
         raise LoadError(f"{where} names {len(tables)} callers, the most are {MOST_KEYS}")
     keys = tuple(_read_entry(where, name, table) for name, table in tables.items())

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Annotated, Any, ClassVar, Literal
 
-from pydantic import AfterValidator, Field, GetJsonSchemaHandler
+from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandler
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
@@ -33,6 +33,13 @@ PROMPT_CACHE = frozenset({"prompt_cache_retention", "prompt_cache_options"})
 def unsupported(what: str, details: dict[str, Any] | None = None) -> PydanticCustomError:
     context = {"what": what} if details is None else {"what": what, "details": details}
     return PydanticCustomError("unsupported_field", "{what} not supported by this server: leave it out", context)
+
+
+def _some_share(value: Any) -> Any:
+    if type(value) in (int, float) and value == 0:  # as some write it who want no chance
+        advice = "for the likeliest token alone set temperature to 0"
+        raise PydanticCustomError("no_share", "should be greater than 0: {advice}", {"advice": advice})
+    return value
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,7 +99,7 @@ class SharedRequest(StrictModel):
 
     # OpenAI's own
     temperature: Annotated[float, Field(ge=0, le=100)] | None = None
-    top_p: Annotated[float, Field(gt=0, le=1)] | None = None
+    top_p: Annotated[float, BeforeValidator(_some_share), Field(gt=0, le=1)] | None = None
     stream: bool | None = None
     seed: Annotated[int, Field(ge=-INT64_MAX, le=INT64_MAX)] | None = None
     presence_penalty: Annotated[float, Field(ge=-2, le=2)] | None = None

@@ -19,7 +19,7 @@ from windlass.server.generation.prompts import check_token_prompts, split_prompt
 from windlass.server.protocol.completions import Completion, CompletionEvent, CompletionRequest
 from windlass.server.routes.common import GENERATION_ERRORS, answers, body_of, caller_of, state_of
 from windlass.server.routes.fill_in.gaps import check_suffix, prompts_around_gaps
-from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.job import GenerationJob, telling_of_scalings
 from windlass.server.routes.pipeline import check, fingerprinted_envelope, run
 from windlass.server.text.service import Prompt
 
@@ -59,7 +59,8 @@ async def create_completion(request: Request) -> Response:
     async def work(exchange: Exchange) -> None:
         if body.stream:
             exchange.begin_stream()
-        prompts = await (prompts_around_gaps if body.suffix else _prompts)(job, body)
+        with telling_of_scalings(job):
+            prompts = await (prompts_around_gaps if body.suffix else _prompts)(job, body)
         echoes = await _echoes(job, prompts) if body.echo else None
 
         def make_writer(prompts: Sequence[Prompt], tally: Tally) -> AnswerWriter:

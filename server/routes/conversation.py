@@ -22,7 +22,7 @@ from windlass.server.generation.structured import StructuredOutput, structured_o
 from windlass.server.generation.tool_use import plan_tools, tools_for_template
 from windlass.server.protocol.chat import ChatMessage, ChatRequest
 from windlass.server.routes.common import caller_of
-from windlass.server.routes.job import GenerationJob
+from windlass.server.routes.job import GenerationJob, telling_of_scalings
 from windlass.server.routes.pipeline import check
 from windlass.server.text.history import check_history
 from windlass.server.text.parsing.reasoning.formats import HARMONY
@@ -78,7 +78,8 @@ async def prepare(chat: CheckedChat) -> tuple[list[Prompt], GenerationJob]:
     job, body, tools = chat.job, chat.body, chat.tools
     thinking = job.state.thinking
     if job.overflow == "drop_turns":
-        await job.state.text.on_thread(check_history, body.messages)  # also those of turns that go
+        facts = job.state.text.facts_of(tools)
+        await job.state.text.on_thread(check_history, body.messages, facts)  # also those of turns that go
         fitted = await fit_turns(
             body.messages,
             lambda messages: _counted(job, body, tools, messages),
@@ -128,25 +129,26 @@ async def _render(
     """The chat as text and as a prompt; raises ApiError where it cannot be made or is longer than the context."""
     service, thinking = job.state.text, job.state.thinking
     truncate = body.truncate_prompt_tokens
-    text = await service.render(
-        messages,
-        add_generation_prompt=body.add_generation_prompt,
-        continue_final_message=body.continue_final_message,
-        variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
-        tools=tools,
-        max_model_len=job.size.longest_prompt,
-        truncated=truncate is not None,
-        caller=job.caller,
-    )
-    prompts = await service.encode(
-        [text],
-        add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
-        max_model_len=job.size.longest_prompt,
-        truncate=truncate,
-        keep_first=body.truncation_side == "right",
-        param="messages",
-        caller=job.caller,
-    )
+    with telling_of_scalings(job):
+        text = await service.render(
+            messages,
+            add_generation_prompt=body.add_generation_prompt,
+            continue_final_message=body.continue_final_message,
+            variables=thinking.variables(body.reasoning_effort, body.chat_template_kwargs),
+            tools=tools,
+            max_model_len=job.size.longest_prompt,
+            truncated=truncate is not None,
+            caller=job.caller,
+        )
+        prompts = await service.encode(
+            [text],
+            add_special_tokens=bool(body.add_special_tokens),  # templates write the special tokens themselves
+            max_model_len=job.size.longest_prompt,
+            truncate=truncate,
+            keep_first=body.truncation_side == "right",
+            param="messages",
+            caller=job.caller,
+        )
     return text, prompts
 
 

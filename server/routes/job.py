@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +13,7 @@ from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
 from windlass.server.answers.base import AnswerOptions
+from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.request_rotation import Rotation
@@ -68,6 +71,20 @@ class GenerationJob(RequestJob):
     structured: StructuredOutput | None
     place: Place = "behind"
     line_limits: LineLimits | None = None
+
+
+@contextmanager
+def telling_of_scalings(job: RequestJob) -> Iterator[None]:
+    """Errors about a prompt's length say what makes room, where the request has a scaling and may think that it does."""
+    try:
+        yield
+    except ApiError as error:
+        rotation = job.rotation
+        scaled = rotation.scaling is not None and rotation.scaling.rope_type != "default"
+        if error.code != "context_length_exceeded" or not scaled or rotation.longest is not None:
+            raise
+        why = "a scaling alone makes no room: the server's --max-model-len does"
+        raise bad_request(f"{error.message} ({why})", error.param, error.code) from None
 
 
 def deadline_of(body: GenerationRequest | PromptRequest, settings: ServerSettings, arrival: float) -> float | None:

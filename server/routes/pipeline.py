@@ -34,7 +34,7 @@ from windlass.server.generation.structured import StructuredOutput, structured_o
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest
 from windlass.server.routes.followed import followed, followers_of
-from windlass.server.routes.job import GenerationJob, deadline_of, engine_request, envelope
+from windlass.server.routes.job import GenerationJob, deadline_of, engine_request, envelope, telling_of_scalings
 from windlass.server.routes.recorded import with_seed
 from windlass.server.text.line_limits import LineLimits
 from windlass.server.text.parsing.events import ParsingPlan
@@ -260,7 +260,8 @@ async def _plan(job: GenerationJob, prompts: list[Prompt], param: str) -> Genera
             raise bad_request(f"{where} is empty: give at least one token", param, "empty_prompt")
         if body.max_tokens is not None or body.max_completion_tokens is not None:
             rotation.check_length(len(prompt.token_ids), sampling.max_tokens, size_of(job.rule, info))
-        max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
+        with telling_of_scalings(job):
+            max_tokens = fit_to_context(sampling.max_tokens, len(prompt.token_ids), job.size, param=param)
         if job.overflow == "error" and max_tokens < sampling.max_tokens:
             raise answer_exceeds_context(job.size.longest, len(prompt.token_ids), sampling.max_tokens)
         fitted = replace(sampling, max_tokens=max_tokens, min_tokens=min(sampling.min_tokens, max_tokens))

@@ -9,6 +9,7 @@ from pathlib import Path
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
+from windlass.server.startup.catalogue.folder import is_file_of
 from windlass.server.startup.catalogue.known import DEMO, KNOWN, SMOLLM2
 from windlass.server.startup.gguf_directory import source_stem
 from windlass.server.startup.hub import bundled_model, known_model, resolve_model
@@ -33,9 +34,14 @@ def choose_model(given: str | None) -> tuple[str, Path]:
 
 
 def known_sampling(given: str | None, name: str) -> Mapping[str, float]:
-    """What the authors of a known model recommend. given, name: what was asked for, and what `choose_model` calls it."""
-    here = given is not None and Path(given).expanduser().exists()  # a folder wins over a name
-    return KNOWN[name].sampling if name in KNOWN and not here else {}
+    """What the authors of a known model recommend. given, name: what was asked for, and what `choose_model` calls it.
+
+    A file that is given by its path is known by its content.
+    """
+    here = None if given is None else Path(given).expanduser()
+    if here is not None and here.exists():  # a folder wins over a name
+        return next((model.sampling for model in KNOWN.values() if is_file_of(model, here)), {})
+    return KNOWN[name].sampling if name in KNOWN else {}
 
 
 def with_draft_model(options: EngineOptions) -> EngineOptions:

@@ -112,7 +112,7 @@ def summary(
 
     profiles: names of the declared rotary scalings. options: those in force that the other lines do not show, as written.
     chats: whether there is a chat template.
-    sampling: what holds for requests that leave it out, and where that comes from.
+    sampling: what holds for requests that leave it out, and where that comes from; empty where all of it is neutral.
     """
     stored = info.quantization or info.weight_dtype
     weights = info.dtype if stored == info.dtype else f"{info.dtype}, weights {stored}"
@@ -144,6 +144,9 @@ def summary(
         lines.append("  chats     none: the model has no chat template (--chat-template FILE gives it one)")
     if sampling:
         lines.append(f"  sampling  {sampling}, where a request does not say")
+    elif info.generates:
+        neutral = "temperature 1, from all tokens"
+        lines.append(f"  sampling  {neutral}, where a request does not say (--override-generation-config sets it)")
     if options:
         lines.append(f"  options   {', '.join(options)}")
     lines += [f"  note: {in_options(notice)}" for notice in info.notices]

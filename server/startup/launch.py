@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import logging
 import os
 import signal
@@ -254,8 +255,10 @@ def listen(host: str, port: int) -> socket.socket:
         listener.set_inheritable(False)
     except OSError as error:
         listener.close()
+        foreign = error.errno == errno.EADDRNOTAVAIL
+        advice = "--host has to be an address of this machine" if foreign else "choose another with --port"
         reason = error.strerror or str(error)
-        raise LoadError(f"cannot listen on {host} port {port} ({reason}): choose another with --port") from error
+        raise LoadError(f"cannot listen on {host} port {port} ({reason}): {advice}") from error
     return listener
 
 

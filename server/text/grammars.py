@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
 from windlass.engine.errors import RequestError
+from windlass.server.text import ascii_classes
 from windlass.server.text.finite import never_ends
 from windlass.server.text.parsing.tools.forced import PARAMETERS_OF
 from windlass.server.text.schemas import held
@@ -122,12 +123,12 @@ def _serialized(kind: str, value: str) -> str:
         case "json_schema" | "strict_json_schema":
             return _of_schema(value, strict=kind == "strict_json_schema")
         case "regex":
-            return LLMatcher.grammar_from_regex(value)
+            return LLMatcher.grammar_from_regex(ascii_classes.in_pattern(value))
         case "choice":
             choices = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(value))
             return LLMatcher.grammar_from_lark("start: " + " | ".join(choices))
         case "grammar":
-            return LLMatcher.grammar_from_lark(any_to_lark(value))
+            return LLMatcher.grammar_from_lark(ascii_classes.in_lark(any_to_lark(value)))
         case _:
             return LLMatcher.grammar_from_lark(value)
 

@@ -21,6 +21,7 @@ _EMPTY = {"refusal", "annotations", "audio", "images", "thinking_blocks", "reaso
 _NO_EFFECT = {"type", *_EMPTY, "function_call", "tool_calls", "tool_call_id", "content"}
 MAX_CALLED_VALUES = 1_000_000  # keys and values in the arguments of all calls: far above any real chat's
 _SPEAKERS = frozenset({"user", "system", "developer"})
+_ROLES = (*sorted(_SPEAKERS), "assistant", "tool", "function")
 _ID = re.compile(r"[a-zA-Z0-9]{9}")
 
 
@@ -32,7 +33,7 @@ def prepare_history(
     tools: what the template shall show to the model; where it cannot, the text of a system message does. form: an example of
     a call, for that text.
     """
-    check_history(messages)
+    check_history(messages, facts)
     values = _Values()
     plain = [_plain(message, facts, values, f"messages[{number}]") for number, message in enumerate(messages)]
     if not facts.calls:
@@ -42,13 +43,37 @@ def prepare_history(
     return plain
 
 
-def check_history(messages: Sequence[ChatMessage]) -> None:
-    """Who asks or instructs says something, if an empty text, and calls are answered; raises ApiError naming the message."""
+def check_history(messages: Sequence[ChatMessage], facts: TemplateFacts | None) -> None:
+    """Who asks or instructs says something, if an empty text, and calls are answered; raises ApiError naming the message.
+
+    facts: of the template, which may know roles of its own. One that it does not name is refused where it is a slip of a known
+    one: most templates would write it as it is, for a model that has never seen it.
+    """
     for number, message in enumerate(messages):
+        meant = None if facts is None or message.role in facts.words else _slip_of(message.role)
+        if meant is not None:
+            where = f"messages[{number}].role"
+            raise bad_request(f"{where} is {message.role!r}: did you mean {meant!r}?", where, "invalid_value")
         if message.role in _SPEAKERS and message.content is None:
             where = f"messages[{number}].content"
             raise bad_request(f"{where} is missing: what the {message.role} says stands in it", where, "missing_field")
     _check_calls(messages)
+
+
+def _slip_of(role: str) -> str | None:
+    """The known role that this one is a letter away from, or two letters the wrong way round; None for a known one."""
+    if role in _ROLES:
+        return None
+    return next((known for known in _ROLES if _one_away(role, known)), None)
+
+
+def _one_away(one: str, other: str) -> bool:
+    short, long = sorted((one, other), key=len)
+    at = next((i for i, (a, b) in enumerate(zip(short, long, strict=False)) if a != b), len(short))
+    if len(short) < len(long):
+        return short[at:] == long[at + 1 :]
+    swapped = short[at + 1 : at + 2] + short[at : at + 1] + short[at + 2 :]
+    return short[at + 1 :] == long[at + 1 :] or swapped == long[at:]
 
 
 def _check_calls(messages: Sequence[ChatMessage]) -> None:

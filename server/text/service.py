@@ -83,6 +83,10 @@ class TextService:
         """Of the template for chats with functions, which is the only one of most models; None where there is none."""
         return self._template_facts[True]
 
+    def facts_of(self, tools: Sequence[Mapping[str, Any]] | None) -> TemplateFacts | None:
+        """Of the template for chats with these functions on offer; None where there is none."""
+        return self._template_facts[bool(tools)]
+
     @property
     def renders_chats(self) -> bool:
         """Whether there is a template for plain chats."""
@@ -274,7 +278,7 @@ class TextService:
         max_model_len: refuse messages before rendering them if their text alone cannot fit into so many tokens.
         truncated: their tokens will be cut, so they may be longer than that.
         """
-        facts = self._template_facts[bool(tools)]
+        facts = self.facts_of(tools)
         if facts is None:
             raise bad_request(
                 "this model has no chat template: use /v1/completions, or start the server with --chat-template FILE",

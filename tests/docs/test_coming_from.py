@@ -164,3 +164,25 @@ def test_environment_variables_are_ours() -> None:
     command = get_command(cli.app).commands["serve"]  # type: ignore[attr-defined]
     known = {"WINDLASS_CACHE", *(parameter.envvar for parameter in command.params)}
     assert set(re.findall(r"WINDLASS_\w+", PAGE)) <= known
+
+
+def test_a_command_of_ollama_is_told_what_the_page_says(capsys: pytest.CaptureFixture[str]) -> None:
+    commands = get_command(cli.app).commands  # type: ignore[attr-defined]
+    page = {
+        code(theirs)[0].split()[1]: (ours, *remark) for theirs, ours, *remark in rows("Ollama") if "`ollama " in theirs
+    }
+    page["ls"] = page["list"]
+    assert (
+        set(page) - set(commands) == {word for names in elsewhere._COMMANDS for word in names.split()} >= {"run", "rm"}
+    )
+    for verb in set(page) - set(commands):
+        assert cli.run([verb, "smollm2"]) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: No such command '{verb}': ") and said.endswith(" (see windlass --help)\n")
+        ours, *_ = code(page[verb][0]) or [""]
+        assert set(re.findall(r"windlass \w+", said)) >= set(re.findall(r"^windlass \w+", ours))
+        assert set(re.findall(r"`windlass (\w+)", said)) <= set(commands)
+        assert ours or set(re.findall(r"\w+", said)) & set(re.findall(r"\w+", page[verb][1])) - {"the", "that"}
+    for known in (["rope", "run"], ["bench", "ls"]):
+        assert cli.run(known) == 2 and "here it is" not in capsys.readouterr().err
+    assert cli.run(["servee"]) == 2 and "Did you mean 'serve'?" in capsys.readouterr().err

@@ -36,7 +36,16 @@ def _vocabulary() -> LLTokenizer:
 def takes(schema: Any, value: Any, kind: str = "json_schema") -> bool:
     """Whether the grammar that comes of a JSON schema takes a document."""
     matcher = LLMatcher(_vocabulary(), demo_compiler().compile(kind, json.dumps(schema)), log_level=0)
-    ids = demo_tokenizer().encode(json.dumps(value), add_special_tokens=False)
+    return _all_of(matcher, json.dumps(value))
+
+
+def accepts(kind: str, value: str, text: str) -> bool:
+    """Whether the grammar that comes of a pattern or another form takes a whole text."""
+    return _all_of(LLMatcher(_vocabulary(), demo_compiler().compile(kind, value), log_level=0), text)
+
+
+def _all_of(matcher: LLMatcher, text: str) -> bool:
+    ids = demo_tokenizer().encode(text, add_special_tokens=False)
     return bool(matcher.try_consume_tokens(ids) == len(ids) and matcher.is_accepting())
 
 

@@ -149,9 +149,8 @@ class ChatCommands:
             if not equals:
                 raise CommandError(f"write name=value, such as temperature=0.7, not {word!r}")
             if name not in _FIELDS:
-                raise CommandError(
-                    f"{name!r} is no field that a chat can set{did_you_mean(name, _FIELDS)}: those are in docs/http.md"
-                )
+                others = did_you_mean(name, _FIELDS) or f": those are {', '.join(_FIELDS)}"
+                raise CommandError(f"{name!r} is no field that a chat can set{others}")
             given[name] = _value(value) if value else None
         merged = {**self._dialogue.params, **given}
         self._dialogue.params = _checked({name: value for name, value in merged.items() if value is not None})

@@ -20,7 +20,7 @@ from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.prompts import check_token_prompts
 from windlass.server.protocol.retrieval import MAX_INPUTS
 from windlass.server.routes.followed import followed
-from windlass.server.routes.job import engine_request
+from windlass.server.routes.job import engine_request, telling_of_scalings
 from windlass.server.routes.retrieval.followed import followers_of
 from windlass.server.routes.retrieval.job import PoolingJob
 
@@ -34,7 +34,8 @@ def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
     """Errors about a text's length say why it is bounded, where that is no property of the model."""
     step = job.info.max_num_batched_tokens
     try:
-        yield
+        with telling_of_scalings(job):
+            yield
     except ApiError as error:
         if error.code != "context_length_exceeded" or not job.info.sees_whole_texts or job.info.max_model_len < step:
             raise

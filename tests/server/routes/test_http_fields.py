@@ -257,6 +257,16 @@ WRONG: list[tuple[str, list[Any]]] = [
 ]
 
 
+@pytest.mark.parametrize(("path", "asked"), [(PATH, {"prompt": "a"}), ("/v1/chat/completions", {"messages": [USER]})])
+@pytest.mark.parametrize("value", [0, 0.0, -0.0])
+def test_no_share_of_the_tokens_is_told_what_is_meant(
+    live: Live, path: str, asked: dict[str, Any], value: float
+) -> None:
+    error = live.refuse(path, {**asked, "top_p": value})
+    assert error["message"] == "top_p should be greater than 0: for the likeliest token alone set temperature to 0"
+    assert (error["param"], error["code"]) == ("top_p", "invalid_value")
+
+
 @pytest.mark.parametrize(("field", "value"), [(field, value) for field, values in WRONG for value in values])
 def test_values_out_of_bounds_are_named(live: Live, field: str, value: Any) -> None:
     error = live.refuse(PATH, {"prompt": "a", field: value})

@@ -248,6 +248,24 @@ def test_numbers_json_cannot_have_are_named_alike(live: Live, number: str) -> No
     assert (neighbour["param"], neighbour["code"]) == ("temperature", "invalid_value")
 
 
+def test_a_prompt_that_is_too_long_whatever_its_scaling_is_told_what_makes_room(live: Live) -> None:
+    room = "a scaling alone makes no room: the server's --max-model-len does"
+    ids, text = [5] * 257, "z" * 300
+    prompts: list[tuple[str, dict[str, Any]]] = [
+        (PATH, {"prompt": ids}),
+        (PATH, {"prompt": ids[1:], "max_tokens": 1}),
+        (PATH, {"prompt": text}),
+        ("/v1/chat/completions", {"messages": [{"role": "user", "content": text}]}),
+        ("/v1/embeddings", {"input": ids}),
+    ]
+    for path, body in prompts:
+        for scaling in (YARN, "long", "grow"):
+            error = live.refuse(path, {**body, "rope_scaling": scaling})
+            assert error["code"] == "context_length_exceeded" and f" ({room})" in error["message"], path
+        for scaling in (None, {"rope_type": "default"}):
+            assert room not in live.refuse(path, {**body, "rope_scaling": scaling})["message"]
+
+
 CODES_OF_UPDATES = {"invalid_value", "missing_field", "unknown_field", "rope_exact_not_allowed"}
 UPDATES = "rope_update should be 'frozen', 'recompute' or 'rotate', or an object {'policy': …, 'exact': …}"
 

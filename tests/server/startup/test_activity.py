@@ -125,6 +125,11 @@ def test_the_first_lines_say_what_the_memory_is_good_for(blocks, longest, at_onc
     chats = "\n".join(summary(info, "toy", "http://x/v1", chats=False))
     line = "\n  chats     none: the model has no chat template (--chat-template FILE gives it one)"
     assert chats.replace(line, "") == text and line in chats
-    assert "chats" not in "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
+    neutral = "temperature 1, from all tokens, where a request does not say (--override-generation-config sets it)"
+    assert f"\n  sampling  {neutral}" in text
+    said = "\n".join(summary(info, "toy", "http://x/v1", sampling="top_k 9 (a file)"))
+    assert "\n  sampling  top_k 9 (a file), where a request does not say\n" in said + "\n" and neutral not in said
+    silent = "\n".join(summary(replace(info, generates=False), "toy", "http://x/v1", chats=False))
+    assert "chats" not in silent and "sampling" not in silent
     scaled = replace(info, rotary_groups=apply_scaling(info.rotary_groups, RopeScaling("linear", (("factor", 4.0),))))
     assert "beyond them" not in "\n".join(summary(scaled, "toy", "http://x/v1"))

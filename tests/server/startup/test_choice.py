@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from hashlib import sha256
 from pathlib import Path
 
 import pytest
@@ -74,3 +76,21 @@ def test_names_of_directories_and_ids(offline, monkeypatch):
     assert choice.choose_model("./here") == ("here", offline / "here")
     monkeypatch.setattr(choice, "resolve_model", lambda name: DEMO)
     assert choice.choose_model("org/name@v1") == ("org/name@v1", DEMO)
+
+
+def test_what_is_recommended_holds_for_the_same_file_at_any_path(offline, monkeypatch):
+    model = toy_model(make_wheel(offline))
+    model = replace(
+        model, sampling={"temperature": 0.5}, file=replace(model.file, sha256=sha256(b"abc").hexdigest(), size=3)
+    )
+    monkeypatch.setitem(known.KNOWN, "toy", model)
+    same, longer, other = offline / "toy", offline / "toy.gguf", offline / "mine.gguf"
+    same.write_bytes(b"abc")
+    longer.write_bytes(b"abcd")
+    other.write_bytes(b"abd")
+    found = [choice.known_sampling(str(path), path.name) for path in (same, longer, other, offline)]
+    assert found == [{"temperature": 0.5}, {}, {}, {}]
+    same.unlink()
+    assert choice.known_sampling("toy", "toy") == {"temperature": 0.5}
+    (offline / "toy").mkdir()  # a folder of the name, with who knows what
+    assert choice.known_sampling("toy", "toy") == {}

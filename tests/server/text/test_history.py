@@ -160,3 +160,23 @@ def test_the_values_of_all_calls_together_are_bounded(monkeypatch: pytest.Monkey
     assert caught.value.param == "messages[0].function_call"
     many = calling(call(arguments='{"a": [' + "0," * 200 + "0]}"))
     assert prepare(TEXTS, many, result())[0]["tool_calls"]  # a text is one value
+
+
+SLIPS = {"usr": "user", "User": "user", "users": "user", "usre": "user", "sytem": "system", "assitant": "assistant",
+         "assisstant": "assistant", "tol": "tool", "tools": "tool", "funtion": "function", "xuser": "user"}  # fmt: skip
+
+
+@pytest.mark.parametrize(("role", "meant"), SLIPS.items())
+def test_a_slip_of_a_role_is_refused_unless_the_template_knows_that_role(role: str, meant: str) -> None:
+    with pytest.raises(ApiError, match=rf"messages\[1\].role is '{role}': did you mean '{meant}'\?"):
+        prepare(NO_CALLS, USER, {"role": role, "content": "x"})
+    for quote in "'\"":
+        knowing = f"{{% if message.role == {quote}{role}{quote} %}}{NO_CALLS}"
+        assert prepare(knowing, USER, {"role": role, "content": "x"})[1]["role"] == role
+
+
+@pytest.mark.parametrize(
+    "role", ["critic", "ipython", "model", "usser2", "us", "usresr", "uesrs", "tool_call", "resu", "x"]
+)
+def test_other_roles_are_the_templates_to_judge(role: str) -> None:
+    assert prepare(NO_CALLS, USER, {"role": role, "content": "x"})[1]["role"] == role
