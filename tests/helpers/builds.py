@@ -29,7 +29,7 @@ def copy_clone(folder: Path) -> Path:
 
 
 def build(source: Path, kind: str, folder: Path, **variables: str) -> Path:
-    """The archive that `python -m build` makes of a source folder. kind: wheel or sdist. variables: of the environment, beside."""
+    """The archive that `python -m build` makes of a source folder. kind: wheel or sdist. variables: of its environment."""
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(folder), str(source)]
     environment = {**os.environ, **variables}
     built = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, env=environment, check=False)
