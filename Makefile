@@ -147,6 +147,7 @@ audit: $(TOOLS)/pip-audit
 wheels: $(TOOLS)/cibuildwheel
 	$(TOOLS)/python -m build --sdist --outdir build/source .
 	$(TOOLS)/cibuildwheel --platform linux --output-dir dist build/source/windlass_llm-*.tar.gz
+	$(TOOLS)/python -m build --wheel --outdir dist clients
 
 clean:
 	rm -rf $(VENV) build dist kernels/cpu/*.so src/*.egg-info clients/*.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis

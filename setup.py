@@ -20,10 +20,14 @@ SOURCES = runpy.run_path(str(KERNELS.parent / "sources.py"))["fingerprint"](KERN
 
 
 def requirements() -> list[str]:
-    """Those of pyproject.toml, and the client: from its folder in a clone, by its version where a source archive has none."""
+    """Those of pyproject.toml, and the client: from its folder in a clone, so that `pip install .` needs no index that has it.
+
+    By its version where a source archive has no such folder, and in a wheel for others: pip builds a wheel for `pip install .`
+    too and does not say which it wants, so whoever makes one to hand on sets WINDLASS_RELEASE=1.
+    """
     settings = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))
     client = ROOT / "clients"
-    if (client / "pyproject.toml").is_file():
+    if (client / "pyproject.toml").is_file() and os.environ.get("WINDLASS_RELEASE") != "1":
         place = f" @ {client.as_uri()}"
     else:
         place = "==" + runpy.run_path(str(ROOT / "src" / "windlass" / "_version.py"))["__version__"]

@@ -14,6 +14,7 @@ from pathlib import Path
 
 import pytest
 from helpers.builds import build, copy_clone
+from packaging.requirements import Requirement
 
 from windlass import __version__
 
@@ -32,7 +33,8 @@ def client(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def server(clone: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return build(clone, "wheel", tmp_path_factory.mktemp("server"))
+    """As it is handed on."""
+    return build(clone, "wheel", tmp_path_factory.mktemp("server"), WINDLASS_RELEASE="1")
 
 
 def names_in(wheel: Path) -> set[str]:
@@ -98,24 +100,55 @@ def test_both_wheels_serve_the_bundled_model(clone: Path, server: Path, client: 
     assert str(tmp_path) in run.stderr and len(run.stdout) > 3
 
 
-def test_from_a_clone_the_server_asks_for_the_client_beside_it(clone: Path, server: Path) -> None:
+def planned_by_pip(folder: Path, *arguments: str | Path) -> dict[str, str]:
+    """Where pip would install what from, by its name: all other requirements are met here, and no index is asked."""
+    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
+    planned = subprocess.run(
+        [*command, "--report", "-", *arguments],
+        cwd=folder,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert planned.returncode == 0, planned.stderr
+    found = json.loads(planned.stdout)["install"]
+    return {item["metadata"]["name"]: item["download_info"]["url"] for item in found}
+
+
+def write_hollow_wheels(metadata: email.message.Message, folder: Path) -> None:
+    """One of each outside requirement, in the lowest version that will do and with nothing in it."""
+    for text in metadata.get_all("Requires-Dist", []):
+        wanted = Requirement(text)
+        if wanted.name.startswith("windlass") or wanted.marker is not None:
+            continue
+        versions = [part.version for part in wanted.specifier if part.operator in (">=", "==")]
+        name, version = wanted.name.replace("-", "_"), versions[0]
+        with zipfile.ZipFile(folder / f"{name}-{version}-py3-none-any.whl", "w") as archive:
+            inside = f"{name}-{version}.dist-info"
+            archive.writestr(f"{inside}/METADATA", f"Metadata-Version: 2.1\nName: {wanted.name}\nVersion: {version}\n")
+            archive.writestr(f"{inside}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
+            archive.writestr(f"{inside}/RECORD", "")
+
+
+def test_wheels_that_are_handed_on_are_installed_together(server: Path, client: Path, tmp_path: Path) -> None:
     metadata = metadata_of(server)
     assert metadata["Name"] == "windlass-llm" and metadata["Version"] == __version__
-    assert requirement_of_the_client(metadata) == f"windlass-client @ {(clone / 'clients').as_uri()}"
+    assert requirement_of_the_client(metadata) == f"windlass-client=={__version__}"
+    for wheel in (server, client):
+        write_hollow_wheels(metadata_of(wheel), tmp_path)
+    # As if nothing were installed here.
+    planned = planned_by_pip(tmp_path, "--ignore-installed", "--find-links", tmp_path, server, client)
+    assert planned["windlass-llm"] == server.as_uri() and planned["windlass-client"] == client.as_uri()
+    assert len(planned) > 15
 
 
 @pytest.mark.parametrize("arguments", [["."], ["-e", "."]], ids=["install", "editable"])
 def test_pip_installs_a_clone_without_any_index_that_knows_the_client(clone: Path, arguments: list[str]) -> None:
-    """What pip would do, all other requirements being met here."""
-    command = [sys.executable, "-m", "pip", "install", "--dry-run", "--no-index", "--no-build-isolation", "--quiet"]
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "PIP_FIND_LINKS")}
-    planned = subprocess.run(
-        [*command, "--report", "-", *arguments], cwd=clone, env=environment, capture_output=True, text=True, timeout=120
-    )
-    assert planned.returncode == 0, planned.stderr
-    found = {item["metadata"]["name"]: item for item in json.loads(planned.stdout)["install"]}
-    assert set(found) == {"windlass-llm", "windlass-client"}
-    assert found["windlass-client"]["download_info"]["url"] == (clone / "clients").as_uri()
+    planned = planned_by_pip(clone, *arguments)
+    assert set(planned) == {"windlass-llm", "windlass-client"}
+    assert planned["windlass-client"] == (clone / "clients").as_uri()
 
 
 def test_a_source_archive_asks_for_the_client_by_its_version(clone: Path, tmp_path: Path) -> None:

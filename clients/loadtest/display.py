@@ -7,8 +7,8 @@ import math
 import time
 from typing import TYPE_CHECKING, Any
 
+from windlass.clients.loadtest.progress import RunProgress
 from windlass.clients.loadtest.results import RunResult
-from windlass.clients.loadtest.runner import RunProgress
 from windlass.clients.loadtest.sweep import SweepResult
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.streams import on_terminal
@@ -80,12 +80,13 @@ class ProgressDisplay:
             self._task = self._progress.add_task("", total=snapshot.total)
             self._progress.start()
         assert self._task is not None
-        since, chunks = self._chunks
-        speed = (snapshot.chunks - chunks) / (now - since) if now > since else 0.0
-        self._chunks = (now, snapshot.chunks)
         text = self._name + _line(snapshot)
-        if snapshot.phase == "running":
-            text += f", {max(0.0, speed):,.0f} chunks/s"
+        if snapshot.chunks is not None:
+            since, chunks = self._chunks
+            speed = (snapshot.chunks - chunks) / (now - since) if now > since else 0.0
+            self._chunks = (now, snapshot.chunks)
+            if snapshot.phase == "running":
+                text += f", {max(0.0, speed):,.0f} chunks/s"
         self._progress.update(self._task, description=text, completed=snapshot.ended, total=snapshot.total)
         self._progress.refresh()
 

@@ -15,7 +15,6 @@ import math
 import time
 from collections import deque
 from collections.abc import Callable, Coroutine, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.loadtest.errors import LoadTestError
@@ -24,6 +23,7 @@ from windlass.clients.loadtest.generator_health import GeneratorHealth, Measured
 from windlass.clients.loadtest.judgement import Judgement
 from windlass.clients.loadtest.load_plan import LoadPlan
 from windlass.clients.loadtest.metric_changes import changes
+from windlass.clients.loadtest.progress import Progress, RunProgress, tell, unless_stopped
 from windlass.clients.loadtest.results import ABANDONED, RequestRecord, RunResult
 from windlass.clients.loadtest.schedule import Schedule, intended_times
 from windlass.clients.loadtest.sweep import SweepResult, SweepSpec, find_highest_rate
@@ -38,29 +38,10 @@ __all__ = ["LoadPlan", "Progress", "RunProgress", "measure", "prepare", "run_loa
 # Requests made before the run, so that making them disturbs nothing; further ones are made as they are needed.
 _PREPARED_REQUESTS = 4096
 _PREPARED_BYTES = 256 * 2**20
-_PROGRESS_SECONDS = 0.5
 # After a connection that failed, doubled with each further one.
 _FIRST_PAUSE_S = 0.1
 _LONGEST_PAUSE_S = 1.0
 _STEP_SECONDS = 0.02  # preparing pauses for the event loop after so long
-
-
-@dataclass(slots=True)
-class RunProgress:
-    """How far a run is. phase: "preparing", "warm-up" or "running". total: conversations to come, None where unknown."""
-
-    phase: str = "preparing"
-    seconds: float = 0.0
-    total: int | None = None
-    begun: int = 0
-    ended: int = 0
-    completed: int = 0
-    failed: int = 0
-    running: int = 0
-    chunks: int = 0
-
-
-Progress = Callable[[RunProgress], None]
 
 
 def measure(plan: LoadPlan, progress: Progress | None = None) -> RunResult:
@@ -161,7 +142,7 @@ class _Run:
         self._start = time.perf_counter()
 
     async def run(self) -> RunResult:
-        ticker = asyncio.create_task(self._tell())
+        ticker = asyncio.create_task(tell(self._progress, self._how_far))
         try:
             return await self._measure()
         finally:
@@ -178,16 +159,16 @@ class _Run:
             self._snapshot.total = len(times)
         elif plan.workload.trace:
             self._snapshot.total = min(len(plan.workload.trace), plan.count or len(plan.workload.trace))
-        await self._unless_stopped(self._pool.look_up())
-        await self._unless_stopped(self._warm_up())
+        await unless_stopped(self._pool.look_up(), self._stop)
+        await unless_stopped(self._warm_up(), self._stop)
         source = await self._prepared(self._snapshot.total)
         before = await self._control.metrics()
         started_at = datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds")
         self._snapshot.phase = "running"
         self._start = time.perf_counter()
         self._health.start()
-        finished = await self._unless_stopped(
-            self._closed_loop(source) if times is None else self._open_loop(source, times)
+        finished = await unless_stopped(
+            self._closed_loop(source) if times is None else self._open_loop(source, times), self._stop
         )
         self._health.stop()
         ended = self._now()
@@ -339,34 +320,10 @@ class _Run:
     def _now(self) -> float:
         return time.perf_counter() - self._start
 
-    async def _unless_stopped(self, work: Coroutine[Any, Any, None]) -> bool:
-        """Do the work unless told to stop; whether it was done to its end."""
-        if self._stop.is_set():
-            work.close()
-            return False
-        task, stopped = asyncio.ensure_future(work), asyncio.ensure_future(self._stop.wait())
-        try:
-            await asyncio.wait({task, stopped}, return_when=asyncio.FIRST_COMPLETED)
-        finally:
-            stopped.cancel()
-            if not task.done():
-                task.cancel()
-                await asyncio.wait({task})
-        if task.cancelled():
-            return False
-        task.result()
-        return True
-
-    async def _tell(self) -> None:
-        """Call the progress callback now and then."""
-        while self._progress is not None:
-            self._snapshot.seconds = self._now()
-            self._snapshot.chunks = self._exchanges.chunks
-            with contextlib.suppress(
-                OSError
-            ):  # whoever shows it has lost its terminal or its disk, and the run goes on
-                self._progress(self._snapshot)
-            await asyncio.sleep(_PROGRESS_SECONDS)
+    def _how_far(self) -> RunProgress:
+        self._snapshot.seconds = self._now()
+        self._snapshot.chunks = self._exchanges.chunks
+        return self._snapshot
 
 
 async def _together(work: Iterable[Coroutine[Any, Any, None]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import subprocess
 import sys
@@ -27,10 +28,11 @@ def copy_clone(folder: Path) -> Path:
     return folder
 
 
-def build(source: Path, kind: str, folder: Path) -> Path:
-    """The archive that `python -m build` makes of a source folder. kind: wheel or sdist."""
+def build(source: Path, kind: str, folder: Path, **variables: str) -> Path:
+    """The archive that `python -m build` makes of a source folder. kind: wheel or sdist. variables: of its environment."""
     command = [sys.executable, "-m", "build", f"--{kind}", "--no-isolation", "--outdir", str(folder), str(source)]
-    built = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, check=False)
+    environment = {**os.environ, **variables}
+    built = subprocess.run(command, capture_output=True, text=True, cwd=folder.parent, env=environment, check=False)
     assert built.returncode == 0, built.stdout[-2000:] + built.stderr[-2000:]
     (archive,) = folder.glob("*.whl" if kind == "wheel" else "*.tar.gz")
     return archive

@@ -1,4 +1,4 @@
-"""Puts the commands together, and is the `windlass-bench` program. Imports nothing that takes time."""
+"""Puts the commands together. Imports nothing that takes time."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ def run(arguments: Sequence[str] | None = None) -> int:
 
 
 def main() -> None:
-    """Entry point of the `windlass-bench` script."""
+    """Run the command of the process's arguments, and end it."""
     sys.exit(run())
 
 

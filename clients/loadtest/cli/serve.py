@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import signal
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -24,6 +24,7 @@ from windlass.clients.loadtest.cli.options import (
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.outputs import check_outputs
+from windlass.clients.terminal.signals import stopped_by_signals
 
 if TYPE_CHECKING:
     from windlass.clients.loadtest.judgement import Judgement
@@ -75,7 +76,7 @@ async def _run(
     stop = asyncio.Event()
     signals: list[signal.Signals] = []
     display = ProgressDisplay()
-    with _stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
+    with stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
         ending.callback(display.stop)
         if not slo.sweep:
             result: Any = await run_load(plan, progress=display, stop=stop, workload=workload, server=server)
@@ -103,37 +104,6 @@ async def _run(
                 told=told,
             )
     return result, signals[0] if signals else None
-
-
-@contextlib.contextmanager
-def _stopped_by_signals(stop: asyncio.Event, received: list[signal.Signals]) -> Iterator[None]:
-    """The first ctrl-C or SIGTERM ends the run with a report of what there is; a second one ends the program."""
-    loop = asyncio.get_running_loop()
-    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-
-    def restore() -> None:
-        for number, handler in before.items():
-            with contextlib.suppress(NotImplementedError):
-                loop.remove_signal_handler(number)
-            signal.signal(number, handler)
-
-    def receive(number: signal.Signals) -> None:
-        received.append(number)
-        stop.set()
-        restore()
-
-    def receive_in_loop(number: int, frame: object) -> None:
-        loop.call_soon_threadsafe(receive, signal.Signals(number))
-
-    for number in before:
-        try:
-            loop.add_signal_handler(number, receive, number)
-        except NotImplementedError:  # on Windows
-            signal.signal(number, receive_in_loop)
-    try:
-        yield
-    finally:
-        restore()
 
 
 def _raise_file_limit() -> None:

@@ -3,18 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import math
+import signal
+from collections.abc import Sequence
 from pathlib import Path
 
 from windlass.clients import APIError, Client, RetryPolicy
+from windlass.clients.loadtest.display import ProgressDisplay
 from windlass.clients.loadtest.vocabulary import WORDS
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.signals import stopped_by_signals
 from windlass.engine.errors import LoadError
 from windlass.server.cli.chat.own_server import OwnServer
 from windlass.server.cli.key_hint import with_key_hint
-from windlass.server.cli.replay.asking import asked_again
+from windlass.server.cli.replay.asking import AskedAgain, asked_again
 from windlass.server.cli.replay.reading import RecordedWorkload, read_recording
 from windlass.server.cli.replay.report import as_object, good, lines
 from windlass.server.cli.replay.running import Replayed, ReplayPace, replay
@@ -63,7 +68,7 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
     try:
         with client:
             client.models()  # a wrong address or key is told once, not by every request
-            replayed = _run(recording, client, url, api_key, pace)
+            replayed, stopped_by = _run(recording, client, url, api_key, pace)
     except APIError as error:
         raise CommandError(f"{url}: {with_key_hint(error)}") from error
     except ValueError as error:
@@ -73,14 +78,30 @@ def _finish(recording: RecordedWorkload, client: Client, api_key: str | None, pa
     else:
         for line in lines(recording, replayed):
             print(line)
+    if stopped_by is not None:
+        return 128 + stopped_by
     return 0 if good(replayed) else 1
 
 
-def _run(recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace) -> Replayed:
+def _run(
+    recording: RecordedWorkload, client: Client, url: str, api_key: str | None, pace: ReplayPace
+) -> tuple[Replayed, signal.Signals | None]:
+    """What came of it, and the signal that cut it short."""
     ordinary: list[int] = []
     if any(request.prompt_token_ids is None for request in recording.requests):
         found = client.tokenize(" ".join(WORDS), add_special_tokens=False)
         ordinary = sorted(set(found.tokens))
     asked = [asked_again(request, ordinary) for request in recording.requests]
     say(f"repeating {len(asked):,} requests on {url}")
-    return asyncio.run(replay(url, api_key, asked, pace))
+    return asyncio.run(_until_stopped(url, api_key, asked, pace))
+
+
+async def _until_stopped(
+    url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace
+) -> tuple[Replayed, signal.Signals | None]:
+    stop, signals = asyncio.Event(), list[signal.Signals]()
+    display = ProgressDisplay()
+    with stopped_by_signals(stop, signals), contextlib.ExitStack() as ending:
+        ending.callback(display.stop)
+        replayed = await replay(url, api_key, asked, pace, progress=display, stop=stop)
+    return replayed, signals[0] if signals else None

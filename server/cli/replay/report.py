@@ -21,6 +21,8 @@ def as_object(recording: RecordedWorkload, replayed: Replayed) -> dict[str, Any]
     compared = [each for each in replayed.requests if each.compared]
     return {
         "requests": len(replayed.requests),
+        "recorded_requests": len(recording.requests),
+        "interrupted": replayed.interrupted,
         "seconds": round(replayed.seconds, 3),
         "recorded_seconds": round(_span(recording), 3),
         "failed": [_told(each) | {"error": each.error} for each in replayed.requests if each.failed],
@@ -48,9 +50,14 @@ def lines(recording: RecordedWorkload, replayed: Replayed) -> Iterator[str]:
         f"{len(requests):,} requests in {replayed.seconds:.1f} s (recorded in {_span(recording):.1f} s), {tokens:,} tokens"
         + (f", sent up to {late:.2f} s late" if late >= 0.1 else "")
     )
+    if replayed.interrupted:
+        yield f"interrupted: {len(recording.requests) - len(requests):,} of {len(recording.requests):,} requests had not ended"
     failed = [each for each in requests if each.failed]
     yield from _some(failed, lambda each: f"failed: {_name(each)}: {each.error}")
     compared = [each for each in requests if each.compared]
+    if not compared and replayed.interrupted:
+        yield "no answer was compared yet"
+        return
     if not compared:
         yield "no answer was compared: the recording has no text (--record-text)"
         return

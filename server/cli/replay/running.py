@@ -13,6 +13,7 @@ from typing import Any
 
 import httpx
 
+from windlass.clients.loadtest.progress import Progress, RunProgress, tell, unless_stopped
 from windlass.clients.sse import SSEDecoder
 from windlass.clients.stream_rest import read_rest_async
 from windlass.server.cli.replay.asking import AskedAgain
@@ -66,10 +67,14 @@ class Repeated:
 
 @dataclass(slots=True)
 class Replayed:
-    """All of them, in the order of the recording. seconds: from the first sent to the last answered."""
+    """All of them, in the order of the recording. seconds: from the first sent to the last answered.
+
+    interrupted: whether it was stopped before; then only those that had ended are in it.
+    """
 
     requests: list[Repeated]
     seconds: float = 0.0
+    interrupted: bool = False
 
 
 @dataclass(slots=True)
@@ -90,32 +95,59 @@ class _Read:
             self.rows[item["index"]] = digest_of_rows(base64.b64decode(item["data"]))
 
 
-async def replay(url: str, api_key: str | None, asked: Sequence[AskedAgain], pace: ReplayPace) -> Replayed:
-    """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised."""
+async def replay(
+    url: str,
+    api_key: str | None,
+    asked: Sequence[AskedAgain],
+    pace: ReplayPace,
+    *,
+    progress: Progress | None = None,
+    stop: asyncio.Event | None = None,
+) -> Replayed:
+    """Send all to the server at `url` (without /v1) and wait for all answers. What fails is in the result, never raised.
+
+    progress: called about twice a second. stop: once set, it ends at once and its result says `interrupted`.
+    """
     headers = {"authorization": f"Bearer {api_key}"} if api_key else {}
     limits = httpx.Limits(max_connections=pace.at_once, max_keepalive_connections=pace.at_once, keepalive_expiry=4.0)
     room = asyncio.Semaphore(pace.at_once)
+    # Answers that are no streams come in no chunks.
+    how_far = RunProgress(phase="running", total=len(asked), chunks=None)
+    results: list[Repeated | None] = [None] * len(asked)
     begun = time.monotonic()
     first = asked[0].recorded.at if asked else 0.0
     async with httpx.AsyncClient(
         base_url=url, headers=headers, timeout=_PATIENCE, limits=limits, trust_env=False
     ) as http:
 
-        async def one(each: AskedAgain) -> Repeated:
+        async def one(index: int, each: AskedAgain) -> None:
             async with room:
                 due = begun if pace.speed is None else begun + (each.recorded.at - first) / pace.speed
                 sent = time.monotonic()
+                how_far.running += 1
                 result = await _send(http, each)
+                how_far.running -= 1
+                how_far.ended += 1
+                how_far.failed += result.failed
                 result.seconds = time.monotonic() - sent
                 result.late = 0.0 if pace.speed is None else max(0.0, sent - due)
-                return result
+                results[index] = result
 
-        tasks = []
-        for each in asked:
-            if pace.speed is not None:
-                await asyncio.sleep(max(0.0, begun + (each.recorded.at - first) / pace.speed - time.monotonic()))
-            tasks.append(asyncio.create_task(one(each)))
-        return Replayed(list(await asyncio.gather(*tasks)), time.monotonic() - begun)
+        async def every_one() -> None:
+            async with asyncio.TaskGroup() as group:
+                for index, each in enumerate(asked):
+                    if pace.speed is not None:
+                        due = begun + (each.recorded.at - first) / pace.speed
+                        await asyncio.sleep(max(0.0, due - time.monotonic()))
+                    group.create_task(one(index, each))
+
+        ticker = asyncio.create_task(tell(progress, lambda: how_far))
+        try:
+            finished = await unless_stopped(every_one(), stop or asyncio.Event())
+        finally:
+            ticker.cancel()
+        seconds = time.monotonic() - begun
+    return Replayed([result for result in results if result is not None], seconds, not finished)
 
 
 async def _send(http: httpx.AsyncClient, asked: AskedAgain) -> Repeated:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import tomllib
+from pathlib import Path
 
 import pytest
 from helpers.scripted_llm import asked, scripted_llm
@@ -79,3 +81,21 @@ def test_a_command_starts_without_what_only_its_work_needs(module):
     )
     run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
     assert run.stderr.strip() == ""
+
+
+@pytest.mark.parametrize("project", ["clients", "."])
+def test_ctrl_c_while_a_program_still_imports_is_no_fault_of_it(project):
+    settings = tomllib.loads((Path(__file__).parents[3] / project / "pyproject.toml").read_text(encoding="utf-8"))
+    ((_, target),) = settings["project"]["scripts"].items()
+    module, _, name = target.partition(":")
+    code = (
+        "import sys\n"
+        "class Pressed:\n"
+        "    def find_spec(self, name, *rest):\n"
+        "        if name == 'typer': raise KeyboardInterrupt\n"
+        "sys.meta_path.insert(0, Pressed())\n"
+        f"from {module} import {name}\n"
+        f"{name}()"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert (run.returncode, run.stdout, run.stderr) == (130, "", "")

@@ -1,0 +1,15 @@
+"""Where the `windlass-bench` script begins. Imports nothing before ctrl-C is taken for what it is: the imports take a while."""
+
+from __future__ import annotations
+
+import sys
+
+
+def main() -> None:
+    """Run the command that the process was given, and end it."""
+    try:
+        from windlass.clients.loadtest.cli.app import main as run
+
+        run()
+    except KeyboardInterrupt:
+        sys.exit(130)

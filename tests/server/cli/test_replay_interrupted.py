@@ -1,0 +1,162 @@
+"""How far `windlass replay` is while it runs, and what is left of one that is ended by ctrl-C: a scripted server is asked."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers.eventually import eventually
+from helpers.scripted_http import Exchange, Script, answer, scripted_server, silence
+
+from windlass.clients.loadtest.display import ProgressDisplay
+from windlass.clients.loadtest.progress import RunProgress
+from windlass.server.cli import main as cli
+from windlass.server.cli.replay.asking import AskedAgain
+from windlass.server.cli.replay.reading import RecordedAnswer, RecordedLine
+from windlass.server.cli.replay.running import ReplayPace, replay
+from windlass.server.routes.recorded import FORM, digest
+
+COUNT = 9
+
+
+def recorded(number: int) -> RecordedLine:
+    """One whose answer was the token 5."""
+    return RecordedLine(
+        at=float(number),
+        request_id=f"r{number}",
+        route="/v1/completions",
+        prompt_tokens=[1],
+        fields={},
+        outcome="ok",
+        answers=[RecordedAnswer(choice=0, tokens=1, digest=digest([5]))],
+        prompt_token_ids=[[number]],
+        exact=True,
+    )
+
+
+@pytest.fixture
+def file(tmp_path: Path) -> Path:
+    lines = [json.dumps({"windlass_record": FORM, "deterministic": True, "text": True})]
+    lines += [recorded(number).model_dump_json(exclude={"of", "line"}) for number in range(COUNT)]
+    path = tmp_path / "load.jsonl"
+    path.write_text("".join(line + "\n" for line in lines))
+    return path
+
+
+def tokens(*ids: int) -> Script:
+    return answer({"choices": [{"index": 0, "token_ids": list(ids)}]})
+
+
+def asked_for_answers(exchanges: list[Exchange]) -> int:
+    return sum(exchange.request.method == "POST" for exchange in exchanges)
+
+
+def scripted(exchanges: list[Exchange], *answers: Script) -> Script:
+    """Gives the answers in turn, the last one to all further requests too."""
+
+    async def script(exchange: Exchange) -> None:
+        exchanges.append(exchange)
+        if exchange.request.method == "GET":
+            await answer({"object": "list", "data": []})(exchange)
+        else:
+            await answers[min(asked_for_answers(exchanges), len(answers)) - 1](exchange)
+
+    return script
+
+
+def start(*arguments: str) -> subprocess.Popen[str]:
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("WINDLASS_")}
+    command = [sys.executable, "-m", "windlass.server.cli.main", "replay", *arguments]
+    return subprocess.Popen(
+        command,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env=environment,
+        # Where the tests run in the background of a shell, it would be ignored.
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+
+
+@pytest.mark.parametrize(
+    ("number", "as_json"),
+    [
+        (signal.SIGINT, False),
+        pytest.param(signal.SIGINT, True, marks=pytest.mark.slow),
+        pytest.param(signal.SIGTERM, False, marks=pytest.mark.slow),
+    ],
+)
+def test_a_signal_ends_it_with_what_was_compared(file: Path, number: signal.Signals, as_json: bool) -> None:
+    exchanges: list[Exchange] = []
+    # Two at once: the fifth is asked when three have been compared.
+    with scripted_server(scripted(exchanges, tokens(5), tokens(6), tokens(5), silence)) as server:
+        options = ["--as-fast-as-possible", "--concurrency", "2", *(["--json"] if as_json else [])]
+        process = start(str(file), "--url", server.url, *options)
+        try:
+            eventually(lambda: asked_for_answers(exchanges) == 5, 60)
+            process.send_signal(number)
+            out, err = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert process.returncode == 128 + number and "Traceback" not in err
+    assert err.startswith(f"repeating 9 requests on {server.url}\n0/9 ended")
+    if as_json:
+        found = json.loads(out)
+        assert found["interrupted"] is True and (found["requests"], found["recorded_requests"]) == (3, COUNT)
+        assert (found["compared"], found["equal"], found["failed"]) == (3, 2, [])
+        assert len(found["mismatches"]) == 1
+    else:
+        assert "interrupted: 6 of 9 requests had not ended\n" in out
+        assert out.count("mismatch: line ") == 1 and "3 compared: 2 equal to the last token, 1 not\n" in out
+
+
+@pytest.mark.slow
+def test_a_signal_before_any_answer(file: Path) -> None:
+    exchanges: list[Exchange] = []
+    with scripted_server(scripted(exchanges, silence)) as server:
+        process = start(str(file), "--url", server.url)
+        try:
+            eventually(lambda: asked_for_answers(exchanges) == 1, 60)
+            process.send_signal(signal.SIGINT)
+            out, err = process.communicate(timeout=60)
+        finally:
+            if process.poll() is None:
+                process.kill()
+                process.communicate()
+    assert process.returncode == 130 and "Traceback" not in err
+    assert "interrupted: 9 of 9 requests had not ended\nno answer was compared yet\n" in out
+
+
+def test_quiet_lines_where_there_is_no_terminal(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with scripted_server(scripted([], tokens(5))) as server:
+        assert cli.run(["replay", str(file), "--url", server.url, "--as-fast-as-possible", "--json"]) == 0
+    said = capsys.readouterr()
+    assert said.err.splitlines()[:2] == [f"repeating 9 requests on {server.url}", "0/9 ended, 0 running"]
+    assert "\x1b" not in said.err
+    found = json.loads(said.out)
+    assert found["interrupted"] is False and found["requests"] == found["recorded_requests"] == COUNT
+
+
+def test_what_is_told_of_it_on_the_way() -> None:
+    """The last snapshot counts all; it is the one object, so it is looked at once all have ended."""
+    told: list[RunProgress] = []
+    asked = [AskedAgain(recorded(number), "/v1/completions", {}) for number in range(3)]
+    with scripted_server(tokens(5), answer({}, "500 Internal Server Error"), tokens(5)) as server:
+        asyncio.run(replay(server.url, None, asked, ReplayPace(speed=None), progress=told.append))
+    assert (told[-1].total, told[-1].ended, told[-1].failed, told[-1].running) == (3, 3, 1, 0)
+
+
+def test_a_bar_without_chunks_tells_of_none(capsys: pytest.CaptureFixture[str]) -> None:
+    display = ProgressDisplay(terminal=True)
+    display(RunProgress(phase="running", total=10, ended=3, running=2, failed=1, chunks=None))
+    display.stop()
+    shown = capsys.readouterr().err
+    assert "3/10 ended, 2 running, 1 failed" in shown and "chunks" not in shown
