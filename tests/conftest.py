@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import shutil
 from collections.abc import Iterator
@@ -41,7 +42,17 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _LONG)
 
 
-@pytest.fixture(scope="module")
+def pytest_collection_finish() -> None:
+    """pytest gives its handlers to, and takes them from, each logger that does not hand on to the root, six times a test.
+
+    torch has dozens of them, and none of them has to keep anything from the root here.
+    """
+    for name, logger in logging.root.manager.loggerDict.items():
+        if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
+            logger.propagate = True
+
+
+@pytest.fixture(scope="session")
 def shared() -> Iterator[Live]:
     from helpers.live_server import live_server  # the app takes a while to import, and most tests need none
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
+import threading
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from typing import TYPE_CHECKING, Any
@@ -10,7 +12,7 @@ from fastapi import FastAPI
 from starlette.exceptions import HTTPException
 from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
-from starlette.responses import Response
+from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from windlass._version import __version__
@@ -84,6 +86,7 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app = FastAPI(
         title="Windlass",
         version=__version__,
+        openapi_url=None,  # FastAPI's own route would make the description on the event loop
         generate_unique_id_function=lambda route: route.name,
         docs_url=None,  # FastAPI's own pages load scripts from other hosts
         redoc_url=None,
@@ -100,7 +103,9 @@ def create_app(engine: EngineClient, tokenizer: Tokenizer, settings: ServerSetti
     app.add_exception_handler(ApiError, _on_error)
     app.add_exception_handler(EngineError, _on_error)
     app.add_exception_handler(HTTPException, _on_http_exception)
-    app.openapi = lambda: _description(app, settings)  # type: ignore[method-assign]
+    making = threading.Lock()
+    app.openapi = lambda: _description(app, settings, making)  # type: ignore[method-assign]
+    app.add_route("/openapi.json", _send_description, include_in_schema=False)
 
     # The last one added is the outermost.
     app.add_middleware(HeadMiddleware)
@@ -180,7 +185,13 @@ async def _on_http_exception(request: Request, error: Exception) -> Response:
     return error_response(ApiError(error.status_code, message, headers=headers), request.scope)
 
 
-def _description(app: FastAPI, settings: ServerSettings) -> dict[str, Any]:
-    if app.openapi_schema is None:
-        app.openapi_schema = describe(app, settings)
-    return app.openapi_schema
+async def _send_description(request: Request) -> Response:
+    """Made for the first who asks, since most servers are never asked, and on a thread, so that it holds up no stream."""
+    return JSONResponse(await asyncio.to_thread(request.app.openapi))
+
+
+def _description(app: FastAPI, settings: ServerSettings, making: threading.Lock) -> dict[str, Any]:
+    with making:
+        if app.openapi_schema is None:
+            app.openapi_schema = describe(app, settings)
+        return app.openapi_schema

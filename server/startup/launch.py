@@ -289,9 +289,7 @@ def make_app(client: EngineClient, path: Path, settings: ServerSettings, templat
     tokenizer = Tokenizer.from_directory(path)
     if template is not None:
         tokenizer.chat_template, tokenizer.tool_template = template, None
-    app = create_app(client, tokenizer, settings)
-    app.openapi()  # kept for whoever asks: making it would hold up streams
-    return app
+    return create_app(client, tokenizer, settings)
 
 
 def make_server(

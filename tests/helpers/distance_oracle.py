@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from helpers.loaded import loaded
 from transformers import AttentionInterface
 
 Distance = Callable[[int, int], float]
@@ -64,9 +64,7 @@ class DistanceOracle:
         rotated_last: bool = False,
     ) -> None:
         AttentionInterface.register("distances", _attend)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float64, attn_implementation="distances"
-        ).eval()
+        self.model = loaded(directory, "distances", torch.float64)
         self.model.model.rotary_emb.forward = self._no_rotation
         self.inv_freq = torch.tensor(inv_freq, dtype=torch.float64)
         self.distance, self.growth = distance, growth

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import transformers
+from helpers.loaded import loaded
 from transformers import AttentionInterface
 
 from windlass.engine.rotary.scaling import RotarySpec
@@ -25,9 +25,7 @@ class RawKeyOracle:
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
         AttentionInterface.register("raw_keys", _attend)
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="raw_keys"
-        ).eval()
+        self.model = loaded(directory, "raw_keys")
         self._names = names
         self.enter(specs)
         self.model.model.rotary_emb.forward = self._no_rotation

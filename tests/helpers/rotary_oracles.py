@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.loaded import loaded
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -53,9 +54,7 @@ class Uncached:
     """A transformers model that recomputes everything, under frequencies of the caller's choice."""
 
     def __init__(self, directory: Path, attention_factor: float = 1.0) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.model = loaded(directory)
         self._inv_freq = torch.empty(0)
 
         def rotary(x: Tensor, position_ids: Tensor, layer_type: str | None = None) -> tuple[Tensor, Tensor]:
@@ -162,9 +161,7 @@ class CachedInOnePass:
     """
 
     def __init__(self, directory: Path) -> None:
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="sdpa"
-        ).eval()
+        self.model = loaded(directory, "sdpa")
 
     @torch.no_grad()
     def hidden(self, token_ids: Sequence[int], frequencies: Frequencies, prompt: int) -> Tensor:

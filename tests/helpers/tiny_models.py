@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import json
+import pickle
+import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -10,6 +13,7 @@ from typing import Any
 import torch
 import transformers
 from helpers import tiny_experts, tiny_families, tiny_plain
+from helpers.loaded import loaded
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -88,9 +92,33 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
+_ALIKE = frozenset({"llama", "mistral", "qwen3", "ernie4_5", "glm", "phi3", "hunyuan", "ministral3"})
+
+
+def few_layers(family: str) -> dict[str, int]:
+    """What `make_model` takes for two layers where all are of one kind: they show what four would."""
+    return {"num_hidden_layers": 2} if family in _ALIKE else {}
+
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""
+    files, generator = _made(family, seed, pickle.dumps(overrides))
+    directory.mkdir(parents=True, exist_ok=True)
+    for name, content in files.items():
+        (directory / name).write_bytes(content)
+    torch.set_rng_state(generator)  # whatever a test draws next is the same whether the model was there or not
+    return directory
+
+
+@functools.lru_cache(maxsize=32)
+def _made(family: str, seed: int, pickled: bytes) -> tuple[dict[str, bytes], torch.Tensor]:
+    """The files of a model, half a MB, and the state that making it leaves torch's generator in."""
+    with tempfile.TemporaryDirectory() as folder:
+        directory = _make(family, Path(folder), seed, pickle.loads(pickled))
+        return {file.name: file.read_bytes() for file in directory.iterdir()}, torch.get_rng_state()
+
+
+def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) -> Path:
     if family in tiny_plain.FAMILIES:
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
@@ -131,9 +159,7 @@ class Reference:
         if config["architectures"][0] in tiny_plain.ARCHITECTURES:
             self.plain, self.frequencies = tiny_plain.PlainModel(directory), torch.tensor(specs[0].inv_freq).double()
             return
-        self.model = transformers.AutoModelForCausalLM.from_pretrained(
-            directory, dtype=torch.float32, attn_implementation="eager"
-        ).eval()
+        self.model = loaded(directory)
         by_name = dict(zip(names, specs, strict=True))
         fallback = specs[0]
         takes_half = type(self.model).__name__ == "GptOssForCausalLM"

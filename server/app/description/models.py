@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import pydantic.dataclasses  # noqa: F401  # pydantic asks for it when it makes schemas: no request is to wait for an import
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
 

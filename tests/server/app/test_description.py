@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import json
 import re
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -21,6 +23,7 @@ from helpers.toy_tokenizers import taught
 from jsonschema import Draft202012Validator
 
 from windlass.engine.api.model_heads import ClassifierInfo
+from windlass.server.app import app
 
 DOCS = Path(__file__).parents[3] / "docs"
 OPERATIONS = [(method, path) for method, path, _ in description().operations()]
@@ -217,3 +220,23 @@ def test_an_answer_that_is_not_described_is_noticed() -> None:
         description().check(httpx.Response(200, request=request, headers={"content-type": "text/plain"}, text="x"))
     with pytest.raises(AssertionError, match="has no X-Request-Id"):
         description().check(httpx.Response(404, request=request, json={}))
+
+
+def test_it_is_made_once_for_the_first_who_ask_and_holds_nobody_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    describe, begun, go_on, made = app.describe, threading.Event(), threading.Event(), list[bool]()
+
+    def slowly(*given: Any) -> dict[str, Any]:
+        begun.set()
+        found = describe(*given)
+        made.append(go_on.wait(30))
+        return found
+
+    monkeypatch.setattr(app, "describe", slowly)
+    with live_server() as live, ThreadPoolExecutor() as threads:
+        assert not begun.is_set()
+        asked = [threads.submit(live.http.get, "/openapi.json") for _ in range(3)]
+        assert begun.wait(30)
+        assert live.http.get("/health").status_code == 200 and not any(one.done() for one in asked)
+        go_on.set()
+        assert len({one.result().text for one in asked}) == 1 and made == [True]
+        assert asked[0].result().json()["paths"]

@@ -241,27 +241,19 @@ def engines() -> set[int]:
     return set(children(os.getpid(), b"windlass.engine"))
 
 
-def test_closing_and_forgetting_end_the_engine(llm: LLM) -> None:
+def test_forgetting_ends_the_engine(llm: LLM) -> None:
     before = engines()
-    first = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
-    assert len(engines() - before) == 1
-    first.close()
-    first.close()
-    assert engines() == before
-    with pytest.raises(APIConnectionError, match="make another"):
-        first.generate("a")
-    with pytest.raises(APIConnectionError, match="make another"):
-        first.client.models()
-    del first
-    second: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
-    assert second is not None and len(engines() - before) == 1
-    second = None
+    model: LLM | None = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    assert model is not None and len(engines() - before) == 1
+    model = None
     gc.collect()
     assert engines() == before
 
 
-def test_closing_overtakes_what_other_threads_do_and_hides_no_error() -> None:
+def test_closing_ends_the_engine_overtakes_what_other_threads_do_and_hides_no_error(llm: LLM) -> None:
+    before = engines()
     model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
+    assert len(engines() - before) == 1
     ended: list[BaseException] = []
 
     def ask(once: Callable[[], object]) -> None:
@@ -273,6 +265,8 @@ def test_closing_overtakes_what_other_threads_do_and_hides_no_error() -> None:
 
     kinds = [lambda: model.generate("Once", max_tokens=1), model.client.models, lambda: model.client.tokenize("a")]
     threads = [threading.Thread(target=ask, args=(kinds[index % 3],), daemon=True) for index in range(12)]
+    broken = model.stream("Once", max_tokens=1500, ignore_eos=True)
+    next(broken)
     with pytest.raises(ZeroDivisionError), model.stream("Once", max_tokens=1500, ignore_eos=True) as stream:
         next(stream)
         for thread in threads:
@@ -284,15 +278,14 @@ def test_closing_overtakes_what_other_threads_do_and_hides_no_error() -> None:
         thread.join(20)
     assert not any(thread.is_alive() for thread in threads)
     assert len(ended) == 12 and all(isinstance(error, APIError) for error in ended), ended
-
-
-def test_a_stream_of_a_closed_model_is_a_broken_one() -> None:
-    model = LLM("demo", kv_cache_memory="64MiB", **IN_PROCESS)
-    stream = model.stream("Once", max_tokens=1500, ignore_eos=True)
-    next(stream)
-    model.close()
     with pytest.raises(APIError):
-        stream.get_final()
+        broken.get_final()
+    model.close()
+    assert engines() == before
+    with pytest.raises(APIConnectionError, match="make another"):
+        model.generate("a")
+    with pytest.raises(APIConnectionError, match="make another"):
+        model.client.models()
 
 
 def test_a_fork_is_told_that_it_has_no_model_and_ends() -> None:
