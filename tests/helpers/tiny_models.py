@@ -92,13 +92,6 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
 }
 
-_ALIKE = frozenset({"llama", "mistral", "qwen3", "ernie4_5", "glm", "phi3", "hunyuan", "ministral3"})
-
-
-def few_layers(family: str) -> dict[str, int]:
-    """What `make_model` takes for two layers where all are of one kind: they show what four would."""
-    return {"num_hidden_layers": 2} if family in _ALIKE else {}
-
 
 def make_model(family: str, directory: Path, *, seed: int = 0, **overrides: Any) -> Path:
     """Save a random model of the family to `directory`; 1-D parameters are random too, so no bias or norm hides."""

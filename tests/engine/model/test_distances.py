@@ -12,7 +12,7 @@ import torch
 from helpers.distance_oracle import rerope, self_extend
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
-from helpers.tiny_models import few_layers, make_model
+from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest
@@ -52,9 +52,7 @@ SCALINGS: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     return {
-        name: make_model(
-            name, tmp_path_factory.mktemp(name), max_position_embeddings=TRAINED, **few_layers(name), **options
-        )
+        name: make_model(name, tmp_path_factory.mktemp(name), max_position_embeddings=TRAINED, **options)
         for name, options in FAMILIES.items()
     }
 
@@ -157,7 +155,7 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "int8 pages": {"kv_cache_dtype": "int8"},
     "speculation": {"speculative_ngram": 4, "speculative_ngram_min": 1},
     "deterministic": {"deterministic": True},
-    "few pages": {"kv_cache_memory": 128 << 10},  # some are preempted
+    "few pages": {"kv_cache_memory": 256 << 10},  # some are preempted
 }
 
 
@@ -266,7 +264,7 @@ def test_windows_that_do_not_fit_are_refused(fields: dict[str, Any], param: str,
 
 
 def test_keys_that_are_kept_twice_take_twice_the_pages(models: dict[str, Path]) -> None:
-    core = core_of(models["llama"], kv_cache_memory=80 << 10)  # 10 blocks of 16 tokens
+    core = core_of(models["llama"], kv_cache_memory=160 << 10)  # 10 blocks of 16 tokens
     assert run(core, [asked("dual chunk")])["a", 0].token_ids
     with pytest.raises(
         RequestError, match=r"14 KV blocks .keys under this rope_scaling stand there twice. and the cache has 10"

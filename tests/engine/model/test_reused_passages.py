@@ -11,7 +11,7 @@ import torch
 from helpers.device import ON_A_CPU
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
-from helpers.tiny_models import few_layers, make_model
+from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextReport, PassageReuse
 from windlass.engine.api.request import EngineRequest
@@ -39,7 +39,7 @@ FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3"]
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
-    found = {name: make_model(name, tmp_path_factory.mktemp(name), **few_layers(name)) for name in FAMILIES}
+    found = {name: make_model(name, tmp_path_factory.mktemp(name)) for name in FAMILIES}
     found["one layer"] = make_model("llama", tmp_path_factory.mktemp("one"), num_hidden_layers=1)
     found["one latent layer"] = make_model("deepseek_v3", tmp_path_factory.mktemp("latent"), num_hidden_layers=1)
     found["short"] = make_model("llama", tmp_path_factory.mktemp("short"), max_position_embeddings=64)
@@ -188,7 +188,7 @@ def test_an_answer_that_has_begun_does_not_come_to_stand_on_passages(models: dic
     """It found none, and lost its place to a request that brought them."""
     asked = greedy("a", TURNED, 60, reuse=ANY, priority=5)
     right = run(make_core(models["llama"], max_model_len=256), [asked])["a", 0]
-    core = make_core(models["llama"], max_model_len=256, kv_cache_memory=9 * 16 << 10)
+    core = make_core(models["llama"], max_model_len=256, kv_cache_memory=18 * 16 << 10)
     core.add(asked)
     outputs = [output for _ in range(10) for output in core.step()]
     assert any(output.token_ids for output in outputs)
