@@ -52,7 +52,7 @@ def pytest_collection_finish() -> None:
             logger.propagate = True
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def shared() -> Iterator[Live]:
     from helpers.live_server import live_server  # the app takes a while to import, and most tests need none
 

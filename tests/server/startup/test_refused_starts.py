@@ -155,7 +155,11 @@ DIRECTORIES = {
         r"a program of the checkpoint's own \(modeling_foo\.Foo\), which is not run, and is not supported: use one of",
     ),
     "other shape": (configured(intermediate_size=777), r"has shape \[256, 704\] where config.json asks for \[256, 777\]"),
-    "pictures": (configured(architectures=["LlavaForConditionalGeneration"], vision_config={"x": 1}), "a multimodal model"),
+    "pictures": (
+        configured(architectures=["PaliGemmaForConditionalGeneration"], vision_config={"x": 1}),
+        "a multimodal model",
+    ),
+    "half of it": (configured(architectures=["LlavaForConditionalGeneration"]), "needs the object text_config"),
     "encoder": (configured(architectures=["BertForMaskedLM"]), "an encoder, which writes no text"),
     "rotation": (configured(rope_scaling={"rope_type": "spiral"}), "spiral"),
     "gptq": (configured(quantization_config={"quant_method": "gptq", "bits": 5}), QUANTIZED.format("GPTQ, 5 bits")),
