@@ -56,7 +56,7 @@ MULTIMODAL = (
     Multimodal("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
 )
 
-# Beginnings of names of the tensors of all other parts.
+# Beginnings of names of the tensors of all other parts: those that look, and those that predict further tokens.
 _OTHER_PARTS = tuple(
     prefix + name
     for prefix in ("", "model.")
@@ -68,6 +68,7 @@ _OTHER_PARTS = tuple(
         "multi_modal_projector.",
         "connector.",
         "image_newline",
+        "mtp.",
     )
 )
 # What names of modules in text parts begin with, where those of a model of text alone begin with "model.".
@@ -143,6 +144,8 @@ def _family(kind: Multimodal, model_type: Any) -> Family:
 
 def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
     """What a text part may leave out."""
+    if model_type == "glm4v_moe_text":  # whose files have a layer more, which predicts further tokens
+        return {"num_nextn_predict_layers": 1}
     if model_type not in _SIZES:
         return {}
     vocabulary, width = _SIZES[model_type]
