@@ -82,7 +82,7 @@ def test_as_few_turns_go_as_must_and_none_in_part(seed: int) -> None:
     # What must never be lost, told without the code's own idea of turns.
     numbers = [next(i for i, each in enumerate(messages) if each is message) for message in kept]
     assert numbers == sorted(set(numbers))
-    check_history(kept)
+    check_history(kept, None)
     gone = set(range(len(messages))) - set(numbers)
     assert not any(messages[i].role in ("system", "developer") for i in gone)
     users = [i for i, message in enumerate(messages) if message.role == "user"]
