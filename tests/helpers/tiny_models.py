@@ -17,7 +17,7 @@ from helpers.loaded import loaded
 
 from windlass.engine.rotary.scaling import RotarySpec
 
-_COMMON = {
+SIZES = {
     "vocab_size": 128,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -116,7 +116,7 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
     config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config")
-    common = tiny_families.COMMON.get(family, _COMMON)
+    common = tiny_families.COMMON.get(family, SIZES)
     config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
     own_class = getattr(transformers, f"{name}ForCausalLM", None)

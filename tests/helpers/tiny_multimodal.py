@@ -8,21 +8,10 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.tiny_models import SIZES
 from transformers import AutoConfig, AutoModelForImageTextToText
 
-_TEXT = {
-    "vocab_size": 128,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 16,
-    "max_position_embeddings": 256,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "pad_token_id": 0,
-}
+_TEXT = {key: value for key, value in SIZES.items() if key != "tie_word_embeddings"}
 _EXPERTS = {"moe_intermediate_size": 24, "num_experts_per_tok": 2}
 _VISION = {
     "hidden_size": 16,
