@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from helpers.engines import greedy, make_core, run
-from helpers.every_request import ALIKE, prompt, run_checked, same
+from helpers.every_request import prompt, run_checked, same
 from helpers.played_engines import device_of, graphed, played_device
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
@@ -34,8 +34,7 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
     def get(family: str) -> Path:
         if family not in made:
             make = make_unrotated if family == "bloom" else make_model
-            layers = {"num_hidden_layers": 2} if family in ALIKE else {}
-            made[family] = make(family, tmp_path_factory.mktemp(family), **layers)
+            made[family] = make(family, tmp_path_factory.mktemp(family))
         return made[family]
 
     return get
