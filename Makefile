@@ -59,13 +59,13 @@ LATE    := $(if $(COMPILER),$(if $(filter $(COMPILER),$(shell cat $(VENV)/.compi
 .PHONY: late-compiler
 
 $(VENV)/.installed: $(BIN)/python $(SOURCES) $(LATE)
-	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: one to two and a half minutes on two cores)"
+	@echo "== installing into $(VENV): what Windlass needs; kernels that have changed are compiled (all: two minutes on two cores)"
 	$(INSTALL) -e .
 	@$(NOTE_COMPILER)
 	@touch $@
 
 $(VENV)/.installed-%: $(BIN)/python $(SOURCES) $(LATE)
-	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: one to two and a half minutes on two cores)"
+	@echo "== installing into $(VENV): what Windlass needs, and $*; kernels that have changed are compiled (all: two minutes on two cores)"
 	$(INSTALL) -e '.[$*]'
 	@$(NOTE_COMPILER)
 	@touch $@ $(VENV)/.installed

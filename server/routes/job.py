@@ -1,4 +1,4 @@
-"""What a request has become once it is checked. Knows no route and does nothing."""
+"""What a request has become once it is checked, and what its errors say of it. Knows no route and computes nothing."""
 
 from __future__ import annotations
 

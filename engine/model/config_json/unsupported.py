@@ -129,7 +129,10 @@ def describe_tensors(tensors: Collection[str]) -> str | None:
     if not tensors or "model.embed_tokens.weight" in tensors:
         return None
     if any("vision" in name or name.startswith("language_model.") for name in tensors):
-        return "these are the weights of a multimodal model, which is not supported: give a language model"
+        return (
+            "these are the weights of a multimodal model, and config.json describes one of text alone: take the config.json that "
+            "belongs to them"
+        )
     return None
 
 

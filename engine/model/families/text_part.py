@@ -1,8 +1,8 @@
 """Multimodal models whose text part is a model of a family here: that part alone is loaded, and nothing that looks or listens.
 
 Their config.json describes the text part in an object of its own, and their files name its tensors behind a prefix. On text
-alone these models compute what the text part does. Responsible for its config.json; where its tensors are is the business of
-`stored_names`. Opens no file and imports no torch.
+alone these models compute what the text part does. Responsible for its config.json and for what else such files hold; where its
+tensors are is the business of `stored_names`. Opens no file and imports no torch.
 """
 
 from __future__ import annotations

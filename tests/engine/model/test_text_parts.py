@@ -73,8 +73,7 @@ def renamed(model: Path, target: Path, old: str, new: str) -> Path:
 
 def changed(model: Path, target: Path, **keys: Any) -> Path:
     """The model with other keys in config.json; None: without them."""
-    if not target.exists():
-        shutil.copytree(model, target)
+    shutil.copytree(model, target)
     config = json.loads((target / "config.json").read_text()) | keys
     config = {key: value for key, value in config.items() if value is not None}
     (target / "config.json").write_text(json.dumps(config))
