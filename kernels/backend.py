@@ -202,10 +202,8 @@ class Backend(RepeatsSteps):
 
     @abstractmethod
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [T, 2F] holding (gate, up). Returns [T, F].
-
-        activation: "silu", "gelu_tanh", "gelu" (by the error function) or "relu2" (the square of what is positive).
-        """
+        """activation(gate) * up of [T, 2F] holding (gate, up). Returns [T, F]. activation: "silu", "gelu_tanh", "gelu" (by the
+        error function) or "relu2" (the square of what is positive)."""
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         """`gated_activation` of linear(x, weight, bias), whose result may be left unrounded in between. Returns [T, N / 2]."""
@@ -223,8 +221,7 @@ class Backend(RepeatsSteps):
     @abstractmethod
     def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
         """xIELU (2411.13010) of [T, F]: with a = softplus(alpha_p) and c = beta + softplus(alpha_n), a x^2 + beta x where x is
-        positive, and c (e^min(x, eps) - 1 - x) + beta x elsewhere. The four are float32 [1]; eps is a little below 0.
-        """
+        positive, and c (e^min(x, eps) - 1 - x) + beta x elsewhere. The four are float32 [1]; eps is a little below 0."""
 
     @abstractmethod
     def clip(self, x: Tensor, limit: float) -> None:
@@ -237,6 +234,10 @@ class Backend(RepeatsSteps):
     @abstractmethod
     def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
         """x times both factors of its column, in place. x: [T, N]. first, second: [N] float32, contiguous."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, by: Tensor) -> None:
+        """x times `by`, in place, in float32. x: [T, N]. by: [T, N] of x's dtype, or one factor, [1] float32; any row strides."""
 
     @abstractmethod
     def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
@@ -264,8 +265,11 @@ class Backend(RepeatsSteps):
         return ExpertWeights(weights, biases)
 
     @abstractmethod
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        """The experts of each token. logits: [T, E] float32. bias: [E] float32, added for the choice. See `Routing`."""
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        """The experts of each token; see `Routing`. logits: [T, E] float32. bias: [E] float32, added for the choice.
+        scales: [E] float32, what a weight of the expert is multiplied by last of all."""
 
     @abstractmethod
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
@@ -376,19 +380,15 @@ class Backend(RepeatsSteps):
 
     @abstractmethod
     def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
-        """What heads saw, made of the latent vectors that attention weighed: up[h, N:] @ attended[:, h].
-
-        attended: [T, H, C], any row and head strides. up: as above. value_dim: V. Returns [T, H * V] in attended's dtype.
-        """
+        """What heads saw, made of the latent vectors that attention weighed: up[h, N:] @ attended[:, h]. up: as above.
+        attended: [T, H, C], any row and head strides. value_dim: V. Returns [T, H * V] in attended's dtype."""
 
     # Drawing
 
     @abstractmethod
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         """The first index of each row's largest value, int64 [R], and that value, float32 [R]; a NaN counts as the largest.
-
-        logits: [R, V] float32.
-        """
+        logits: [R, V] float32."""
 
     @abstractmethod
     def drawer(self, vocab_size: int) -> Drawer:

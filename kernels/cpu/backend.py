@@ -220,6 +220,9 @@ class CompiledBackend(Backend):
     def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
         elementwise.scale_columns(x, first, second, library=self._library)
 
+    def multiply(self, x: Tensor, by: Tensor) -> None:
+        elementwise.multiply(x, by, library=self._library)
+
     def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
         return ops.clamped_glu(gate_up, alpha, limit, library=self._library)
 
@@ -242,8 +245,10 @@ class CompiledBackend(Backend):
         except ValueError:  # each expert's product is a call of its own then
             return ExpertWeights(weights, biases)
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return expert_products.route(logits, routing, bias, library=self._library)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        return expert_products.route(logits, routing, bias, scales, library=self._library)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if isinstance(experts, expert_products.CompiledExperts) and not self._are_quicker_apart(experts, chosen):
@@ -294,15 +299,7 @@ class CompiledBackend(Backend):
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
     ) -> None:
         rotary.rotate_and_append(
-            q,
-            k,
-            v,
-            cos,
-            sin,
-            q_scale,
-            pages.key,
-            pages.value,
-            slots,
+            *(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots),
             key_scales=pages.key_scale,
             value_scales=pages.value_scale,
             library=self._library,
@@ -312,12 +309,7 @@ class CompiledBackend(Backend):
         self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
     ) -> None:
         rotary.rerotate_cached_keys(
-            pages.key,
-            pages.value,
-            sources,
-            targets,
-            cos,
-            sin,
+            *(pages.key, pages.value, sources, targets, cos, sin),
             key_scales=pages.key_scale,
             value_scales=pages.value_scale,
             values=values,

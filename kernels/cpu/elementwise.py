@@ -1,4 +1,4 @@
-"""Activations without a gate, the norm around the mean, limits and factors of rows on the CPU, through the compiled kernels.
+"""Activations without a gate, the norm around the mean, limits and factors on the CPU, through the compiled kernels.
 
 Checks what would make the C code read or write astray, cheaply, and raises ValueError with what is wrong. Arithmetic is
 float32 whatever the storage. Knows nothing of requests, models or other backends.
@@ -87,3 +87,19 @@ def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library)
             f"scale_columns: factors must be float32 [{x.shape[1]}], contiguous",
         )
     library.scale_columns(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], first.data_ptr(), second.data_ptr(), *x.shape)
+
+
+def multiply(x: Tensor, by: Tensor, *, library: Library) -> None:
+    """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
+    _check_rows(x, "multiply")
+    single = by.dim() == 1
+    if single:
+        check(vector_ok(by, torch.float32, 1), f"multiply: the factor is {by.dtype} {tuple(by.shape)}, not float32 [1]")
+    else:
+        _check_rows(by, "multiply")
+        check(by.shape == x.shape and by.dtype == x.dtype, f"multiply: by must be {x.dtype} {tuple(x.shape)}")
+    library.multiply(
+        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype]),
+        *((None, 0, by.data_ptr()) if single else (by.data_ptr(), by.stride(0), None)),
+        *x.shape,
+    )

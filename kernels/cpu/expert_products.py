@@ -98,14 +98,16 @@ def _fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFields:
     return fields
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, library: Library) -> Routed:
+def route(
+    logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None, *, library: Library
+) -> Routed:
     """See `Backend.route`. logits: float32, adjacent in a row. Raises ValueError."""
     rows, count = logits.shape
     check(
         logits.dtype == torch.float32
         and logits.is_cpu
         and (count < 2 or logits.stride(1) == 1)
-        and (bias is None or vector_ok(bias, torch.float32, count))
+        and all(one is None or vector_ok(one, torch.float32, count) for one in (bias, scales))
         and 1 <= routing.top_k <= count <= MOST_EXPERTS
         and count % routing.groups == 0
         and routing.top_k <= routing.top_groups * (count // routing.groups) <= count,
@@ -116,7 +118,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, *, libra
     library.route_experts(
         logits.data_ptr(),
         logits.stride(0),
-        None if bias is None else bias.data_ptr(),
+        *(None if one is None else one.data_ptr() for one in (bias, scales)),
         count,
         routing.top_k,
         routing.groups,

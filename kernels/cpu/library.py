@@ -138,7 +138,7 @@ SIGNATURES: dict[str, list[type]] = {
     "latent_values": [*_TENSOR3, _INT, _POINTER, _INT, _POINTER, _LONG, _LONG, _LONG, _LONG, _LONG],
     "rms_norm_in_place": [_POINTER, _LONG, _INT, _POINTER, _FLOAT, _LONG, _LONG],
     "route_experts": [
-        *(_POINTER, _LONG, _POINTER, _LONG),  # logits, bias, experts
+        *(_POINTER, _LONG, _POINTER, _POINTER, _LONG),  # logits, bias, scales, experts
         *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
         *(_INT, _INT, _INT, _FLOAT, _FLOAT, _FLOAT),  # scores, two largest, normalized, scale, least sum, jitter
         *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
@@ -159,6 +159,7 @@ SIGNATURES: dict[str, list[type]] = {
     "clip": [*_TENSOR2, _FLOAT, _LONG, _LONG],
     "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
     "scale_columns": [*_TENSOR2, _POINTER, _POINTER, _LONG, _LONG],
+    "multiply": [*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _LONG],  # by rows, by one factor
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
@@ -247,6 +248,7 @@ class Library:
     clip: Function
     scale_rows: Function
     scale_columns: Function
+    multiply: Function
     sum_over_ranks: Function
     gather_columns: Function
     repeat_calls: Function

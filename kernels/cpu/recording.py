@@ -66,6 +66,7 @@ _REPEATABLE = (
     "linear_panels_rounded",
     "scale_columns",
     "rotate_and_append_rows",
+    "multiply",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

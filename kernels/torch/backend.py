@@ -146,6 +146,9 @@ class TorchBackend(Backend):
     def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
         x.copy_(x.float() * (first * second))
 
+    def multiply(self, x: Tensor, by: Tensor) -> None:
+        x.mul_(by)  # of narrow types too in float32, rounded once
+
     def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
         return reference.gated_activation(gate_up, activation)
 
@@ -162,8 +165,10 @@ class TorchBackend(Backend):
     def gather_columns(self, part: Tensor) -> Tensor:
         return part if self._ranks is None else self._ranks.gather_columns(part)
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return routed.route(logits, routing, bias)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        return routed.route(logits, routing, bias, scales)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         return routed.linear_of_experts(x, experts, chosen, self.linear)
@@ -269,8 +274,10 @@ class RowIndependentBackend(TorchBackend):
         for row, own in zip(x, gate, strict=True):
             super().gate_by_sigmoid(row, own.clone())
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
-        return rowwise.route(logits, routing, bias)
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        return rowwise.route(logits, routing, bias, scales)
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place_by_row(x, weight, eps)

@@ -17,10 +17,13 @@ from windlass.kernels.routing import Routed, Routing
 Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # as `Backend.linear`
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
     """See `Backend.route`."""
-    if routing.scores == "sparsemixer":
-        return _sparsemixer(logits, routing)
+    found = _sparsemixer(logits, routing) if routing.scores == "sparsemixer" else _largest(logits, routing, bias)
+    return found if scales is None else Routed(found.chosen, found.weights * scales[found.chosen])
+
+
+def _largest(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
     scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
     ranked = scores if bias is None else scores + bias
     if routing.groups > 1:

@@ -92,9 +92,9 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
     return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
     """See `routed.route`."""
-    found = [routed.route(row, routing, bias) for row in _rows(logits) or [logits]]
+    found = [routed.route(row, routing, bias, scales) for row in _rows(logits) or [logits]]
     return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
 
 

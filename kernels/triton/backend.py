@@ -119,10 +119,12 @@ class TritonBackend(TorchBackend):
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
         return products.AddressedExperts(weights, biases)
 
-    def route(self, logits: Tensor, routing: Routing, bias: Tensor | None = None) -> Routed:
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
         if routes.takes(logits, routing):
-            return routes.route(logits, routing, bias)
-        return super().route(logits, routing, bias)
+            return routes.route(logits, routing, bias, scales)
+        return super().route(logits, routing, bias, scales)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
         if not isinstance(experts, products.AddressedExperts) or not experts.parts:

@@ -19,7 +19,7 @@ def takes(logits: Tensor, routing: Routing) -> bool:
     return routing.scores != "sparsemixer" and logits.shape[1] <= _MOST_EXPERTS
 
 
-def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
     """See `Backend.route`; of what it `takes`."""
     tokens, experts = logits.shape
     logits = logits.contiguous()
@@ -31,6 +31,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
         logits,
         logits,
         bias,
+        scales,
         chosen,
         weights,
         routing.least_sum,
@@ -39,6 +40,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
         TOP_K=routing.top_k,
         SOFTMAX=routing.scores == "softmax",
         BIAS=bias is not None,
+        SCALES=scales is not None,
         NORMALIZED=routing.normalized,
         GROUPS=routing.groups,
         TOP_GROUPS=routing.top_groups,

@@ -278,6 +278,7 @@ def _routes() -> None:
     ):
         for bias in (None, torch.ones(experts)):
             routing.route(torch.ones(3, experts), rule, bias)
+        routing.route(torch.ones(3, experts), rule, None, torch.ones(experts))
 
 
 def _latent(dtype: torch.dtype) -> None:

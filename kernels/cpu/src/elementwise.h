@@ -101,6 +101,24 @@ EXPORT int WINDLASS_NAME(scale_rows)(void *x, long row, int type, const float *f
     return each_number(x, row, type, x, row, rows, dim, [&](vf one, long r) { return one * factors[r]; });
 }
 
+// x[r, j] *= by[r, j], of x's type; where by is null, the one factor.
+EXPORT int WINDLASS_NAME(multiply)(void *x, long row, int type, const void *by, long by_row, const float *factor, long rows, long dim) {
+    if (!by) return each_number(x, row, type, x, row, rows, dim, [&](vf one, long) { return one * *factor; });
+    with_type(type, [&](auto *element) {
+        typedef decltype(element) T;
+        for_units(rows, threads_for(rows * dim, rows), [&](long r) {
+            auto *own = (T)x + r * row;
+            const auto *other = (T)by + r * by_row;
+            for (long j = 0; j < dim; j += W) {
+                const long n = min_of(W, dim - j);
+                if (n == W) store(own + j, load(own + j) * load(other + j));
+                else store_some(own + j, load_some(own + j, n) * load_some(other + j, n), n);
+            }
+        });
+    });
+    return 0;
+}
+
 // x[r, j] *= first[j] * second[j].
 EXPORT int WINDLASS_NAME(scale_columns)(void *x, long row, int type, const float *first, const float *second, long rows, long dim) {
     with_type(type, [&](auto *element) {

@@ -176,14 +176,18 @@ static ExpertPart some_of(ExpertPart p, long begin, long columns, long K) {
     return p;
 }
 
-// logits: [rows][count] float32, bias: [count] or null. chosen, weights: [rows][top_k].
-EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, const float *bias, long count, long top_k,
-                                        long groups, long top_groups, int scores, int two_largest, int normalized, float scale,
-                                        float least_sum, float jitter, int64_t *chosen, float *weights, long rows) {
+// logits: [rows][count] float32, bias and scales: [count] or null. chosen, weights: [rows][top_k].
+EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, const float *bias, const float *scales, long count,
+                                        long top_k, long groups, long top_groups, int scores, int two_largest, int normalized,
+                                        float scale, float least_sum, float jitter, int64_t *chosen, float *weights, long rows) {
     const Choice choice = {bias,          count,           top_k, groups,    top_groups, scores,
                            !!two_largest, !!normalized, scale, least_sum, jitter};
-    for_units(rows, threads_for(rows * count * 8, rows),
-              [&](long r) { choose(choice, logits + r * logits_row, chosen + r * top_k, weights + r * top_k); });
+    for_units(rows, threads_for(rows * count * 8, rows), [&](long r) {
+        int64_t *own = chosen + r * top_k;
+        float *weight = weights + r * top_k;
+        choose(choice, logits + r * logits_row, own, weight);
+        for (long k = 0; scales && k < top_k; k++) weight[k] *= scales[own[k]];
+    });
     return 0;
 }
 

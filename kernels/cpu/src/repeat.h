@@ -101,6 +101,7 @@ static int make_all(const void *calls, long count) {
             case 30: code = make(call, (PanelsRounded *)nullptr); break;
             case 31: code = make(call, WINDLASS_NAME(scale_columns)); break;
             case 32: code = make(call, WINDLASS_NAME(rotate_and_append_rows)); break;
+            case 33: code = make(call, WINDLASS_NAME(multiply)); break;
         }
         if (code) return code;
     }

@@ -17,6 +17,7 @@ def first_largest(keys, left, place, count):
 def route(
     logits,
     bias,
+    scales,
     chosen,
     weights,
     least_sum,
@@ -25,6 +26,7 @@ def route(
     TOP_K: tl.constexpr,
     SOFTMAX: tl.constexpr,
     BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
     NORMALIZED: tl.constexpr,
     GROUPS: tl.constexpr,
     TOP_GROUPS: tl.constexpr,
@@ -77,9 +79,12 @@ def route(
         weight = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weight)
     if NORMALIZED:
         weight = weight / tl.maximum(tl.sum(weight, 0), least_sum, propagate_nan=tl.PropagateNan.ALL)
+    weight *= scale
+    if SCALES:
+        weight *= tl.load(scales + taken)
     at = token * TOP_K + place
     tl.store(chosen + at, taken.to(tl.int64), mask=place < TOP_K)
-    tl.store(weights + at, weight * scale, mask=place < TOP_K)
+    tl.store(weights + at, weight, mask=place < TOP_K)
 
 
 @triton.jit(do_not_specialize=["places"])  # it differs from step to step

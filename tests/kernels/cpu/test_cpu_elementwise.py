@@ -100,6 +100,24 @@ def test_limits_and_factors_are_written_in_place(form: Library, type_: torch.dty
     assert poisoned[0, 0].isnan() and poisoned[0, 1] == 2
 
 
+@pytest.mark.parametrize("type_", TYPES)
+def test_multiplies_in_place_by_rows_of_a_wider_tensor_and_by_one_factor(form: Library, type_: torch.dtype) -> None:
+    """Rounded once: the bits of plain torch."""
+    for rows, dim in SHAPES:
+        whole, wide, factor = rows_of(rows, 2 * dim, type_), rows_of(rows, 3 * dim, type_), torch.tensor([0.3])
+        before, x, other = whole.clone(), whole[:, :dim], wide[:, dim : 2 * dim]
+        elementwise.multiply(x, other, library=form)
+        want = (before[:, :dim].float() * other.float()).to(type_)
+        assert torch.equal(x, want) and torch.equal(whole[:, dim:], before[:, dim:])
+        elementwise.multiply(x, factor, library=form)
+        assert torch.equal(x, (want.float() * factor).to(type_)) and torch.equal(whole[:, dim:], before[:, dim:])
+    x, other = torch.randn(6, 37).to(type_), torch.randn(6, 37).to(type_)
+    found = at_the_end_of_memory(x)
+    elementwise.multiply(found, at_the_end_of_memory(other), library=form)
+    assert torch.equal(found, (x.float() * other.float()).to(type_))
+    elementwise.multiply(x[:0], other[:0], library=form)
+
+
 def test_a_row_does_not_depend_on_others_and_nothing_past_it_is_read(form: Library) -> None:
     x, weight = torch.randn(6, 37), torch.randn(37)
     for call in (
@@ -118,6 +136,11 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         (lambda: elementwise.clip(x.t(), 1.0, library=form), "adjacent"),
         (lambda: elementwise.scale_rows(x, torch.ones(4), library=form), r"\[3\]"),
         (lambda: elementwise.scale_columns(x, torch.ones(8), torch.ones(7), library=form), r"\[8\]"),
+        (lambda: elementwise.multiply(x, torch.ones(3, 7), library=form), r"\(3, 8\)"),
+        (lambda: elementwise.multiply(x, x.bfloat16(), library=form), r"float32 \(3, 8\)"),
+        (lambda: elementwise.multiply(x, torch.ones(8), library=form), r"float32 \[1\]"),
+        (lambda: elementwise.multiply(x, torch.ones(1).half(), library=form), r"float32 \[1\]"),
+        (lambda: elementwise.multiply(x, torch.ones(8, 3).t(), library=form), "adjacent"),
         (lambda: elementwise.layer_norm(x, torch.ones(7), None, 1e-5, library=form), r"float32 \[8\]"),
         (lambda: elementwise.layer_norm(x, torch.ones(8), torch.ones(7), 1e-5, library=form), r"float32 \[8\]"),
         (lambda: elementwise.xielu(x, *[torch.ones(2)] * 4, library=form), r"float32 \[1\]"),

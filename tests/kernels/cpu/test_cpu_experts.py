@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import functools
+
 import pytest
 import torch
 
 from windlass.kernels import FORMS, Backend, Routing, StackedWeight, bind
 from windlass.kernels.cpu import expert_products, ops
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.torch import reference, routed
+from windlass.kernels.torch import reference, routed, rowwise
 
 ROUTINGS = {
     "mixtral": Routing(2),
@@ -32,6 +34,18 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
         )
         assert torch.equal(found.chosen, expected.chosen)
         torch.testing.assert_close(found.weights, expected.weights, rtol=3e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("routing", ROUTINGS.values(), ids=ROUTINGS)
+def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(form: Library, routing: Routing) -> None:
+    """With the bits of weights without factors times those."""
+    logits, scales = 2 * torch.randn(9, 60), torch.randn(60)
+    for route in (routed.route, rowwise.route, functools.partial(expert_products.route, library=form)):
+        plain, found = route(logits, routing), route(logits, routing, scales=scales)
+        assert torch.equal(found.chosen, plain.chosen)
+        assert torch.equal(found.weights, plain.weights * scales[plain.chosen])
+    with pytest.raises(ValueError, match="logits"):
+        expert_products.route(logits, routing, scales=scales[:59], library=form)
 
 
 def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form: Library) -> None:

@@ -10,9 +10,10 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, Routing, bind, cpu
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.recording import CompiledRecording
+from windlass.kernels.torch import routed
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
@@ -278,6 +279,32 @@ def test_every_argument_comes_back(backend: CompiledBackend, arena: cpu.Arena) -
     after = residual.clone()
     residual.copy_(start)
     assert all(map(torch.equal, recorded, work())) and torch.equal(residual, after)
+
+
+def test_factors_come_from_memory(backend: CompiledBackend, arena: cpu.Arena) -> None:
+    """Those of a repetition are what stands there then."""
+    x, wide, factor, logits, scales = (
+        torch.randn(3, 8),
+        torch.randn(3, 24),
+        torch.rand(1),
+        torch.randn(3, 6),
+        torch.rand(6),
+    )
+
+    def work() -> torch.Tensor:
+        backend.multiply(x, wide[:, 8:16])
+        backend.multiply(x, factor)
+        return backend.route(logits, Routing(2), scales=scales).weights
+
+    with backend.record(arena) as recording:
+        weights = work()
+    assert recording.obstacle is None and len(recording.calls) == 3
+    for _ in range(2):
+        for changed in (x, wide, factor, logits, scales):
+            changed.copy_(torch.randn(changed.shape))
+        before, want = x.clone(), routed.route(logits, Routing(2), scales=scales).weights
+        assert recording.repeat() and torch.equal(x, before * wide[:, 8:16] * factor)
+        torch.testing.assert_close(weights, want)
 
 
 def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledBackend, arena: cpu.Arena) -> None:

@@ -92,6 +92,10 @@ def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) 
     limited = x.clone()
     backend.clip(limited, 0.5)
     assert torch.equal(limited, x.clamp(-0.5, 0.5))
+    for by in (x.flip(1), torch.tensor([0.3])):
+        multiplied = x.clone()
+        backend.multiply(multiplied, by)
+        assert torch.equal(multiplied, (x.float() * by.float()).to(type_))
     logits = x.float() * 30
     got = assert_rows_stand_alone(lambda x: backend.soft_cap(x, 25.0), logits)
     torch.testing.assert_close(got.double(), 25.0 * torch.tanh(logits.double() / 25.0), rtol=1e-6, atol=1e-6)

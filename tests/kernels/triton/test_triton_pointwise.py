@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import pytest
 import torch
+from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
+from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch import latent, reference, routed
 from windlass.kernels.triton import norms, pointwise
+from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 
@@ -59,3 +62,14 @@ def test_gates_caps_and_weighted_sums() -> None:
         assert_near(found, x * gate.sigmoid())
     rows, weights = torch.randn(6, 1100), torch.rand(3, 2)
     assert_near(pointwise.sum_of_experts(rows, weights), routed.weighted_sum(rows, weights))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_products_in_place_are_rounded_once(dtype: torch.dtype) -> None:
+    backend = TritonBackend(BackendOptions(torch.device(DEVICE), dtype))
+    whole, wide = torch.randn(5, 50).to(dtype), torch.randn(5, 120).to(dtype)
+    for by in (wide[:, 40:80], torch.tensor([0.3])):
+        before = whole.clone()
+        backend.multiply(whole[:, :40], by)
+        assert torch.equal(whole[:, :40], (before[:, :40].float() * by.float()).to(dtype))
+        assert torch.equal(whole[:, 40:], before[:, 40:])

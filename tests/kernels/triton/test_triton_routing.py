@@ -9,9 +9,11 @@ import torch
 from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
+from windlass.kernels.backend import BackendOptions
 from windlass.kernels.routing import Routing
 from windlass.kernels.torch import routed
 from windlass.kernels.triton import routing as routes
+from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 
@@ -38,6 +40,15 @@ def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
             found, wanted = routes.route(logits, routing, bias), routed.route(logits, routing, bias)
             assert torch.equal(found.chosen, wanted.chosen)
             assert_near(found.weights, wanted.weights)
+
+
+@pytest.mark.parametrize("rule", [*RULES, {"top_k": 2, "scores": "sparsemixer", "jitter": 0.3}], ids=str)
+def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(rule: dict[str, Any]) -> None:
+    backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
+    routing, logits, scales = Routing(**rule), torch.randn(3, 24), torch.randn(24)
+    plain, found = backend.route(logits, routing), backend.route(logits, routing, scales=scales)
+    assert torch.equal(found.chosen, plain.chosen)
+    assert torch.equal(found.weights, plain.weights * scales[plain.chosen])
 
 
 def test_the_first_of_equal_ones_wins() -> None:
