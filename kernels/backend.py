@@ -331,7 +331,7 @@ class Backend(RepeatsSteps):
 
         q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged; the three share a
         dtype. cos, sin: [T, d/2] float32, d <= D and Dq. q_scale: [T] float32. slots: [T] int64, distinct; negative ones
-        write nothing. int8 pages take what `reference.quantize` makes of the result.
+        write nothing. int8 pages take what `reference.quantize` makes of the result. k and v without heads write nothing.
         """
 
     @abstractmethod

@@ -34,7 +34,7 @@ class _Witness:
     def rotate_and_append(self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, *others: Any) -> None:
         self._backend.rotate_and_append(q, k, v, cos, sin, *others)
         count = k.shape[0]
-        if cos.shape[-1]:
+        if cos.shape[-1] and k.shape[1]:
             k = self._backend.turn_queries(k.contiguous(), torch.arange(count, device=k.device), cos, sin)[count:]
         self.queries.append(q.to(torch.float32, copy=True))
         self.keys.append(k.to(torch.float32, copy=True))
@@ -91,14 +91,19 @@ def _attention(
     scorer: Scorer, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
 ) -> tuple[Tensor, Tensor]:
     """Weights and scores of the heads of a layer, [H, T, T] each."""
-    mixer = _plain_mixer(scorer, layer, plan.stage(len(token_ids)))
-    watch = _Witness(scorer.decoder.backend)
-    scorer.decoder.layers[layer].mixer = mixer.with_backend(cast(Backend, watch))
+    stage, layers = plan.stage(len(token_ids)), scorer.decoder.layers
+    mixers = {layer: _plain_mixer(scorer, layer, stage)}
+    owner = layers[layer].pages
+    mixers[owner] = _plain_mixer(scorer, owner, stage)
+    watches = {each: _Witness(scorer.decoder.backend) for each in mixers}
+    for each, mixer in mixers.items():
+        layers[each].mixer = mixer.with_backend(cast(Backend, watches[each]))
     try:
         scorer.hidden(token_ids, plan)
     finally:
-        scorer.decoder.layers[layer].mixer = mixer
-    return _softmax(torch.cat(watch.queries), torch.cat(watch.keys), mixer, heads)
+        for each, mixer in mixers.items():
+            layers[each].mixer = mixer
+    return _softmax(torch.cat(watches[layer].queries), torch.cat(watches[owner].keys), mixers[layer], heads)
 
 
 def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tensor, Tensor]:

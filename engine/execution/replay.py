@@ -72,7 +72,8 @@ class DecodeReplay:
         self._recorder = None if self.obstacle is not None else decoder.backend.recorder(_ARENA_BYTES)
         self.max_rows = sys.maxsize if self.obstacle is None else 0
         spec = decoder.spec
-        looks_up = isinstance(decoder.embedding, Tensor) or decoder.dtype == torch.float32
+        tables = [decoder.embedding, *(() if decoder.layer_inputs is None else (decoder.layer_inputs.table,))]
+        looks_up = decoder.dtype == torch.float32 or all(isinstance(table, Tensor) for table in tables)
         self._embeds_in_kernels = looks_up and not spec.changes_scales
         self.num_repeated = 0
 
@@ -138,8 +139,8 @@ class DecodeReplay:
 
     def _record(self, recorder: Recorder, plan: _Plan, maxima: bool) -> StepTensors:
         with recorder.record() as recording:
-            x = self._decoder.embed(plan.batch)[0] if plan.x is None else plan.x
-            hidden = self._decoder.run_layers(x, plan.batch, self._cache)
+            x, batch = self._decoder.embed(plan.batch) if plan.x is None else (plan.x, plan.batch)
+            hidden = self._decoder.run_layers(x, batch, self._cache)
             logits = self._decoder.logits(hidden)
             largest = self._decoder.backend.row_maxima(logits) if maxima else None
         plan.made = StepTensors(hidden, logits, largest)

@@ -63,4 +63,7 @@ class ForwardBatch:
     token_types: Tensor | None = None  # [T] int64
     growth: Tensor | None = None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
     prompts: Prompts | None = None
+    layer_inputs: Tensor | None = (
+        None  # [T, layers * size], what layers are given beside the stream, as it is looked up
+    )
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another

@@ -16,12 +16,14 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
 from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.model.feed_forward.beside import ExpertsBeside
 from windlass.engine.model.feed_forward.experts import ExpertsFeedForward
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.head import ClassificationHead
+from windlass.engine.model.layer_inputs import LayerInput, LayerInputs
 from windlass.engine.model.mixers.attention import Attention, SharedAttention
 from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
@@ -38,7 +40,8 @@ class DecoderLayer:
     """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
     feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
-    the sums, see `LayerNorms`; None: before the parts.
+    the sums, see `LayerNorms`; None: before the parts. pages: the layer whose cached keys and values it reads, itself in most
+    models. beside, input, scalar: see `LayerSpec`.
     """
 
     mixer_norm: Norm
@@ -48,7 +51,11 @@ class DecoderLayer:
     feed_forward: FeedForward
     feed_forward_output_norm: Norm
     parallel: bool
+    pages: int
     output_norm: Norm | None = None
+    beside: ExpertsBeside | None = None
+    input: LayerInput | None = None
+    scalar: Tensor | None = None  # [1] float32
 
 
 class Decoder:
@@ -78,10 +85,13 @@ class Decoder:
             self._embedding_norm = Norm.of(form, weights, "embedding_norm", hidden, spec.norm_eps, backend)
         self._token_types: Tensor | None = weights.get("token_types")  # [kinds, hidden]
         self._positions: Tensor | None = weights.get("positions")  # [most, hidden]
+        self.layer_inputs: LayerInputs | None = None
+        if spec.layer_inputs is not None:
+            self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
-            self._layer(layer, kind, f"layers.{index}.", weights)
+            self._layer(index, layer, kind, weights)
             for index, (layer, kind) in enumerate(zip(spec.layers, self._attention.kind_of_layer, strict=True))
         ]
 
@@ -92,25 +102,36 @@ class Decoder:
             return embedding
         return embedding.narrow(0, *own) if isinstance(embedding, Tensor) else embedding.panels(*own)
 
-    def _layer(self, layer: LayerSpec, kind: int, prefix: str, weights: dict[str, Weight]) -> DecoderLayer:
-        hidden, backend = self.spec.hidden_size, self.backend
+    def _layer(self, index: int, layer: LayerSpec, kind: int, weights: dict[str, Any]) -> DecoderLayer:
+        hidden, backend, prefix, eps = self.spec.hidden_size, self.backend, f"layers.{index}.", self.spec.norm_eps
         norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
-        none = Norm(self.spec.norm, None, None, self.spec.norm_eps, backend)
+        none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
         mixer = of_layer(weights, prefix, layer.mixer.weights(hidden))
         feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
+        beside = given = None
+        if layer.beside is not None:
+            of_experts = of_layer(weights, prefix, layer.beside.weights(hidden))
+            beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
+        if layer.input is not None:
+            given = LayerInput(layer.input, of_layer(weights, prefix, layer.input.weights(hidden)), eps, backend)
+        owner = None if isinstance(layer.mixer, LatentSpec) else layer.mixer.keys_of
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
             mixer=LatentAttention(layer.mixer, mixer, kind, backend)
             if isinstance(layer.mixer, LatentSpec)
-            else Attention(layer.mixer, mixer, self.spec.norm_eps, kind, backend),
+            else Attention(layer.mixer, mixer, eps, kind, backend),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
             feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
             feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
+            pages=index if owner is None else owner,
             output_norm=norms.get("output_norm"),
+            beside=beside,
+            input=given,
+            scalar=None if layer.scalar is None else weights[f"{prefix}scalar"],
         )
 
     def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
@@ -129,7 +150,8 @@ class Decoder:
         return self.run_layers(x, batch, cache)
 
     def embed(self, batch: ForwardBatch) -> tuple[Tensor, ForwardBatch]:
-        """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied."""
+        """The first layer's input [T, hidden], in memory of its own, and the batch with the model's temperatures applied and with
+        what its layers are given of each token."""
         x = self.backend.embed(self.embedding, batch.input_ids, self.spec.embedding_scale)
         if self._token_types is not None:
             types = torch.zeros_like(batch.input_ids) if batch.token_types is None else batch.token_types
@@ -137,6 +159,8 @@ class Decoder:
         if self._positions is not None:
             self.backend.add(x, self.backend.embed(self._positions, batch.positions))
         x = self._embedding_norm(x)
+        if self.layer_inputs is not None:
+            batch = replace(batch, layer_inputs=self.layer_inputs.looked_up(batch.input_ids))
         if self.spec.norms_follow_rotation:  # what makes rotated dims longer is applied in front of the norm
             batch = replace(batch, growth=batch.q_scale.sqrt(), q_scale=torch.ones_like(batch.q_scale))
         if self.spec.temperature is not None:
@@ -152,11 +176,15 @@ class Decoder:
     def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
         inputs = self._attention.inputs(batch)
+        given: tuple[Tensor, ...] = ()
+        if self.layer_inputs is not None and batch.layer_inputs is not None:
+            given = self.layer_inputs.of_layers(x, batch.layer_inputs)
         normed = self.layers[0].mixer_norm(x)
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
-            y = layer.mixer_output_norm(self._summed(layer.mixer.forward(normed, inputs, cache.pages(index), changes)))
+            pages = cache.pages(layer.pages)
+            y = layer.mixer_output_norm(self._summed(layer.mixer.forward(normed, inputs, pages, changes)))
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
                 x = layer.feed_forward_norm.after_adding(x, y)
@@ -169,7 +197,18 @@ class Decoder:
             else:
                 assert layer.feed_forward_norm is not None
                 normed = layer.feed_forward_norm.after_adding(x, y)
-                y = layer.feed_forward_output_norm(self._summed(layer.feed_forward.forward(normed, changes)))
+                y = self._summed(layer.feed_forward.forward(normed, changes))
+                if layer.beside is not None:
+                    y = layer.beside.joined(y, self._summed(layer.beside.forward(x)))
+                y = layer.feed_forward_output_norm(y)
+            if layer.input is not None:
+                self.backend.add(x, y)
+                y = layer.input.forward(x, given[index], changes)
+            if layer.scalar is not None:
+                self.backend.add(x, y)
+                self.backend.multiply(x, layer.scalar)
+                normed = next_norm(x)
+                continue
             normed = next_norm.after_adding(x, y)
         return normed
 

@@ -12,10 +12,12 @@ from typing import TypeAlias
 
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.head_spec import HeadSpec
+from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
@@ -64,18 +66,30 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place."""
+    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place.
+
+    beside: experts beside the feed-forward. input: what the layer is given beside the stream, None where it is nothing. scalar:
+    the name of a tensor of one number by which the stream is multiplied at the end.
+    """
 
     mixer: AttentionSpec | LatentSpec
     feed_forward: FeedForwardSpec
     norms: LayerNorms = LayerNorms()
+    beside: BesideSpec | None = None
+    input: LayerInputSpec | None = None
+    scalar: str | None = None
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Every weight of the layer, about in the order in which they are used."""
         norms = self.norms.weights(hidden_size)
         first = [norm for norm in norms if norm.name.removesuffix("_bias") == "mixer_norm"]
         rest = [norm for norm in norms if norm not in first]
-        return *first, *self.mixer.weights(hidden_size), *rest, *self.feed_forward.weights(hidden_size)
+        further = tuple(
+            weight for part in (self.beside, self.input) if part is not None for weight in part.weights(hidden_size)
+        )
+        if self.scalar is not None:
+            further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.scalar, 1),)),)
+        return *first, *self.mixer.weights(hidden_size), *rest, *self.feed_forward.weights(hidden_size), *further
 
 
 @dataclass(frozen=True, slots=True)
@@ -107,6 +121,7 @@ class ModelSpec:
     unrotated_temperature: the same of layers that do not rotate alone, with positions that count from 1.
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
+    layer_inputs: what every layer is given of a token beside the stream; None where that is nothing.
     """
 
     architecture: str
@@ -137,6 +152,7 @@ class ModelSpec:
     names: OuterNames = field(default_factory=OuterNames)
     unused: tuple[str, ...] = ()
     vocabulary: tuple[int, int] | None = None
+    layer_inputs: LayerInputsSpec | None = None
 
     @property
     def classifier(self) -> ClassifierInfo | None:
@@ -220,6 +236,8 @@ class ModelSpec:
             if rows:
                 table = (StoredTensor(f"{stored}.weight", rows),)
                 found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
+        if self.layer_inputs is not None:
+            found += self.layer_inputs.weights(self.hidden_size, len(self.layers), self.names.embedding)
         if self.embedding_norm is not None:
             found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
         return found

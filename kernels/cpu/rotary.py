@@ -38,8 +38,8 @@ def rotate_refusal(
         if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
             return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
     sizes = page_sizes(key_pages, value_pages, key_scales)
-    fits = sizes.holds_keys(k.shape[1], k.shape[2])
-    if not fits or v.shape[1:] != (sizes.kv_heads, sizes.value_dim):
+    fits = sizes.holds_keys(k.shape[1] or sizes.kv_heads, k.shape[2])
+    if not fits or v.shape[1:] != (k.shape[1], sizes.value_dim):
         return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
     return None
 
@@ -82,7 +82,8 @@ def rotate_and_append(
     d <= D and Dq. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
     dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
     float32 (see `reference.quantize`); or rows of int8 codes as `KVPages` has them, with Dv 0.
-    slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing.
+    slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing. k and v without heads: q alone is
+    rotated.
     Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
     """
     reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)

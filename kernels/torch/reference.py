@@ -98,13 +98,15 @@ def rotate_and_append(
     """Rotate q in place, and write k rotated and v as it is to the pages.
 
     q: [T, Hq, D] in any float dtype, scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv], unchanged.
-    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct; negative ones write nothing. Rotation runs in
-    float32; int8 pages take what `quantize` makes of the result.
+    cos, sin: [T, d/2] float32. q_scale: [T] float32. slots: [T] int64, distinct; negative ones write nothing, nor do k and v
+    without heads. Rotation runs in float32; int8 pages take what `quantize` makes of the result.
     """
     rotary_dim = 2 * cos.shape[-1]
     rotated = rotate_half_split(q, cos, sin)
     rotated[..., :rotary_dim] *= q_scale[:, None, None]
     q.copy_(rotated)
+    if not k.shape[1]:
+        return
     written = slots >= 0
     if not written.all():
         k, v, cos, sin, slots = k[written], v[written], cos[written], sin[written], slots[written]

@@ -51,8 +51,48 @@ _DEEPSEEK_YARN = {
     "mscale_all_dim": 0.7,
 }
 
+# Local heads of 16 numbers, global ones of 32.
+_GEMMA4 = {
+    **_LOCAL,
+    "tie_word_embeddings": True,
+    "global_head_dim": 32,
+    "vocab_size_per_layer_input": 128,
+    "hidden_size_per_layer_input": 0,
+    "final_logit_softcapping": 5.0,
+}
+_IN_TURN = ["sliding_attention", "full_attention"]
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
+    "gemma4_31b": (
+        "Gemma4",
+        {**_GEMMA4, "layer_types": _IN_TURN * 2, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
+    ),
+    "gemma4_e2b": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "num_hidden_layers": 6,
+            "layer_types": _IN_TURN * 3,
+            "hidden_size_per_layer_input": 12,
+            "num_kv_shared_layers": 3,
+            "use_double_wide_mlp": True,
+            "attention_bias": True,
+        },
+    ),
+    "gemma4_26b": (
+        "Gemma4",
+        {
+            **_GEMMA4,
+            "layer_types": _IN_TURN * 2,
+            "attention_k_eq_v": True,
+            "num_global_key_value_heads": 1,
+            "enable_moe_block": True,
+            "num_experts": 8,
+            "top_k_experts": 3,
+            "moe_intermediate_size": 32,
+        },
+    ),
     "gemma2": ("Gemma2", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "vaultgemma": ("VaultGemma", {**_LOCAL, "query_pre_attn_scalar": 24, "attn_logit_softcapping": 5.0}),
     "ministral": (

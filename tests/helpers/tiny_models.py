@@ -115,7 +115,9 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
     if family in tiny_plain.FAMILIES:
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
-    config_class = getattr(transformers, f"{name}TextConfig" if name in ("Gemma3", "Llama4") else f"{name}Config")
+    config_class = getattr(
+        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Llama4") else f"{name}Config"
+    )
     common = tiny_families.COMMON.get(family, SIZES)
     config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
@@ -130,9 +132,17 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
             parameter.normal_(0.0, 0.3) if vector else parameter.mul_(4.0)
             if vector and name not in tiny_families.OFFSET_NORMS:
                 parameter.add_(1.0)
+            if name == "Gemma4" and key.endswith(
+                "q_norm.weight"
+            ):  # weights of its models do what others divide scores for
+                parameter.mul_(parameter.shape[0] ** -0.5)
+            if name == "Gemma4" and key.endswith("router.proj.weight"):  # so do these
+                parameter.mul_(config.hidden_size**0.5)
         for key, tensor in (*model.named_buffers(), *model.named_parameters()):
             if key.endswith(tiny_experts.BIASES):  # zeros otherwise
                 tensor.normal_(0.0, 0.3)
+            if key.endswith("layer_scalar"):  # ones otherwise
+                tensor.uniform_(0.5, 1.5)
     model.save_pretrained(directory)
     if own_class is None:  # it is computed by another family's
         written = json.loads((directory / "config.json").read_text())

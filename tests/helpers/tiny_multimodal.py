@@ -36,6 +36,8 @@ def _three_parts(*sections: int, **others: Any) -> dict[str, Any]:
     }
 
 
+_GEMMA4 = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
+
 # By `model_type`, behind which may stand that of the text part: what the text part has beside or in place of the sizes above.
 MODELS: dict[str, dict[str, Any]] = {
     "aya_vision": {"sliding_window": 8, "layer_types": ["sliding_attention"] * 3 + ["full_attention"]},
@@ -46,6 +48,13 @@ MODELS: dict[str, dict[str, Any]] = {
         "query_pre_attn_scalar": 24,
         "layer_types": ["sliding_attention"] * 3 + ["full_attention"],
     },
+    "gemma4": {
+        **_GEMMA4,
+        "num_kv_shared_layers": 2,
+        "hidden_size_per_layer_input": 12,
+        "vocab_size_per_layer_input": 128,
+    },
+    "gemma4_unified": {**_GEMMA4, "attention_k_eq_v": True, "num_global_key_value_heads": 1},
     "glm46v": _three_parts(2, 1, 1, partial_rotary_factor=0.5),
     "glm4v": _three_parts(2, 1, 1, partial_rotary_factor=0.5),
     "glm4v_moe": {
@@ -100,7 +109,7 @@ def make_multimodal(name: str, directory: Path) -> Path:
     model_type, _, of_text = name.partition(" ")
     known = AutoConfig.for_model(model_type)
     text = {"model_type": of_text or known.get_text_config().model_type, **_TEXT, **MODELS[name]}
-    default = known.vision_config.to_dict()
+    default = (known.vision_config or AutoConfig.for_model(f"{model_type}_vision")).to_dict()
     kept = {key: value for key, value in default.items() if not isinstance(value, dict)}
     vision = {**kept, **{key: value for key, value in _VISION.items() if key in default}}
     config = type(known)(text_config=text, vision_config=vision)

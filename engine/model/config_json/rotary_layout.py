@@ -185,7 +185,7 @@ def _read_group(config: Config, rules: ConfigRules, name: str, given: dict[str, 
         given["original_max_position_embeddings"] = original
     fallback = rules.rope_theta if name == FULL_ATTENTION else rules.local_rope_theta or rules.rope_theta
     theta = given.pop("rope_theta", fallback) if kind == "learned" else given.setdefault("rope_theta", fallback)
-    base = _read_base(config, rules, partial, kind)
+    base = _read_base(config, rules, partial, kind, _head_dim_of(config, rules, name))
     label = "rope_scaling" if config.get("rope_scaling") else "rope_parameters"
     label = f"{label}.{name}" if name in (config.get(label) or ()) else label
     try:
@@ -221,9 +221,16 @@ def _head_dim(config: Config, rules: ConfigRules) -> int:
     return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads)
 
 
-def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any) -> RotaryBase:
+def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
+    """That of the layers of a group."""
+    own = _head_dim(config, rules)
+    if rules.full_head_dim_key is None or name != FULL_ATTENTION:
+        return own
+    return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own)
+
+
+def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head_dim: int) -> RotaryBase:
     """Dimensions and trained length; theta is filled in by the caller."""
-    head_dim = _head_dim(config, rules)
     partial = rules.partial_rotary_factor if partial is None else partial
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
         raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {shown(partial)}")

@@ -27,7 +27,8 @@ class ConfigRules:
     their own. rope_parameters: the object used when config.json has none. no_rope_layer_interval: every n-th layer does not
     rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_layers_alone:
     `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
-    wide. longrope_names: older names of longrope that mean something else elsewhere. rewrite: the config in the names that
+    wide. full_head_dim: of layers that see everything, where their heads have another size, under `full_head_dim_key`.
+    longrope_names: older names of longrope that mean something else elsewhere. rewrite: the config in the names that
     other families have, where this one has its own.
     """
 
@@ -39,6 +40,8 @@ class ConfigRules:
     num_key_value_heads: int | None = None
     head_dim: int | None = None
     head_dim_key: str = "head_dim"
+    full_head_dim: int | None = None
+    full_head_dim_key: str | None = None
     scales_scores: bool = False
     rms_norm_eps: float = 1e-6
     intermediate_factor: int | None = None

@@ -47,7 +47,6 @@ _KINDS = {
         {"deepseekv32", "deepseekv4", "glmmoedsa"}
     ),
     "a model whose layers share keys and have embeddings of their own (Gemma 3n)": frozenset({"gemma3n"}),
-    "a model whose layers share keys and differ in the width of their heads (Gemma 4)": frozenset({"gemma4"}),
     "a model without rotary attention (ALiBi)": frozenset({"mpt"}),
     "a model without rotary attention (learned or sinusoidal positions)": frozenset(
         "biogpt ctrl gptbigcode gptneo openaigpt openai opt xglm".split()

@@ -18,7 +18,7 @@ from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.head_spec import HeadNames, HeadPooling
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.norm_spec import NormForm
-from windlass.engine.model.spec import LayerNorms, OuterNames
+from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
 
 _NORMS_HEADS = frozenset({"use_qk_norm", "qk_layernorm"})  # keys that say that queries and keys are normed
 
@@ -128,6 +128,7 @@ class Family:
     they are others. text_head, token_head: of its models that tell the classes of texts, and of tokens. token_types: kinds of
     tokens have embeddings of their own. positions: what tells them apart. unused_heads: as unused, of heads that tell no classes.
     title: what people call its models, where that is another name. chunked: windows are chunks, see `AttentionSpec`.
+    refine: what its models have besides, put into the spec that the rest makes, from the config; raises LoadError.
     norms_rotated: `qk_norm` is that of layers that rotate; the others have none. unrotated_temperature: see `ModelSpec`, from the
     config; raises LoadError.
     """
@@ -184,6 +185,7 @@ class Family:
     chunked: bool = False
     norms_rotated: bool = False
     unrotated_temperature: Callable[[Config], tuple[float, int] | None] | None = None
+    refine: Callable[[ModelSpec, Config], ModelSpec] | None = None
 
     @property
     def own_keys(self) -> frozenset[str]:

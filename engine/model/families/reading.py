@@ -86,7 +86,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     ends, unknown_ends = _eos(config, generation_config or {}, family, vocab_size)
     generates = family.causal and architecture in family.names
     without_head = (_WITHOUT_HEAD,) if family.causal and head is None and not generates else ()
-    return ModelSpec(
+    spec = ModelSpec(
         architecture=architecture,
         vocab_size=vocab_size,
         hidden_size=hidden,
@@ -125,6 +125,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
         notices=without_head + unknown_ends + unread_keys(config, family.own_keys),
     )
+    return spec if family.refine is None else family.refine(spec, config)
 
 
 def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:

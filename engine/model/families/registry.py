@@ -14,6 +14,7 @@ from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
+from windlass.engine.model.families.gemma4 import GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.gptj import CODEGEN, GPTJ
 from windlass.engine.model.families.helium import HELIUM
@@ -59,6 +60,7 @@ FAMILIES = (
     QWEN2,
     QWEN3,
     GEMMA3,
+    GEMMA4,
     SMOLLM3,
     HELIUM,
     ERNIE4_5,

@@ -38,6 +38,8 @@ MULTIMODAL = (
     Multimodal("Cohere2VisionForConditionalGeneration", "Command A Vision", "cohere2", tied=True),
     Multimodal("Exaone4_5_ForConditionalGeneration", "EXAONE 4.5", "exaone4"),
     Multimodal("Gemma3ForConditionalGeneration", "Gemma 3 (4B and larger)", "gemma3_text", tied=True),
+    Multimodal("Gemma4ForConditionalGeneration", "Gemma 4", "gemma4_text", tied=True),
+    Multimodal("Gemma4UnifiedForConditionalGeneration", "Gemma 4 (12B)", "gemma4_unified_text", tied=True),
     Multimodal("Glm46VForConditionalGeneration", "GLM-4.6V Flash", "glm4v_text"),
     Multimodal("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text"),
     Multimodal("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
@@ -65,6 +67,11 @@ _OTHER_PARTS = tuple(
         "vision_model.",
         "visual.",
         "visual_embeddings_table.",
+        "vision_embedder.",
+        "embed_vision.",
+        "audio_tower.",
+        "audio_embedder.",
+        "embed_audio.",
         "multi_modal_projector.",
         "connector.",
         "image_newline",
@@ -88,7 +95,7 @@ _SIZES = {
     "qwen2": (151_936, 22_016),
     "qwen3": (151_936, 22_016),
 }
-_NOTICE = "the text part of a multimodal model, without those that look at images: requests have text alone"
+_NOTICE = "the text part of a multimodal model, without those that look at images or listen: requests have text alone"
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,9 +23,18 @@ _KEPT_ONES = 256  # tokens of a step
 class ExpertsFeedForward:
     """The weighted sum of what the chosen experts make of a token, and the shared expert's part."""
 
-    def __init__(self, spec: ExpertsSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
-        """weights: as `ExpertsSpec.weights` lists them. norm_eps: of norms within the shared expert."""
+    def __init__(
+        self,
+        spec: ExpertsSpec,
+        weights: Mapping[str, Any],
+        norm_eps: float,
+        backend: Backend,
+        scales: Tensor | None = None,
+    ) -> None:
+        """weights: as `ExpertsSpec.weights` lists them. norm_eps: of norms within the shared expert. scales: float32 [E], what
+        multiplies the weights of experts."""
         self.spec = spec
+        self._scales = scales
         self._backend = backend
         self._routing = Routing(**{field.name: getattr(spec.router, field.name) for field in fields(RouterSpec)})
         self._router: Tensor = weights["router"]  # [E, hidden] float32
@@ -56,12 +65,15 @@ class ExpertsFeedForward:
         biases = [weights[f"{one}_bias"] for one in each] if self.spec.bias else None
         return self._backend.experts([weights[one] for one in each], biases)
 
-    def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add to the shared expert. Returns [T, hidden]."""
+    def forward(self, x: Tensor, changes: LayerChanges | None = None, router_input: Tensor | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add to the shared expert. router_input: [T, hidden], what the router
+        sees instead of x, by the root of its width. Returns [T, hidden]."""
         backend = self._backend
-        wide = x.float()
+        wide = (x if router_input is None else router_input).float()
         logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
-        routed = backend.route(logits, self._routing, self._choice_bias)
+        if router_input is not None:
+            logits = backend.scaled(logits, float(x.shape[1]) ** -0.5)
+        routed = backend.route(logits, self._routing, self._choice_bias, self._scales)
         if self.spec.scaled_inputs or self.spec.clamp is not None:
             out = self._by_parts(x, routed)
         else:

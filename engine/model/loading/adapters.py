@@ -98,7 +98,7 @@ def _modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     return {
         stored.name.removesuffix(".weight"): (stored.rows, weight.shape[1])
         for weight in spec.weights()
-        if weight.kind == "matrix"
+        if weight.kind == "matrix" and weight.name.startswith("layers.")
         for stored in weight.stored
     }
 

@@ -8,11 +8,14 @@ from __future__ import annotations
 
 from collections.abc import Collection, Mapping
 from dataclasses import replace
+from typing import TypeVar, cast
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
+
+AnyFeedForward = TypeVar("AnyFeedForward", bound=FeedForwardSpec)
 
 
 def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
@@ -75,7 +78,7 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
     Writers of the same class have differed in that. spec: under the names that the files have.
     """
 
-    def turned(index: int, part: FeedForwardSpec) -> FeedForwardSpec:
+    def turned(index: int, part: AnyFeedForward) -> AnyFeedForward:
         stacks = part.names.stacks if isinstance(part, ExpertsSpec) else None
         if not isinstance(part, ExpertsSpec) or stacks is None:
             return part
@@ -87,9 +90,12 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
         }
         if len(found) != 1 or found == {stacks.transposed}:
             return part
-        return replace(part, names=replace(part.names, stacks=replace(stacks, transposed=found.pop())))
+        names = replace(part.names, stacks=replace(stacks, transposed=found.pop()))
+        return cast(AnyFeedForward, replace(part, names=names))
 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
+        if one.beside is not None:
+            one = replace(one, beside=replace(one.beside, experts=turned(index, one.beside.experts)))
         return replace(one, feed_forward=turned(index, one.feed_forward))
 
     return replace(spec, layers=tuple(layer(index, one) for index, one in enumerate(spec.layers)))

@@ -27,7 +27,7 @@ from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
 class AttentionWeights:
     """As `AttentionSpec.weights` lists them. Norm weights are float32, offset applied."""
 
-    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden]
+    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden], or fewer heads, see `AttentionSpec.projected_heads`
     out: Weight  # [hidden, Hq * D]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
@@ -212,7 +212,11 @@ class Attention:
                 return HeadNorm(form, weights[name], count, norm_eps, backend)
             return None if spec.qk_norm is None else Norm.of(form, weights, name, size, norm_eps, backend)
 
-        self._q_norm, self._k_norm = made("q_norm", spec.num_heads), made("k_norm", spec.num_kv_heads)
+        self._q_norm = made("q_norm", spec.num_heads)
+        self._k_norm = made("k_norm", spec.num_kv_heads) if spec.keys_of is None else None
+        self._v_norm: Norm | None = None
+        if spec.values_normed:
+            self._v_norm = Norm.of(NormForm(weight=False), {}, "", spec.head_dim, norm_eps, backend)
         self._output_norm = Norm(NormForm(), self.weights.output_norm, None, norm_eps, backend)
 
     def with_backend(self, backend: Backend) -> Attention:
@@ -224,7 +228,7 @@ class Attention:
     def forward(
         self, x: Tensor, inputs: AttentionInputs, pages: KVPages, changes: LayerChanges | None = None
     ) -> Tensor:
-        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        """x: [T, hidden], normed. pages: those that its queries meet. changes: what adapters add. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         heads, kv_heads, dim = spec.num_heads, spec.num_kv_heads, spec.head_dim
         cos, sin, q_scale = inputs.rotations[spec.rotary_group or 0]
@@ -235,19 +239,25 @@ class Attention:
             changes.add("qkv", projected, x)
         if spec.clip is not None:
             backend.clip(projected, spec.clip)
-        qkv = projected.view(x.shape[0], heads + 2 * kv_heads, dim)
-        q, k, v = qkv.split_with_sizes((heads, kv_heads, kv_heads), 1)  # [T, H, D] views
+        counts = spec.projected_heads
+        q, k, v = projected.view(x.shape[0], sum(counts), dim).split_with_sizes(counts, 1)  # [T, H, D] views
+        if spec.keys_as_values:
+            v = k
         after = spec.qk_norm == "after"
         if after:
             # The original norms what the attention factor has made longer; that comes out again but for the norm's eps.
             backend.scale_rows(projected[:, : (heads + kv_heads) * dim], inputs.growths[spec.rotary_group or 0])
-        if self._q_norm is not None and self._k_norm is not None:
+        if self._q_norm is not None:
             if spec.qk_norm == "all heads":
-                q, k, _ = projected.split_with_sizes((heads * dim, kv_heads * dim, kv_heads * dim), 1)
+                q, k, _ = projected.split_with_sizes([count * dim for count in counts], 1)
             q = self._q_norm(q).view(-1, heads, dim)
+        if self._k_norm is not None:
             k = self._k_norm(k).view(-1, kv_heads, dim)
+        if self._v_norm is not None and spec.keys_of is None:
+            v = self._v_norm(v)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
-        inputs.append_far_keys(spec, q[:, :0], k, v, pages, backend)
+        if spec.keys_of is None:
+            inputs.append_far_keys(spec, q[:, :0], k, v, pages, backend)
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
             if inputs.anchors is not None and inputs.every_query is not None and group is not None:

@@ -51,6 +51,8 @@ class AttentionSpec:
     learned sink logits. causal: keys behind a query are hidden from it; else it sees `window` keys from itself on as well.
     alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409) times this; 0: they do not. chunked:
     a query sees the keys of its own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
+    values_normed: each head of a value is divided by its root mean square. keys_as_values: what is projected to a key is, before
+    its norm, the value too. keys_of: the layer whose cached keys and values queries meet; this one makes none.
     """
 
     num_heads: int
@@ -73,6 +75,16 @@ class AttentionSpec:
     causal: bool = True
     alibi: float = 0.0
     chunked: bool = False
+    values_normed: bool = False
+    keys_as_values: bool = False
+    keys_of: int | None = None
+
+    @property
+    def projected_heads(self) -> tuple[int, int, int]:
+        """How many heads of queries, keys and values are projected."""
+        if self.keys_of is not None:
+            return self.num_heads, 0, 0
+        return self.num_heads, self.num_kv_heads, 0 if self.keys_as_values else self.num_kv_heads
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
@@ -85,15 +97,17 @@ class AttentionSpec:
         else:
             qkv = [
                 StoredTensor(names.q, q_size, self._interleaved(heads), role="q"),
-                StoredTensor(names.k, kv_size, self._interleaved(kv_heads), role="k"),
+                StoredTensor(names.k, kv_size, self._interleaved(kv_heads), role="v" if self.keys_as_values else "k"),
                 StoredTensor(names.v, kv_size, role="v"),
             ]
+            qkv = [tensor for tensor, count in zip(qkv, self.projected_heads, strict=True) if count]
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)
         out = StoredTensor(names.out, hidden_size, role="out", transposed=names.transposed)
         result += projection("out", [out], q_size, bias=self.out_bias)
         if self.qk_norm is not None:
             result += self._norm_weights("q_norm", names.q_norm, heads)
-            result += self._norm_weights("k_norm", names.k_norm, kv_heads)
+            if self.keys_of is None:
+                result += self._norm_weights("k_norm", names.k_norm, kv_heads)
         if names.output_norm is not None:
             result += NormForm().weights("output_norm", names.output_norm, q_size)
         if names.gate is not None:

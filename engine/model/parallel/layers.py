@@ -51,7 +51,8 @@ def split_attention(
     q, k = _times(heads, dim), _times((first, count), dim)
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
     fit(OPTION, q, q_size, unit_of("out"), "heads", seat)
-    qkv = WeightSlice((q, _behind(k, q_size), _behind(k, q_size + kv_size)))
+    parts = q, _behind(k, q_size), _behind(k, q_size + kv_size)
+    qkv = WeightSlice(tuple(part for part, heads in zip(parts, spec.projected_heads, strict=True) if heads))
     slices = {
         "qkv": qkv,
         "qkv_bias": qkv,

@@ -25,7 +25,6 @@ REASONS = {
     "Zamba2ForCausalLM": RECURRENT,
     "Lfm2ForCausalLM": "a hybrid of attention and convolutions, whose state is no cache of keys and values,",
     "Gemma3nForCausalLM": "a model whose layers share keys and have embeddings of their own (Gemma 3n)",
-    "Gemma4ForCausalLM": "a model whose layers share keys and differ in the width of their heads (Gemma 4)",
     "MptForCausalLM": "a model without rotary attention (ALiBi)",
     "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",
     "DeepseekV32ForCausalLM": "a model whose attention looks at chosen keys only (sparse attention)",

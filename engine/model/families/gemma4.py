@@ -1,0 +1,224 @@
+"""Gemma 4 (text): local layers between global ones whose heads are wider, values that are normed too, and as a model has them:
+layers that read the keys of earlier ones, an input of their own for every layer, experts beside the feed-forward."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag, read_object, read_size
+from windlass.engine.model.families.experts_rules import ExpertsRules, read_count, read_experts
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
+from windlass.engine.model.feed_forward.beside_spec import BesideSpec
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.spec import LayerNorms, LayerSpec, ModelSpec
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+_WIDTH, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
+_OF_LAYERS = ("head_dim", "num_key_value_heads")
+_UNIFIED = "gemma4_unified_text"  # of 12B, whose layers have no input of their own and no experts
+_EXPERTS = ExpertsRules(
+    experts=128,
+    top_k=8,
+    counts=("num_experts",),
+    top_k_keys=("top_k_experts",),
+    names=ExpertsNames(router="router.proj", stacks=ExpertStacks("experts.gate_up_proj", "experts.down_proj")),
+)
+
+
+def _rewritten(config: Config) -> dict[str, Any]:
+    """Sizes of global layers under one key each, where transformers 5.24 writes them layer by layer."""
+    result = dict(config)
+    if config.get("model_type") == _UNIFIED:
+        result |= {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+        result = {"sliding_window": 1024, "max_position_embeddings": 262_144, **result}
+    if config.get("use_bidirectional_attention") == "vision":  # on text alone tokens see none behind them
+        del result["use_bidirectional_attention"]
+    if not read_flag(config, "attention_k_eq_v"):
+        result.pop(_KV_HEADS, None)  # it has a meaning beside that only
+    if "per_layer_config" not in config:
+        return result
+    by_layer = read_object(config, "per_layer_config") or {}
+    del result["per_layer_config"]
+    sizes: Any = next(iter(by_layer.values()), {})
+    kinds = config.get("layer_types")
+    global_layers = {
+        str(i) for i, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == FULL_ATTENTION
+    }
+    if any(one != sizes for one in by_layer.values()) or (by_layer and by_layer.keys() != global_layers):
+        raise LoadError(
+            "config.json: per_layer_config has to say the same of all layers of full attention in layer_types, and nothing of "
+            f"others, got {shown(by_layer)}"
+        )
+    if not isinstance(sizes, Mapping) or not sizes.keys() <= set(_OF_LAYERS):
+        raise LoadError(f"config.json: per_layer_config may say {' and '.join(_OF_LAYERS)}, got {shown(sizes)}")
+    result[_WIDTH] = sizes.get("head_dim", config.get("head_dim", 256))
+    result[_KV_HEADS] = sizes.get("num_key_value_heads", config.get("num_key_value_heads"))
+    return result
+
+
+def _last_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every sixth layer sees everything, or those that `layer_types` says; the last always does."""
+    if not facts.windowed:
+        raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
+    kinds = facts.given or [FULL_ATTENTION if (i + 1) % 6 == 0 else SLIDING_ATTENTION for i in range(facts.count)]
+    kinds = [*kinds[:-1], FULL_ATTENTION]
+    return kinds, kinds
+
+
+def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec of a plain decoder with what its layers have besides."""
+    count, shared = len(spec.layers), read_count(config, "num_kv_shared_layers", 0)
+    owners = _owners([layer.mixer.window for layer in spec.layers], shared)
+    own_input = read_count(config, "hidden_size_per_layer_input", 256)
+    doubled = read_flag(config, "use_double_wide_mlp")
+    beside = None
+    first = spec.layers[0].feed_forward
+    assert isinstance(first, GatedSpec)
+    if read_flag(config, "enable_moe_block"):
+        beside = BesideSpec(read_experts(config, _EXPERTS, first.activation, False))
+
+    def layer(index: int, one: LayerSpec) -> LayerSpec:
+        assert isinstance(one.mixer, AttentionSpec)
+        owner, mixer = owners[index], _mixer(spec, config, one.mixer)
+        wide = doubled and owner is not None
+        return replace(
+            one,
+            mixer=replace(mixer, keys_of=owner),
+            feed_forward=replace(first, intermediate_size=first.intermediate_size * (2 if wide else 1)),
+            beside=beside,
+            input=LayerInputSpec(own_input, first.activation) if own_input else None,
+            scalar="layer_scalar",
+        )
+
+    layers = tuple(layer(index, one) for index, one in enumerate(spec.layers))
+    unused = tuple(
+        f"{spec.names.layers}.{index}.self_attn.{name}."  # files have them all the same
+        for index in range(count - shared, count)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    inputs = None
+    if own_input:
+        inputs = LayerInputsSpec(own_input, read_size(config, "vocab_size_per_layer_input", 262_144))
+        if inputs.rows < spec.vocab_size:
+            raise LoadError(
+                f"config.json: vocab_size_per_layer_input {inputs.rows} is less than vocab_size {spec.vocab_size}: each token "
+                "needs a row"
+            )
+    return replace(spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, layer_inputs=inputs)
+
+
+def _owners(windows: list[int | None], shared: int) -> list[int | None]:
+    """Of each layer the one whose keys it reads: of the last `shared` ones, the last of their kind before them."""
+    first = len(windows) - shared
+    if first < 0 or set(windows[first:]) - set(windows[:first]):
+        raise LoadError(
+            f"config.json: num_kv_shared_layers {shared} of {len(windows)} layers leaves none of a kind whose keys are read"
+        )
+    last = {window: index for index, window in enumerate(windows[:first])}
+    return [None if index < first else last[window] for index, window in enumerate(windows)]
+
+
+def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSpec:
+    """The attention of a layer by its kind, all keys its own."""
+    is_global, kv_heads = plain.window is None, plain.num_kv_heads
+    if is_global:
+        kv_heads = read_size(config, _KV_HEADS, kv_heads)
+        if plain.num_heads % kv_heads:
+            raise LoadError(
+                f"config.json: num_attention_heads {plain.num_heads} is not a multiple of {_KV_HEADS} {kv_heads}"
+            )
+    assert plain.rotary_group is not None
+    return replace(
+        plain,
+        num_kv_heads=kv_heads,
+        head_dim=spec.rotary_groups[plain.rotary_group].base.head_dim,
+        scale=1.0,  # what the norms of queries and keys multiply by does for it
+        values_normed=True,
+        keys_as_values=is_global and read_flag(config, "attention_k_eq_v"),
+    )
+
+
+def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
+    """A group for each kind, in the order in which `AttentionSpec.kv_group` counts them; of layers with keys of their own."""
+    groups: dict[int, list[int]] = {}
+    mixers = [layer.mixer for layer in layers]
+    for index, mixer in enumerate(mixers):
+        assert isinstance(mixer, AttentionSpec)
+        if mixer.keys_of is None:
+            groups.setdefault(mixer.kv_group, []).append(index)
+    found = []
+    for group in sorted(groups):
+        first = mixers[groups[group][0]]
+        assert isinstance(first, AttentionSpec)
+        found.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
+    return tuple(found)
+
+
+GEMMA4 = Family(
+    architecture="Gemma4ForCausalLM",
+    title="Gemma 4 (text)",
+    other_names=("Gemma4UnifiedForCausalLM",),
+    model_type="gemma4_text",
+    other_model_types=(_UNIFIED,),
+    text_part="Text",
+    rules=ConfigRules(
+        layer_pattern=_last_global,
+        max_position_embeddings=131_072,
+        hidden_size=2304,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        full_head_dim=512,
+        full_head_dim_key=_WIDTH,
+        tie_word_embeddings=True,
+        eos_token_id=(1,),
+        sliding_window=512,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        rope_parameters={
+            FULL_ATTENTION: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        rewrite=_rewritten,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="before",
+    activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    scaled_embeddings=True,
+    soft_caps=SoftCaps(),
+    norms=LayerNorms(
+        mixer="input_layernorm",
+        mixer_output="post_attention_layernorm",
+        feed_forward="pre_feedforward_layernorm",
+        feed_forward_output="post_feedforward_layernorm",
+    ),
+    refine=_with_its_parts,
+    reads=_EXPERTS.keys
+    | {
+        _WIDTH,
+        _KV_HEADS,
+        "num_kv_shared_layers",
+        "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        "attention_k_eq_v",
+        "enable_moe_block",
+    },
+)
