@@ -23,11 +23,8 @@ class AdapterShelf:
     """config: those loaded at once; raises LoadError where one of them cannot be."""
 
     def __init__(self, config: AdapterConfig, model: LoadedModel) -> None:
-        spec = model.decoder.spec
-        matrices = (
-            {weight.name: weight.shape for weight in layer.weights(spec.hidden_size) if weight.kind == "matrix"}
-            for layer in spec.layers
-        )
+        parts = model.decoder.spec.adapted_parts()
+        matrices = ({weight.name: weight.shape for weight in weights} for _, weights in parts)
         self.loaded = LoadedAdapters(config.max_loaded, matrices, model.decoder.backend)
         self._config, self._decoder = config, model.decoder
         self._spec = model.own_spec or model.decoder.spec

@@ -178,7 +178,8 @@ class Decoder:
         inputs = self._attention.inputs(batch)
         given: tuple[Tensor, ...] = ()
         if self.layer_inputs is not None and batch.layer_inputs is not None:
-            given = self.layer_inputs.of_layers(x, batch.layer_inputs)
+            outer = None if batch.adapters is None else batch.adapters.around_layers(self.backend)
+            given = self.layer_inputs.of_layers(x, batch.layer_inputs, outer)
         normed = self.layers[0].mixer_norm(x)
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):

@@ -34,11 +34,13 @@ class LayerInputs:
         """What the table has of each token, [T, layers * size]."""
         return self._backend.embed(self.table, input_ids, float(self.spec.size) ** 0.5)
 
-    def of_layers(self, x: Tensor, looked_up: Tensor) -> tuple[Tensor, ...]:
-        """Of each layer [T, size], views. x: [T, hidden], the embedding."""
+    def of_layers(self, x: Tensor, looked_up: Tensor, changes: LayerChanges | None = None) -> tuple[Tensor, ...]:
+        """Of each layer [T, size], views. x: [T, hidden], the embedding. changes: what adapters add."""
         backend, size = self._backend, self.spec.size
         projected = backend.linear(x, self._projection)
-        made = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view_as(projected)
+        if changes is not None:
+            changes.add("layer_inputs", projected, x)
+        made = backend.rms_norm(projected.view(x.shape[0], -1, size), self._norm, self._eps).view(projected.shape)
         backend.add(made, looked_up)
         return tuple(made.split_with_sizes([size] * (made.shape[1] // size), 1))
 

@@ -205,6 +205,12 @@ class ModelSpec:
         """Every weight of the model, each once. Names are those of a layer's fields behind "layers.0." and so on."""
         return _weights(self)
 
+    def adapted_parts(self) -> tuple[tuple[str, tuple[WeightSpec, ...]], ...]:
+        """What adapters may change: the matrices of each layer, then those around them, with the prefix of their tensors."""
+        layers = [(f"{self.names.layers}.{i}.", layer.weights(self.hidden_size)) for i, layer in enumerate(self.layers)]
+        parts = [*layers, ("", self.outer_weights())]
+        return tuple((prefix, tuple(one for one in weights if one.kind == "matrix")) for prefix, weights in parts)
+
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Those around the layers. A head that is the embedding is not listed beside it."""
         hidden, vocab = self.hidden_size, self.vocab_size

@@ -7,6 +7,7 @@ another one while it records.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -56,6 +57,11 @@ from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
 _FEWEST_NATIVE_ROWS = 12
 _MOST_SCALED_ROWS = 256
 _RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
+
+
+@functools.lru_cache(maxsize=64)  # a step that is recorded asks torch for nothing
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(scale, dtype=dtype))
 
 
 class CompiledBackend(Backend):
@@ -281,7 +287,7 @@ class CompiledBackend(Backend):
         if scale != 1 and self.dtype != torch.float32:
             if table.dtype != self.dtype:  # rows are rounded before they are multiplied
                 return self._torch.embed(table, ids, scale)
-            scale = float(torch.tensor(scale, dtype=self.dtype))
+            scale = _rounded(scale, self.dtype)
         return ops.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
 
     def log1p(self, counts: Tensor) -> Tensor:

@@ -6,6 +6,7 @@ happened since it was computed. Tokens are computed one at a time, in float32 wi
 
 from __future__ import annotations
 
+import inspect
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -102,11 +103,14 @@ def _attend(
         spec = oracle.spec_of(module)
         weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
         qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
+        takes_one = "q" not in inspect.signature(apply).parameters  # Gemma 4's turns queries or keys
         plain = getattr(module, "qk_nope_head_dim", 0)  # dims before those that rotate
 
         def rotated(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
             still, turned = x[..., :plain], x[..., plain:]
-            return torch.cat((still, apply(turned, turned, *oracle.rotation(positions, spec))[0]), dim=-1)
+            tables = oracle.rotation(positions, spec)
+            found = apply(turned, *tables) if takes_one else apply(turned, turned, *tables)[0]
+            return torch.cat((still, found), dim=-1)
 
         query = rotated(query / qw, [oracle.query_position]) * qw
         k = rotated(k / kw, oracle.key_positions) * kw

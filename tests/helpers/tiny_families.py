@@ -86,7 +86,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             **_GEMMA4,
             "layer_types": _IN_TURN * 2,
             "attention_k_eq_v": True,
-            "num_global_key_value_heads": 1,
+            "num_global_key_value_heads": 2,
             "enable_moe_block": True,
             "num_experts": 8,
             "top_k_experts": 3,

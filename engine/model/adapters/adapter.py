@@ -13,23 +13,23 @@ from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.errors import RequestError
 from windlass.kernels import Backend, LowRank, LowRankTable, RowSlots
 
-LayerTables = Mapping[str, LowRankTable]  # by the names that `LayerSpec.weights` gives the layer's matrices
+PartTables = Mapping[str, LowRankTable]  # by the names that `ModelSpec.adapted_parts` gives the matrices of a part
 
 
 @dataclass(frozen=True, slots=True)
 class Adapter:
-    """layers: for every layer of the model its changed weights, by the names that `LayerSpec.weights` gives them."""
+    """parts: of each of `ModelSpec.adapted_parts` the changed weights, by the names that it has."""
 
     info: AdapterInfo
-    layers: tuple[Mapping[str, LowRank], ...]
+    parts: tuple[Mapping[str, LowRank], ...]
 
 
 @dataclass(frozen=True, slots=True)
 class LayerChanges:
-    """What one layer's products change by in a step. prefix: of the names that `add` is given."""
+    """What products of a layer, or of what lies around layers, change by in a step. prefix: of the names that `add` is given."""
 
     backend: Backend
-    tables: LayerTables
+    tables: PartTables
     rows: RowSlots
     prefix: str = ""
 
@@ -44,9 +44,9 @@ class LayerChanges:
 
 @dataclass(frozen=True, slots=True)
 class AdapterRows:
-    """The adapters of a step. layers: the tables of every layer, for as long as the engine lives."""
+    """The adapters of a step. parts: the tables of every layer, then of what lies around them, as long as the engine lives."""
 
-    layers: Sequence[LayerTables]
+    parts: Sequence[PartTables]
     rows: RowSlots
 
     @property
@@ -55,24 +55,27 @@ class AdapterRows:
         return self.rows.slots
 
     def with_slots(self, slots: Tensor) -> AdapterRows:
-        return AdapterRows(self.layers, RowSlots(slots))
+        return AdapterRows(self.parts, RowSlots(slots))
 
     def of_layer(self, index: int, backend: Backend) -> LayerChanges:
-        return LayerChanges(backend, self.layers[index], self.rows)
+        return LayerChanges(backend, self.parts[index], self.rows)
+
+    def around_layers(self, backend: Backend) -> LayerChanges:
+        return LayerChanges(backend, self.parts[-1], self.rows)
 
 
 class LoadedAdapters:
     """Those that requests may use, by id, each in a slot of the tables. most: that may be loaded at once.
 
-    matrices: of every layer the shapes [rows, columns] of what may change, by name.
+    matrices: of every part the shapes [rows, columns] of what may change, by name.
     """
 
     def __init__(self, most: int, matrices: Iterable[Mapping[str, tuple[int, ...]]], backend: Backend) -> None:
         self.most = most
         self._slots: dict[int | None, int] = {None: -1}
         self._infos: dict[int, AdapterInfo] = {}
-        self._layers = tuple(
-            {name: backend.low_rank_table(most, *shape) for name, shape in layer.items()} for layer in matrices
+        self._parts = tuple(
+            {name: backend.low_rank_table(most, *shape) for name, shape in part.items()} for part in matrices
         )
 
     def __len__(self) -> int:
@@ -98,7 +101,7 @@ class LoadedAdapters:
         self.drop(adapter.info.adapter_id)
         self.check_room()
         slot = min(set(range(self.most)).difference(self._slots.values()))
-        for tables, changes in zip(self._layers, adapter.layers, strict=True):
+        for tables, changes in zip(self._parts, adapter.parts, strict=True):
             for name, change in changes.items():
                 tables[name].put(slot, change)
         self._slots[adapter.info.adapter_id] = slot
@@ -117,7 +120,7 @@ class LoadedAdapters:
         """Forget one, between two steps; unknown ids are ignored."""
         if self._infos.pop(adapter_id, None) is not None:
             slot = self._slots.pop(adapter_id)
-            for tables in self._layers:
+            for tables in self._parts:
                 for table in tables.values():
                     table.put(slot, None)
 
@@ -132,4 +135,4 @@ class LoadedAdapters:
         if max(slots) < 0:
             return None
         found = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int64), counts))
-        return AdapterRows(self._layers, RowSlots(found if out is None else out.copy_(found)))
+        return AdapterRows(self._parts, RowSlots(found if out is None else out.copy_(found)))

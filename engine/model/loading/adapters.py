@@ -72,33 +72,28 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: i
         digest.update(f"{module} {tuple(down.shape)} {tuple(up.shape)} {described.scale_of(module)!r} ".encode())
         for tensor in (down, up):
             digest.update(tensor.contiguous().numpy().tobytes())
-    layers: list[dict[str, LowRank]] = []
-    for index, layer in enumerate(spec.layers):
-        prefix = f"{spec.names.layers}.{index}."
-        changes = {
-            weight.name: _joined(weight, prefix, found, described, keep)
-            for weight in layer.weights(spec.hidden_size)
-            if weight.kind == "matrix"
-        }
-        layers.append({name: change for name, change in changes.items() if change is not None})
+    parts: list[dict[str, LowRank]] = []
+    for prefix, weights in spec.adapted_parts():
+        changes = {weight.name: _joined(weight, prefix, found, described, keep) for weight in weights}
+        parts.append({name: change for name, change in changes.items() if change is not None})
     info = AdapterInfo(
         source.adapter_id,
         source.name,
         source.path,
         rank=max(down.shape[0] for down, _ in found.values()),
         targets=tuple(sorted({module.rpartition(".")[2] for module in found})),
-        num_bytes=sum(change.nbytes for layer in layers for change in layer.values()),
+        num_bytes=sum(change.nbytes for part in parts for change in part.values()),
         digest=digest.hexdigest(),
     )
-    return Adapter(info, tuple(layers))
+    return Adapter(info, tuple(parts))
 
 
 def _modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     """Rows and columns of every matrix that may change, by the module's name."""
     return {
-        stored.name.removesuffix(".weight"): (stored.rows, weight.shape[1])
-        for weight in spec.weights()
-        if weight.kind == "matrix" and weight.name.startswith("layers.")
+        prefix + stored.name.removesuffix(".weight"): (stored.rows, weight.shape[1])
+        for prefix, weights in spec.adapted_parts()
+        for weight in weights
         for stored in weight.stored
     }
 

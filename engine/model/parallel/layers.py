@@ -10,6 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
@@ -94,6 +95,16 @@ def split_feed_forward(
     if spec.names.inner_norm is not None:
         raise refusal("a norm within the feed-forward is not split")
     return replace(spec, intermediate_size=own[1]), _gated(own, size)
+
+
+def split_beside(
+    spec: BesideSpec | None, seat: RankPlace, unit_of: UnitOf
+) -> tuple[BesideSpec | None, dict[str, WeightSlice]]:
+    """As `split_attention`, of experts beside a feed-forward, whose norms are had whole."""
+    if spec is None:
+        return None, {}
+    experts, slices = _split_experts(spec.experts, seat, lambda name: unit_of(f"beside.{name}"))
+    return replace(spec, experts=experts), {f"beside.{name}": part for name, part in slices.items()}
 
 
 def _split_experts(spec: ExpertsSpec, seat: RankPlace, unit_of: UnitOf) -> tuple[ExpertsSpec, dict[str, WeightSlice]]:

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.parallel.layers import OPTION, RankPlace, split_attention, split_feed_forward
+from windlass.engine.model.parallel.layers import OPTION, RankPlace, split_attention, split_beside, split_feed_forward
 from windlass.engine.model.parallel.shares import WeightSlice, share
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import BLOCK_SIZES, StoragePlan, StoredPart, form_name
@@ -53,7 +53,9 @@ def split_model(
         mixer, of_mixer = split_attention(layer.mixer, seat, unit_of)
         feed_forward, of_feed_forward = split_feed_forward(layer.feed_forward, seat, unit_of)
         slices |= {prefix + name: part for name, part in (of_mixer | of_feed_forward).items()}
-        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward))
+        beside, of_beside = split_beside(layer.beside, seat, unit_of)
+        slices |= {prefix + name: part for name, part in of_beside.items()}
+        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, beside=beside))
     vocabulary = [share(spec.vocab_size, each, ranks, _VOCABULARY_UNIT) for each in range(ranks)]
     own = vocabulary[rank]
     if spec.generates:

@@ -21,9 +21,9 @@ def load(directory: Path) -> Scorer:
     return Scorer(Scorer.load(directory, device="cpu", dtype="float32").decoder, torch.float32, chunk=16)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2"])
+@pytest.mark.parametrize("family", ["llama", "qwen3", "gemma2", "gemma4_e2b"])
 def test_weights_are_those_of_transformers(family: str, tmp_path: Path) -> None:
-    """Grouped heads, norms of heads, soft caps and windows of 8 included."""
+    """Grouped heads, norms of heads, soft caps and windows of 8 included, and layers that read the keys of others."""
     scorer = load(make_model(family, tmp_path, max_position_embeddings=64))
     model = transformers.AutoModelForCausalLM.from_pretrained(
         tmp_path, dtype=torch.float32, attn_implementation="eager"

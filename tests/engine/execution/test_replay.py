@@ -58,7 +58,7 @@ def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path)
     assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3"])
+@pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4_e2b"])
 @pytest.mark.parametrize(
     "options",
     [{"quantization": "int8"}, {"quantization": "int4", "kv_cache_dtype": "int8"}, {"dtype": "bfloat16"}],
@@ -69,10 +69,12 @@ def test_narrow_models_are_repeated(family: str, options: dict[str, Any], tmp_pa
     assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
 
 
-@pytest.mark.parametrize("family", ["gpt_neox", "apertus", "olmo", "nemotron", "nanochat", "llama4", "hunyuan"])
+@pytest.mark.parametrize(
+    "family", ["gpt_neox", "apertus", "olmo", "nemotron", "nanochat", "llama4", "hunyuan", "gemma4_26b"]
+)
 def test_further_operations_are_repeated(family: str, tmp_path: Path) -> None:
     """Norms around the mean, limits on queries and keys, GELU by the error function, squared ReLU, xIELU; norms behind the
-    rotation without weights and with them, chunks and temperatures."""
+    rotation without weights and with them, chunks and temperatures; experts beside the feed-forward, factors of a layer."""
     core = assert_same_bits(make_model(family, tmp_path))
     assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
 

@@ -121,6 +121,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2": {},
     "qwen3": {"dtype": "bfloat16"},
     "gemma3": {},
+    "gemma4_e2b": {},
+    "gemma4_26b": {},
     "ministral3": {},
     "hunyuan": {},
     "demo": {},
@@ -144,7 +146,9 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
 
 
 def requests_for(model: str) -> list[EngineRequest]:
-    return requests(16, 4096, original=64, alpha=True) if model.startswith("demo") else requests(8, 128)
+    if model.startswith("demo"):
+        return requests(16, 4096, original=64, alpha=True)
+    return requests(16 if model.startswith("gemma4") else 8, 128)
 
 
 @pytest.fixture(autouse=True)

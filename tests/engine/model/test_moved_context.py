@@ -38,6 +38,8 @@ FAMILIES = [
     "qwen3",
     "deepseek_v3",
     "minicpm3",
+    "gemma4_e2b",
+    "gemma4_31b",
 ]
 SHIFT = ContextRule("shift", keep_tokens=16)
 STREAM = ContextRule("shift", attention_window=21, attention_sinks=5)

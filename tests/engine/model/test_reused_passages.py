@@ -34,7 +34,7 @@ TURNED = [*tokens(11), *SECOND, *tokens(2), *FIRST, *TAIL]  # in another order
 TURNED_AT = 11 + 50 + 2, 11  # where they stand there
 ANY = PassageReuse(32, scope="me")
 OFFER = PassageReuse(0, scope="me")
-FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3"]
+FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3", "gemma4_e2b"]
 
 
 @pytest.fixture(scope="module")

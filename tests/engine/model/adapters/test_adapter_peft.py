@@ -53,8 +53,9 @@ def trained(model: Path, target: Path, **config: Any) -> torch.nn.Module:
         ),
         ("phi3", {"r": 5, "lora_alpha": 10, "target_modules": "all-linear"}),
         ("gemma3", {"r": 2, "lora_alpha": 3, "target_modules": "all-linear", "exclude_modules": ["down_proj"]}),
+        ("gemma4_e2b", {"r": 3, "lora_alpha": 6, "target_modules": "all-linear"}),
     ],
-    ids=["all", "rslora", "patterns", "qwen3", "phi3", "gemma3"],
+    ids=["all", "rslora", "patterns", "qwen3", "phi3", "gemma3", "gemma4"],
 )
 def test_it_answers_as_peft_merged_it(family: str, config: dict[str, Any], tmp_path: Path) -> None:
     model = make_model(family, tmp_path / "model")

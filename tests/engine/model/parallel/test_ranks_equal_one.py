@@ -38,6 +38,8 @@ SPLIT = {
     "granite": 2,
     "qwen2_moe": 2,
     "gpt_oss": 2,
+    "gemma4_e2b": 2,
+    "gemma4_26b": 2,
 }
 LONG = {"rope_type": "yarn", "factor": 4.0}
 
