@@ -13,9 +13,14 @@ SCHEMAS: dict[str, Any] = {"look": {"type": "object", "properties": {"city": {},
 Made = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls as name and arguments
 
 
-def make(kind: type[StreamParser], **options: Any) -> StreamParser:
+def numbered(**options: Any) -> CallOptions:
+    """Options under which calls are numbered by their ids."""
     ids = (f"call_{number}" for number in itertools.count())
-    return kind(CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options))
+    return CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options)
+
+
+def make(kind: type[StreamParser], **options: Any) -> StreamParser:
+    return kind(numbered(**options))
 
 
 def put_together(events: list[Event]) -> Made:
