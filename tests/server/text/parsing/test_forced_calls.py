@@ -210,6 +210,21 @@ def test_values_in_the_notation_of_gemma_4(
     assert seen == set(schema["properties"])
 
 
+def test_a_string_of_gemma_4_does_not_spell_what_ends_it(
+    backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+    grammar = FORMATS["gemma4"].grammar(Forced({"x": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>"))
+    assert grammar is not None
+    for parts, takes in ((["Ro<", "|me|>"], True), (["<tool_", "call|>"], False), (["<", '|"|>'], False)):
+        ids = [
+            backend.encode(part, add_special_tokens=False).ids
+            for part in ('<|tool_call>call:x{city:<|"|>', *parts, '<|"|>}<tool_call|>')
+        ]
+        together = list(itertools.chain(*ids))
+        assert (LLMatcher(vocabulary, grammar).try_consume_tokens(together) == len(together)) is takes
+
+
 @pytest.mark.parametrize("name", ["pythonic", "gemma4"])
 def test_functions_with_many_arguments(name: str) -> None:
     """Their grammars have no rules that llguidance would go down from each to the next, until its stack is full."""
