@@ -41,14 +41,16 @@ def behind_thinking(
 
 
 def _tags(format: ThinkingFormat, place: Place, ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
-    closes = [found[0] for found in map(ids, format.closes) if len(found) == 1]
+    closes = _single(ids, format.closes)
     if closes:
-        rules = [f"thought: {_anything_but({*closes, *eos_ids})}* {_tokens(closes)}"]
+        others = {*eos_ids, *_single(ids, format.interrupts)}
+        rules = [f"thought: {_anything_but({*closes, *others})}* {_tokens(closes)}"]
     else:  # the markers are text; the shortest match ends with the first of them
         ends = "|".join(_in_regex(close) for close in format.closes)
         rules = [rf"thought[lazy]: /(.|\n)*({ends})/"]
     opens = [_tokens(found) if len(found := ids(text)) == 1 else json.dumps(text) for text in format.opens]
-    opened = f"BEFORE ({' | '.join(opens)}) thought"
+    label = f"{json.dumps(format.label)} " if format.label else ""
+    opened = f"BEFORE ({' | '.join(opens)}) {label}thought"
     begin = "thought" if place == "inside" else f"({opened})?"
     return "\n".join([f"start: {begin} SPACE @{_ANSWER}", *rules, *(_SPACES[1:] if place == "inside" else _SPACES)])
 
@@ -67,6 +69,11 @@ def _channels(ids: Callable[[str], list[int]], eos_ids: Collection[int]) -> str:
             *(() if len(end) == 1 else (r"unmarked[lazy]: /(.|\n)*<\|end\|>/",)),
         ]
     )
+
+
+def _single(ids: Callable[[str], list[int]], texts: Collection[str]) -> list[int]:
+    """Those of the texts that are one token each."""
+    return [found[0] for found in map(ids, texts) if len(found) == 1]
 
 
 def _tokens(ids: Collection[int]) -> str:

@@ -34,7 +34,7 @@ from windlass.server.options.spelling import (
 _CONTEXT_OVERFLOWS = ("stop", "error", "shift", "drop_turns")
 _ROPE_POLICIES = ("allow", "profiles", "off")
 _METRICS_NAMES = ("windlass", "vllm", "both")
-REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gpt_oss", "none")
+REASONING_PARSERS = ("auto", "deepseek_r1", "qwen3", "granite", "gemma4", "gpt_oss", "none")
 # Options know no formats: a test compares this list with them.
 TOOL_CALL_PARSERS = (
     "hermes",
@@ -46,6 +46,7 @@ TOOL_CALL_PARSERS = (
     "harmony",
     "deepseek_v3",
     "deepseek_v31",
+    "gemma4",
     "granite",
     "plain_json",
 )
@@ -163,7 +164,7 @@ class ServerOptions:
     reasoning_parser: Annotated[
         str,
         option("--reasoning-parser", panel=ANSWERS, help="How the model marks its thinking, which chats answer apart from "
-               "the content: deepseek_r1, qwen3, granite, gpt_oss, none, or auto (as its chat template does)."),
+               "the content: deepseek_r1, qwen3, granite, gemma4, gpt_oss, none, or auto (as its chat template does)."),
     ] = "auto"  # fmt: skip
     request_timeout: Annotated[
         float | None,

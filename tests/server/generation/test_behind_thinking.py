@@ -22,7 +22,10 @@ JSON = LLMatcher.grammar_from_json_schema(json.dumps(SCHEMA))
 REGEX = LLMatcher.grammar_from_regex("a/b[0-9]{2}")
 LARK = 'start: <[422]> x\nx: "{" /[a-z]+/ "}" %json {"type":"integer"}'  # 422: <tool>
 THOUGHT = 'hm: {"a": 1} or a/b12?'
-MARKERS = ("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>")
+MARKERS = (
+    *("<think>", "</think>", "<|channel|>", "<|message|>", "<|start|>", "<|end|>"),
+    *("<|channel>", "<channel|>", "<|tool_call>"),
+)
 
 
 def tokenizer(special: bool) -> Tokenizer:
@@ -74,6 +77,22 @@ def test_channels(special: bool) -> None:
     assert taken(text, grammar, thought + thought)[0] > 0
     assert taken(text, grammar, '{"a": 12}')[0] > 0
     assert behind_thinking(LARK, ThinkingModel("gpt_oss", text), "before", (EOS,), calls=True) is LARK
+
+
+@pytest.mark.parametrize("special", [True, False], ids=["tokens", "text"])
+def test_channels_with_a_label(special: bool) -> None:
+    text = tokenizer(special)
+    before, inside = (
+        behind_thinking(JSON, ThinkingModel("gemma4", text), place, (EOS,)) for place in ("before", "inside")
+    )
+    for space in ("", "\n"):
+        assert taken(text, before, f'<|channel>thought\n{THOUGHT}\n<channel|>{space}{{"a": 12}}') == (0, True)
+        assert taken(text, inside, f'{THOUGHT}\n<channel|>{space}{{"a": 12}}') == (0, True)
+    assert taken(text, before, '{"a": 12}') == (0, True)
+    assert taken(text, before, f'<|channel>{THOUGHT}<channel|>{{"a": 12}}')[0] > 0
+    assert taken(text, before, f"<|channel>thought\n{THOUGHT}\n<channel|>Sure!")[0] > 0
+    if special:  # a call would be out of the grammar's reach
+        assert taken(text, inside, f"{THOUGHT}<|tool_call>")[0] > 0
 
 
 def test_granites_words() -> None:

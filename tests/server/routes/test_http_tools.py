@@ -361,6 +361,7 @@ TEMPLATES = {
     "harmony": "<|start|>assistant<|channel|>commentary to=functions.x <|constrain|>json<|message|>",
     "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>x\n```json",
     "deepseek_v31": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>x<｜tool▁sep｜>",
+    "gemma4": "<|tool_call>call:{{ name }}{<tool_call|>",
     "granite": "<|tool_call|>[…]",
     "plain_json": "{{ messages }}",
 }

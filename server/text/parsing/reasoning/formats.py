@@ -18,6 +18,8 @@ class ThinkingFormat:
 
     opens, closes: the markers, the usual spelling first. always: thinking begins with the first token, whether a marker
     opens it or not. wrapper: markers around the answer behind the thinking, which are no part of it.
+    label: a word right behind an opening marker, which says that thinking follows. anywhere: thinking may be opened at any
+    place of an answer, again and again, and no marker is text. interrupts: what ends the thinking and belongs to the answer.
     """
 
     name: str
@@ -25,6 +27,14 @@ class ThinkingFormat:
     closes: tuple[str, ...]
     always: bool = False
     wrapper: tuple[str, str] | None = None
+    label: str = ""
+    anywhere: bool = False
+    interrupts: tuple[str, ...] = ()
+
+    @property
+    def openings(self) -> tuple[str, ...]:
+        """What opens thinking: the markers, each with the label."""
+        return tuple(marker + self.label for marker in self.opens)
 
     @property
     def markers(self) -> frozenset[str]:
@@ -38,10 +48,10 @@ class ThinkingFormat:
         """
         if continued is not None:
             # Where the message is continued its thinking is over, unless it says so itself.
-            opened, closed = _last(continued, self.opens), _last(continued, self.closes)
+            opened, closed = _last(continued, self.openings), _last(continued, self.closes)
             return "inside" if opened > closed else "behind"
         end = prompt[-256:].rstrip()
-        if end.endswith(self.opens):
+        if end.endswith(self.openings):
             return "inside"
         if end.endswith(self.closes):
             return "behind"  # a template that was told not to think closes what it opened
@@ -60,7 +70,15 @@ GRANITE = ThinkingFormat(
     closes=("</think>", "Here is my response:", "Here's my response:"),
     wrapper=("<response>", "</response>"),
 )
-FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE)}
+GEMMA4 = ThinkingFormat(
+    name="gemma4",
+    opens=("<|channel>",),
+    closes=("<channel|>",),
+    label="thought",
+    anywhere=True,
+    interrupts=("<|tool_call>",),
+)
+FORMATS = {each.name: each for each in (DEEPSEEK_R1, QWEN3, GRANITE, GEMMA4)}
 
 HARMONY = "gpt_oss"
 HARMONY_OPENS = ("<|channel|>analysis<|message|>",)
@@ -76,6 +94,8 @@ def format_of_template(template: str | None) -> str:
         return NONE
     if "<|channel|>" in template:
         return HARMONY
+    if GEMMA4.opens[0] in template:
+        return GEMMA4.name
     if "thought process" in template or ("<think>" in template and "<response>" in template):
         return GRANITE.name
     if "</think>" not in template and "<think>" not in template:

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from windlass.engine.api.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.parsing.events import OutputParser, ParsingPlan, PlainText
+from windlass.server.text.parsing.reasoning.channels import ChannelParser
 from windlass.server.text.parsing.reasoning.formats import (
     AUTO,
     FORMATS,
@@ -71,9 +72,10 @@ class ThinkingModel:
         if format is None:  # messages in channels are told apart by the parser of calls
             return without_calls() if plan is None and self.name == HARMONY else plan
         rest = ParsingPlan(PlainText) if plan is None else plan
+        stage = ChannelParser if format.anywhere else ThinkingParser
 
         def make() -> OutputParser:
-            return ThinkingParser(format, place, rest.make())
+            return stage(format, place, rest.make())
 
         return replace(rest, make=make, markers=rest.markers | format.markers)
 
@@ -85,7 +87,7 @@ class ThinkingModel:
         if tokens is None:
             return None
         if self.format is not None:
-            opens, closes = self.format.opens, self.format.closes
+            opens, closes = self.format.openings, self.format.closes
         elif self.name == HARMONY:
             opens, closes = HARMONY_OPENS, HARMONY_CLOSES
         else:

@@ -8,8 +8,8 @@ from __future__ import annotations
 from windlass.server.text.parsing.events import Event, OutputParser, Reasoning
 from windlass.server.text.parsing.reasoning.formats import Place, ThinkingFormat
 
-_SPACE = " \t\r\n"
-_MOST_SPACE = 64  # characters of white space that may stand before an opening marker
+SPACE = " \t\r\n"
+MOST_SPACE = 64  # characters of white space that may stand before an opening marker
 
 
 class ThinkingParser:
@@ -58,8 +58,8 @@ class ThinkingParser:
 
     def _start(self, text: str) -> tuple[str, str]:
         """The text behind an opening marker, if there is one; and what must wait as long as that is open."""
-        visible = text.lstrip(_SPACE)
-        if len(text) - len(visible) <= _MOST_SPACE:
+        visible = text.lstrip(SPACE)
+        if len(text) - len(visible) <= MOST_SPACE:
             for marker in self._format.opens:
                 if visible.startswith(marker):
                     self._place, self._at_start, self._opened = "inside", False, True
@@ -73,9 +73,9 @@ class ThinkingParser:
 
     def _think(self, text: str) -> list[Event]:
         buffer = self._held + text
-        found = _first(buffer, self._format.closes)
+        found = first_marker(buffer, self._format.closes)
         if found is None:
-            safe = len(buffer) - _partial(buffer, self._format.closes)
+            safe = len(buffer) - partial_marker(buffer, self._format.closes)
             self._held = buffer[safe:]
             return self._tell(buffer[:safe])
         start, end = found
@@ -86,12 +86,12 @@ class ThinkingParser:
         return events + self._rest.feed(buffer[end:])
 
     def _tell(self, text: str) -> list[Event]:
-        body = text.rstrip(_SPACE)
+        body = text.rstrip(SPACE)
         if not body:
             if text and self._said:
                 self._spaces.append(text)
             return []
-        told = "".join((*self._spaces, body)) if self._said else body.lstrip(_SPACE)
+        told = "".join((*self._spaces, body)) if self._said else body.lstrip(SPACE)
         self._spaces = [text[len(body) :]]
         self._said = True
         return [Reasoning(told)]
@@ -114,9 +114,9 @@ class AnswerText:
     def feed(self, text: str) -> list[Event]:
         buffer, self._held = self._held + text, ""
         if not self._started:
-            buffer = buffer.lstrip(_SPACE)
+            buffer = buffer.lstrip(SPACE)
             if self._wrapper is not None and buffer.startswith(self._wrapper[0]):
-                buffer = buffer[len(self._wrapper[0]) :].lstrip(_SPACE)
+                buffer = buffer[len(self._wrapper[0]) :].lstrip(SPACE)
                 self._closing, self._wrapper = self._wrapper[1], None
             if self._wrapper is not None and self._wrapper[0].startswith(buffer):
                 self._held = buffer
@@ -125,7 +125,7 @@ class AnswerText:
         if self._closing:
             at = buffer.find(self._closing)
             if at < 0:
-                safe = len(buffer) - _partial(buffer, (self._closing,))
+                safe = len(buffer) - partial_marker(buffer, (self._closing,))
                 buffer, self._held = buffer[:safe], buffer[safe:]
             else:
                 buffer = buffer[:at] + buffer[at + len(self._closing) :]
@@ -137,13 +137,13 @@ class AnswerText:
         return [*(self._rest.feed(held) if held else ()), *self._rest.finish()]
 
 
-def _first(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:
+def first_marker(text: str, markers: tuple[str, ...]) -> tuple[int, int] | None:
     """Start and end of the marker that begins first."""
     found = [(at, at + len(marker)) for marker in markers if (at := text.find(marker)) >= 0]
     return min(found, default=None)
 
 
-def _partial(text: str, markers: tuple[str, ...]) -> int:
+def partial_marker(text: str, markers: tuple[str, ...]) -> int:
     """How many characters at the end may be the beginning of a marker."""
     for length in range(min(len(text), max(map(len, markers)) - 1), 0, -1):
         if any(len(marker) > length and text.endswith(marker[:length]) for marker in markers):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,6 +12,7 @@ from windlass.engine.api.grammar_limits import MAX_CHARACTERS
 from windlass.server.text.schemas import held, names_all
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
+MAX_MEMBERS = 200  # in a function that have rules of their own: llguidance goes down from each to the next
 PARAMETERS_OF = "// parameters of "  # and a function's name: the line above the rule that its parameters are
 
 _SPACING = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
@@ -75,7 +76,8 @@ def _json_head(key: str) -> Callable[[str], str]:
     return lambda name: quoted(f'{{"name": "{name}", "{key}": ')
 
 
-def _separated(forced: Forced, before: str, between: str, after: str) -> str:
+def separated(forced: Forced, before: str, between: str, after: str) -> str:
+    """The rule `start` of calls with something between them."""
     more = forced.most()
     return f"start: {before} call" + (f" ({between} call){{0,{more}}}" if more else "") + f" {after}"
 
@@ -85,7 +87,7 @@ def tagged(forced: Forced) -> str:
     begin, end = forced.token("<tool_call>"), forced.token("</tool_call>")
     head = _json_head("arguments")
     rules = _calls(forced, lambda name: f"{begin} {quoted(chr(10))} {head(name)}", f"{quoted('}' + chr(10))} {end}")
-    return "\n".join([_separated(forced, "", quoted("\n"), ""), *rules])
+    return "\n".join([separated(forced, "", quoted("\n"), ""), *rules])
 
 
 def _listed(marker: str | None, key: str) -> Callable[[Forced], str]:
@@ -93,7 +95,7 @@ def _listed(marker: str | None, key: str) -> Callable[[Forced], str]:
         before = "" if marker is None else forced.token(marker)
         return "\n".join(
             [
-                _separated(forced, f"{before} {quoted('[')}", quoted(", "), quoted("]")),
+                separated(forced, f"{before} {quoted('[')}", quoted(", "), quoted("]")),
                 *_calls(forced, _json_head(key), quoted("}")),
             ]
         )
@@ -114,14 +116,14 @@ def plain_json(forced: Forced) -> str:
 
 def llama3_json(forced: Forced) -> str:
     """Objects between semicolons."""
-    return "\n".join([_separated(forced, "", quoted("; "), ""), *_calls(forced, _json_head("parameters"), quoted("}"))])
+    return "\n".join([separated(forced, "", quoted("; "), ""), *_calls(forced, _json_head("parameters"), quoted("}"))])
 
 
 def mistral_args(forced: Forced) -> str:
     """A marker, the name, a marker, the arguments."""
     begin, middle = forced.token("[TOOL_CALLS]"), forced.token("[ARGS]")
     rules = _calls(forced, lambda name: f"{begin} {quoted(name)} {middle}", "")
-    return "\n".join([_separated(forced, "", "", ""), *rules])
+    return "\n".join([separated(forced, "", "", ""), *rules])
 
 
 def _deepseek(forced: Forced, begin: Callable[[str], str], fence: str) -> str:
@@ -130,7 +132,7 @@ def _deepseek(forced: Forced, begin: Callable[[str], str], fence: str) -> str:
     rules = _calls(forced, lambda name: f"{call} {begin(name)}", f"{quoted(fence)} {end}" if fence else end)
     between = quoted("\n") if fence else ""
     before, after = token("<｜tool▁calls▁begin｜>"), token("<｜tool▁calls▁end｜>")
-    return "\n".join([_separated(forced, before, between, after), *rules])
+    return "\n".join([separated(forced, before, between, after), *rules])
 
 
 def deepseek_v3(forced: Forced) -> str:
@@ -170,32 +172,29 @@ def pythonic(forced: Forced) -> str | None:
         if (
             any(key in schema for key in _COMBINED)
             or not isinstance(properties, Mapping)
+            or len(properties) > MAX_MEMBERS
             or not all(map(_IDENTIFIER.fullmatch, properties))
             or not _IDENTIFIER.fullmatch(name.replace("-", "_"))
         ):
             return None
-        room -= len(json.dumps(_definitions(schema))) * len(properties)
+        room -= len(json.dumps(definitions(schema))) * len(properties)
         if room < 0:
             return None
         heads.append(f"{quoted(name + '(')} first_{number}_0 {quoted(')')}")
         call_rules += _keywords(number, held(schema, strict=name in forced.strict), forced.options(name))
-    rules = [_separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
+    rules = [separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
     return "\n".join(rules)
 
 
-def _definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """What references within the schema lead to."""
     return {key: schema[key] for key in ("$defs", "definitions") if key in schema}
 
 
 def _keywords(number: int, schema: Mapping[str, Any], options: Mapping[str, Any]) -> list[str]:
-    """Rules for the arguments of one function: in the order of the schema, those that it requires and any of the others.
-
-    first_i_k and rest_i_k: what may follow from the k-th argument on, before and after one was written.
-    """
-    required = schema.get("required")
-    needed = set(required) if isinstance(required, list) else set()
+    """Rules for the arguments of one function, in the order of the schema; see `members`."""
     properties = schema.get("properties") or {}
-    shared = _definitions(schema)
+    shared = definitions(schema)
     rules = []
     for k, (name, value) in enumerate(properties.items()):
         member = {**value, **shared} if isinstance(value, Mapping) else value
@@ -203,9 +202,21 @@ def _keywords(number: int, schema: Mapping[str, Any], options: Mapping[str, Any]
             member["x-guidance"] = options
         rules.append(f"value_{number}_{k}: {quoted(name + '=')} json_{number}_{k}")
         rules.append(f"json_{number}_{k}: %json {json.dumps(member)}")
-        left_out = "" if name in needed else f" | first_{number}_{k + 1}"
-        rules.append(f"first_{number}_{k}: value_{number}_{k} rest_{number}_{k + 1}{left_out}")
-        left_out = "" if name in needed else f" | rest_{number}_{k + 1}"
-        rules.append(f"rest_{number}_{k}: {quoted(', ')} value_{number}_{k} rest_{number}_{k + 1}{left_out}")
-    last = len(properties)
-    return [*rules, f'first_{number}_{last}: ""', f'rest_{number}_{last}: ""']
+    return [*rules, *members(str(number), list(properties), schema.get("required"), ", ")]
+
+
+def members(suffix: str, names: Sequence[str], required: Any, between: str) -> list[str]:
+    """The rule `first_SUFFIX_0`: of members `value_SUFFIX_k`, in this order, those that are required and any of the others.
+
+    first_SUFFIX_k and rest_SUFFIX_k: what may follow from the k-th member on, before and after one was written.
+    """
+    needed = set(required) if isinstance(required, list) else set()
+    rules = []
+    for k, name in enumerate(names):
+        value, rest = f"value_{suffix}_{k}", f"rest_{suffix}_{k + 1}"
+        left_out = "" if name in needed else f" | first_{suffix}_{k + 1}"
+        rules.append(f"first_{suffix}_{k}: {value} {rest}{left_out}")
+        left_out = "" if name in needed else f" | {rest}"
+        rules.append(f"rest_{suffix}_{k}: {quoted(between)} {value} {rest}{left_out}")
+    last = len(names)
+    return [*rules, f'first_{suffix}_{last}: ""', f'rest_{suffix}_{last}: ""']

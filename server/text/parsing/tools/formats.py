@@ -8,8 +8,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windlass.server.text.parsing.stream import StreamParser
-from windlass.server.text.parsing.tools import deepseek, forced, harmony
+from windlass.server.text.parsing.tools import deepseek, forced, gemma4, harmony
 from windlass.server.text.parsing.tools.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, DeepSeekParser
+from windlass.server.text.parsing.tools.forced_gemma4 import gemma4 as forced_gemma4
 from windlass.server.text.parsing.tools.mistral import MistralParser
 from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
 from windlass.server.text.parsing.tools.pythonic import PythonicParser
@@ -93,6 +94,14 @@ _ALL = (
         (("[TOOL_CALLS]",),),
         _MISTRAL,
         short_ids=True,
+    ),
+    ToolFormat(
+        "gemma4",
+        gemma4.Gemma4Parser,
+        forced_gemma4,
+        f"{gemma4.BEGIN}call:{_NAME}{{an argument's name:{gemma4.QUOTE}its value{gemma4.QUOTE}}}{gemma4.END}",
+        ((gemma4.BEGIN,),),
+        gemma4.MARKERS,
     ),
     ToolFormat("granite", TaggedJsonParser, forced.granite, f"<|tool_call|>{_JSON_LIST}", (("<|tool_call|>",),), _TAGS),
     ToolFormat(

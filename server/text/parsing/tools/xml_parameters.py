@@ -14,7 +14,7 @@ _NAME = re.compile(r"[^<>\s=]")
 _CONSTANTS = {"True": True, "False": False, "None": None}
 MAX_SCHEMAS = 100  # that are looked at for the types of one parameter: references may lead in circles, to long lists
 MAX_VALUES = 1000  # of an `enum`, types, or parts of a reference; longer ones say nothing
-_ANY = frozenset({"string", "null", "boolean", "number", "object", "array"})
+ANY_KIND = frozenset({"string", "null", "boolean", "number", "object", "array"})
 _TEXT = frozenset({"string", "null"})
 _KINDS = {str: "string", type(None): "null", bool: "boolean", int: "number", float: "number", dict: "object"}
 
@@ -65,9 +65,9 @@ class XmlParametersParser(StreamParser):
                 before = ", " if written else ""
                 written.add(name)
                 if name not in known:
-                    known[name] = _kinds_of(schema, name)
+                    known[name] = kinds_of(schema, name)
                 value = "".join(parts).removeprefix("\n").removesuffix("\n")
-                self.argue(f"{before}{json.dumps(name)}: {_as_json(value, known[name])}")
+                self.argue(f"{before}{json.dumps(name)}: {typed_json(value, known[name])}")
             self.forget()
         closed = yield from self.literal("</function>")
         if not closed and self.take_cut_tag(("<parameter=", "</function>")):
@@ -85,7 +85,7 @@ class _Budget:
     left: int = MAX_SCHEMAS
 
 
-def _kinds_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
+def kinds_of(schema: Mapping[str, Any], name: str) -> frozenset[str]:
     """The JSON types that a parameter may have."""
     properties = schema.get("properties")
     found = properties.get(name) if isinstance(properties, Mapping) else None
@@ -98,11 +98,11 @@ def _kinds(schema: Any, root: Mapping[str, Any], budget: _Budget) -> frozenset[s
     Integers are numbers here: neither is text.
     """
     if not budget.left:
-        return _ANY
+        return ANY_KIND
     budget.left -= 1  # for whatever it is: lists are long that hold no schemas, too
     if not isinstance(schema, Mapping):
-        return _ANY
-    kinds = _ANY
+        return ANY_KIND
+    kinds = ANY_KIND
     if isinstance(reference := schema.get("$ref"), str):
         kinds &= _kinds(_place(root, reference), root, budget)
     if isinstance(named := schema.get("type"), str | list):
@@ -126,7 +126,7 @@ def _each(schemas: Sequence[Any], root: Mapping[str, Any], budget: _Budget) -> I
     for schema in schemas:
         yield _kinds(schema, root, budget)
         if not budget.left:
-            yield _ANY
+            yield ANY_KIND
             return
 
 
@@ -143,7 +143,8 @@ def _kind(of: type) -> str:
     return _KINDS.get(of, "array")
 
 
-def _as_json(text: str, kinds: frozenset[str]) -> str:
+def typed_json(text: str, kinds: frozenset[str]) -> str:
+    """The JSON that text is, written without quotes, where these types are permitted."""
     if not kinds or not kinds <= _TEXT:
         try:
             return as_json(_CONSTANTS[text] if text in _CONSTANTS else json.loads(text, strict=False))

@@ -18,7 +18,7 @@ from llguidance import LLMatcher, LLTokenizer
 from windlass.engine.errors import RequestError
 from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event
 from windlass.server.text.parsing.stream import CallOptions
-from windlass.server.text.parsing.tools.forced import MOST_CALLS, Forced
+from windlass.server.text.parsing.tools.forced import MAX_MEMBERS, MOST_CALLS, Forced
 from windlass.server.text.parsing.tools.formats import FORMATS, ToolFormat
 
 EOS = "<|the end|>"
@@ -144,6 +144,105 @@ def test_the_example_of_a_form_is_a_call(name: str) -> None:
     text = FORMATS[name].form.replace("the function's name", "look").replace("an argument's name", "city")
     ((called, arguments),) = calls_in(text.replace("=its value", "='its value'"), FORMATS[name])
     assert (called, arguments) == ("look", {"city": "its value"})
+
+
+PLAIN: dict[str, Any] = {
+    "properties": {
+        "Zeta": {"type": "string", "minLength": 1, "maxLength": 8, "description": "a"},
+        "alpha": {"anyOf": [{"type": "string", "maxLength": 3}, {"type": "null"}]},
+        "kind": {"enum": ["C", "", 'a"{', None, 1, True]},
+        "fixed": {"type": "string", "const": "x"},
+        "tree": {"$ref": "#/$defs/tree"},
+        "all": {"type": "array", "items": {"type": "string", "maxLength": 2}, "minItems": 1, "maxItems": 3},
+        "one": {"type": "array", "items": {"type": ["boolean", "null"]}, "maxItems": 1},
+        "none": {"type": "array", "items": {"type": "string"}, "maxItems": 0},
+        "object": {
+            "type": "object",
+            "properties": {"a b": {"type": "integer", "minimum": 0, "maximum": 9}, "x:y": {"type": "boolean"}},
+            "required": ["a b"],
+        },
+        "text": {"type": "string"},
+    },
+    "required": ["Zeta", "all"],
+    "$defs": {
+        "tree": {
+            "type": "object",
+            "properties": {
+                "leaf": {"type": "boolean"},
+                "more": {"type": "array", "items": {"$ref": "#/$defs/tree"}, "maxItems": 1},
+            },
+            "required": ["leaf"],
+        }
+    },
+}
+FURTHER: dict[str, Any] = {
+    "properties": {
+        "day": {"type": "string", "format": "date"},
+        "any": {"oneOf": [{"type": "string", "maxLength": 3}, {"type": "integer", "minimum": 0, "maximum": 9}]},
+        "number": {"type": "number", "minimum": 0, "maximum": 9, "multipleOf": 1},
+        "marked": {"enum": ['<|"|>', "<tool_call|>", 0.5]},
+        "pair": {"type": "array", "prefixItems": [{"const": 1}, {"const": "b"}], "items": False, "minItems": 2},
+        "ref": {"$ref": "#/$defs/any"},
+    },
+    "required": ["day", "marked"],
+    "$defs": {"any": {"anyOf": [{"const": "d"}, {"type": "null"}]}},
+}
+
+
+@pytest.mark.parametrize("schema", [PLAIN, FURTHER, {**PLAIN, "$id": "elsewhere"}], ids=["own", "json", "all json"])
+def test_values_in_the_notation_of_gemma_4(
+    schema: dict[str, Any], backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    """As the model writes them where it has a form for them, in alphabetical order; else as JSON."""
+    forced = Forced({"look": schema}, False, lambda marker: f"<[{backend.token_to_id(marker)}]>")
+    grammar = FORMATS["gemma4"].grammar(forced)
+    assert grammar is not None
+    seen = set()
+    for seed in range(40):
+        text = draw(grammar, backend, vocabulary, seed)
+        ((_, arguments),) = calls_in(text, FORMATS["gemma4"])
+        jsonschema.validate(arguments, {**schema, "additionalProperties": False})
+        seen |= set(arguments)
+        if schema is PLAIN:
+            assert list(arguments) == sorted(arguments, key=str.lower) and 'Zeta:<|"|>' in text
+        elif schema is not FURTHER:
+            assert '"Zeta":"' in text
+    assert seen == set(schema["properties"])
+
+
+def test_a_string_of_gemma_4_does_not_spell_what_ends_it(
+    backend: tokenizers.Tokenizer, vocabulary: LLTokenizer
+) -> None:
+    schema = {"properties": {"city": {"type": "string"}}, "required": ["city"]}
+    grammar = FORMATS["gemma4"].grammar(Forced({"x": schema}, False, lambda one: f"<[{backend.token_to_id(one)}]>"))
+    assert grammar is not None
+    for parts, takes in ((["Ro<", "|me|>"], True), (["<tool_", "call|>"], False), (["<", '|"|>'], False)):
+        ids = [
+            backend.encode(part, add_special_tokens=False).ids
+            for part in ('<|tool_call>call:x{city:<|"|>', *parts, '<|"|>}<tool_call|>')
+        ]
+        together = list(itertools.chain(*ids))
+        assert (LLMatcher(vocabulary, grammar).try_consume_tokens(together) == len(together)) is takes
+
+
+@pytest.mark.parametrize("name", ["pythonic", "gemma4"])
+def test_functions_with_many_arguments(name: str) -> None:
+    """Their grammars have no rules that llguidance would go down from each to the next, until its stack is full."""
+
+    def grammar(count: int, inner: int = 0) -> str | None:
+        texts, within = (
+            {f"{key}{i}": {"type": "boolean"} for i in range(n)} for key, n in (("p", count), ("q", inner))
+        )
+        schema = {"properties": {**texts, "x": {"type": "object", "properties": within}}}
+        return FORMATS[name].grammar(Forced({"look": schema}, False, json.dumps))
+
+    most = grammar(MAX_MEMBERS - 2, 1)
+    assert most is not None and "first_" in most
+    demo_compiler().compile("lark", most)
+    assert "first_" not in (grammar(MAX_MEMBERS) or "")
+    if name == "gemma4":
+        nested = grammar(MAX_MEMBERS - 2, 2)
+        assert nested is not None and "first_" not in nested
 
 
 def test_markers_that_are_plain_text() -> None:

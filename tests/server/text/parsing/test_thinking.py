@@ -8,9 +8,11 @@ import pytest
 
 from windlass.server.options.server import REASONING_PARSERS
 from windlass.server.text.parsing.events import Content, Event, PlainText, Reasoning
+from windlass.server.text.parsing.reasoning.channels import ChannelParser
 from windlass.server.text.parsing.reasoning.formats import (
     DEEPSEEK_R1,
     FORMATS,
+    GEMMA4,
     GRANITE,
     NAMES,
     QWEN3,
@@ -44,11 +46,23 @@ CASES: list[tuple[ThinkingFormat, Place, str, str, str]] = [
     (GRANITE, "before", "<think>t</think>\n<response> r</response>", "t", "r"),
     (GRANITE, "before", "<think>t</think> <respond>", "t", "<respond>"),
     (GRANITE, "inside", "t</think><response>r</resp", "t", "r</resp"),
+    (GEMMA4, "before", "<|channel>thought\nab c\n<channel|>\nHi <b>", "ab c", "Hi <b>"),
+    (GEMMA4, "before", " \n<|channel>thought<channel|>\n Hi", "", "Hi"),
+    (GEMMA4, "before", " <|chan Hi ", "", " <|chan Hi "),
+    (GEMMA4, "before", " \n", "", " \n"),
+    (GEMMA4, "before", " <|channel>", "", ""),
+    (GEMMA4, "before", "<|channel>thou", "", ""),
+    (GEMMA4, "before", "<|channel>other\na <", "other\na <", ""),
+    (GEMMA4, "before", "<|channel><|channel>thought\na<channel|><channel|> b", "a", "b"),
+    (GEMMA4, "inside", "\na<|channel>thought\nb<channel|>c", "a\nb", "c"),
+    (GEMMA4, "inside", "a<|tool_call>call:x{}", "a", "<|tool_call>call:x{}"),
+    (GEMMA4, "behind", " Hi.\n<|channel>thought\na <channel|> b<|channel>thought\nb\n<channel|>", "a\n\nb", " Hi.\n b"),
+    (GEMMA4, "behind", "<channel|>a<tool_call|><channel", "", "a<tool_call|><channel"),
 ]
 
 
 def read(format: ThinkingFormat, place: Place, pieces: list[str]) -> tuple[str, str, list[Event]]:
-    parser = ThinkingParser(format, place, PlainText())
+    parser = (ChannelParser if format.anywhere else ThinkingParser)(format, place, PlainText())
     events = [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
     thinking = "".join(event.text for event in events if isinstance(event, Reasoning))
     answer = "".join(event.text for event in events if isinstance(event, Content))
@@ -80,6 +94,8 @@ def test_white_space_before_a_marker_is_bounded() -> None:
     """An answer of white space alone must not be kept, and read again, for a marker that may come."""
     for pieces in ([" " * 70 + "<think>a"], [" "] * 70 + ["<think>a"]):
         assert read(QWEN3, "before", pieces)[:2] == ("", " " * 70 + "<think>a")
+    for pieces in ([" " * 70 + "<|channel>a"], [" "] * 70 + ["<|channel>a"]):
+        assert read(GEMMA4, "before", pieces)[:2] == ("a", " " * 70)
 
 
 def test_which_text_counts_as_thinking() -> None:
@@ -97,11 +113,26 @@ def test_which_text_counts_as_thinking() -> None:
     assert (plain.thinking, plain.thought) == (False, False)
 
 
+def test_which_text_counts_as_thinking_where_it_may_come_again() -> None:
+    parser = ChannelParser(GEMMA4, "before", PlainText())
+    found = []
+    for piece in (" ", "<|channel>", "thought\n", "a", "<channel|>", "b", "<|channel>", "<channel|>"):
+        parser.feed(piece)
+        found.append((parser.thinking, parser.thought))
+    assert found == [(True, False), *[(True, True)] * 3, *[(False, True)] * 2, (True, True), (False, True)]
+    plain = ChannelParser(GEMMA4, "before", PlainText())
+    plain.feed(" a")
+    assert (plain.thinking, plain.thought) == (False, False)
+
+
 def test_where_an_answer_begins() -> None:
     assert QWEN3.place("<|im_start|>assistant\n") == "before"
     assert QWEN3.place("<|im_start|>assistant\n<think>\n") == "inside"
     assert QWEN3.place("<|im_start|>assistant\n<think>\n\n</think>\n\n") == "behind"
     assert QWEN3.place("user: what does <think> do?\nassistant: ") == "before"
+    assert GEMMA4.place("<|turn>model\n") == GEMMA4.place("<tool_response|>") == "before"
+    assert GEMMA4.place("<tool_response|><|channel>thought\n") == "inside"
+    assert GEMMA4.place("<|turn>model\n<|channel>thought\n<channel|>") == "behind"
     assert DEEPSEEK_R1.place("<｜Assistant｜>") == "inside"
     assert DEEPSEEK_R1.place("<｜Assistant｜></think>") == "behind"
 
@@ -110,6 +141,7 @@ def test_where_a_message_is_continued() -> None:
     assert QWEN3.place("assistant: <think>so", "<think>so") == "inside"
     assert QWEN3.place("assistant: <think>so</think>The", "<think>so</think>The") == "behind"
     assert DEEPSEEK_R1.place("assistant: The", "The") == "behind"
+    assert GEMMA4.place("model\n<|channel>thought\nso", "<|channel>thought\nso") == "inside"
 
 
 TEMPLATES = {
@@ -119,6 +151,7 @@ TEMPLATES = {
     "Write your thought process after 'Here is my thought process:'": "granite",
     "thoughts between <think></think> and your response between <response></response>": "granite",
     "<|start|>assistant<|channel|>analysis<|message|>": "gpt_oss",
+    "{{ '<|turn>model\\n<|channel>thought\\n<channel|>' }}": "gemma4",
 }
 
 

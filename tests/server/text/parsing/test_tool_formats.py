@@ -7,11 +7,13 @@ import json
 from typing import Any
 
 import pytest
+from helpers.parsed_answers import Made, make, only, put_together, read
 from pydantic_core import to_json
 
-from windlass.server.text.parsing.events import CallArguments, CallStart, Content, Event, OutputParser, Reasoning
+from windlass.server.text.parsing.events import CallArguments, Event
 from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions, StreamParser
 from windlass.server.text.parsing.tools.deepseek import DeepSeekParser
+from windlass.server.text.parsing.tools.gemma4 import Gemma4Parser
 from windlass.server.text.parsing.tools.harmony import HarmonyParser
 from windlass.server.text.parsing.tools.mistral import MistralParser
 from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
@@ -19,49 +21,10 @@ from windlass.server.text.parsing.tools.pythonic import PythonicParser
 from windlass.server.text.parsing.tools.tagged_json import TaggedJsonParser
 from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParser
 
-SCHEMAS: dict[str, Any] = {"look": {"type": "object", "properties": {"city": {}, "days": {}}}, "find": {}}
 ROME = '{"city": "Rome"}'
-
-Made = tuple[str, str, list[tuple[str, str]]]  # content, reasoning, calls as name and arguments
-
-
-def make(kind: type[StreamParser], **options: Any) -> StreamParser:
-    ids = (f"call_{number}" for number in itertools.count())
-    return kind(CallOptions(schemas=SCHEMAS, new_id=lambda: next(ids), **options))
-
-
-def put_together(events: list[Event]) -> Made:
-    content, reasoning = "", ""
-    calls: list[tuple[str, str]] = []
-    for event in events:
-        if isinstance(event, Content):
-            assert event.text
-            content += event.text
-        elif isinstance(event, Reasoning):
-            reasoning += event.text
-        elif isinstance(event, CallStart):
-            assert event.index == len(calls) and event.id == f"call_{len(calls)}"
-            calls.append((event.name, ""))
-        else:
-            assert event.index == len(calls) - 1 and event.text
-            calls[-1] = (calls[-1][0], calls[-1][1] + event.text)
-    return content, reasoning, calls
-
-
-def read(parser: OutputParser, *pieces: str) -> Made:
-    events: list[Event] = []
-    for piece in pieces:
-        events += parser.feed(piece)
-    return put_together(events + parser.finish())
-
-
-def only(*calls: tuple[str, str]) -> Made:
-    return "", "", list(calls)
-
-
 LOOK = ("look", ROME)
 FIND = ("find", "{}")
-H, L, P, M, D, G, X, Y = (
+H, L, P, M, D, G, X, Y, K = (
     TaggedJsonParser,
     Llama3JsonParser,
     PlainJsonParser,
@@ -70,6 +33,7 @@ H, L, P, M, D, G, X, Y = (
     HarmonyParser,
     XmlParametersParser,
     PythonicParser,
+    Gemma4Parser,
 )
 DS = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n" + ROME + "\n```<｜tool▁call▁end｜>"
 CASES: list[tuple[type[StreamParser], str, Made]] = [
@@ -154,6 +118,31 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (X, '<function=look><parameter=days>"\\ud83d \\ud83d\\ude00"</parameter></function>',
      only(("look", r'{"days": "\ufffd \ud83d\ude00"}'))),
     (X, '<function=find><parameter=a>{"b": "c\nd"}</parameter></function>', only(("find", '{"a": {"b": "c\\nd"}}'))),
+    # Gemma 4
+    (K, 'Hm. <|tool_call>call:look{city:<|"|>Rome<|"|>}<tool_call|>', ("Hm.", "", [LOOK])),
+    (K, '<|tool_call>call:look{city:<|"|>a{"}],:\\n\n\u20ac<|"|>,days:3}<tool_call|><|tool_call>call:find{}<tool_call|>\n so',
+     ("so", "", [("look", r'{"city": "a{\"}],:\\n\n\u20ac", "days": 3}'), FIND])),
+    (K, '<|tool_call>call:see.it{b:true,c:[1,-2.5e3,[],{x:null,y:<|"|><|"|>}],d:{},e:None}<tool_call|>',
+     only(("see.it", '{"b": true, "c": [1, -2500.0, [], {"x": null, "y": ""}], "d": {}, "e": null}'))),
+    (K, '<|tool_call> call:look { "city" : "Ro\\"me" , <|"|>da ys<|"|>: [ <|"|>a<|"|> <|"|>b<|"|>, ] } <tool_call|>',
+     only(("look", r'{"city": "Ro\"me", "da ys": ["a", "b"]}'))),
+    (K, "<|tool_call>call:look{city:Rome,days:NaN}<tool_call|>", only(("look", '{"city": "Rome", "days": "NaN"}'))),
+    (K, '<|tool_call>call:look{city:Rome<|"|>}<tool_call|>', only(LOOK)),
+    (K, "<|tool_call>:look{city:Rome}<tool_call|>", only(LOOK)),
+    (K, '<|tool_call>call:look{a:[{city:<|"|>Rome<tool_call|> ok', ("ok", "", [("look", '{"a": [{"city": "Rome"}]}')])),
+    (K, "<|tool_call>call:look{a:[1,{b:2<tool_call|> ok", ("ok", "", [("look", '{"a": [1, {"b": 2}]}')])),
+    (K, "<|tool_call>call:look{city:Rome, my dear} ok", (", my dear} ok", "", [LOOK])),
+    (K, '<|tool_call>call:look{<|"|>city<|"|> is Rome} ok', ('<|"|>city<|"|> is Rome} ok', "", [("look", "{}")])),
+    (K, "<|tool_call>call:look{city:Rome] ok", ("] ok", "", [LOOK])),
+    (K, "<|tool_call>call:look {city:} ok", ("city:} ok", "", [("look", "{}")])),
+    (K, '<|tool_call>call:look{city:"\\d"} ok', ('city:"\\d"} ok', "", [("look", "{}")])),
+    (K, '<|tool_call>call:look{city:<|"|>Ro', only(("look", '{"city": "Ro'))),
+    (K, "<|tool_call>call:look{city:Ro", only(("look", "{"))),
+    (K, "<|tool_call>call:look{ci", only(("look", "{"))),
+    (K, '<|tool_call>call:look{city:"Ro', only(("look", "{"))),
+    (K, "a <|tool_call> b <tool_call|> <|tool_call>call:look(x) <|tool",
+     ("a <|tool_call> b <tool_call|> <|tool_call>call:look(x) <|tool", "", [])),
+    (K, "<|tool_call>call:", ("<|tool_call>call:", "", [])),
     # Python
     (Y, '[look(city="a\n\tb", days="")]', only(("look", '{"city": "a\\n\\tb", "days": ""}'))),
     (Y, "[look(city='it\\'s\r\n\"a\"', days=[1,\n 'b\nc',\n \"\\x41\n\"])]",
@@ -194,6 +183,10 @@ OPEN = [
     (X, "<function=look>", True),
     (X, "<function=look><parameter=city>Rome</parameter>\n", True),
     (X, "<function=look><parameter=city>Rome</parameter></function>", False),
+    (K, "<|tool_call>call:look{", True),
+    (K, '<|tool_call>call:look{city:<|"|>Rome<|"|>', True),
+    (K, '<|tool_call>call:look{city:<|"|>Rome<|"|>}', False),
+    (K, "<|tool_call>call:look{city:Rome]", False),
     (Y, "[look(city='Rome', days=", True),
     (Y, "[look(city='Rome')", False),
 ]
@@ -248,7 +241,13 @@ def test_long_strings_are_passed_on_at_once(kind: type[StreamParser]) -> None:
     assert parser.feed("Rome and then") == [CallArguments(0, "Rome and then")]
 
 
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y])
+def test_strings_in_quotes_of_their_own_are_passed_on_at_once() -> None:
+    parser = make(K)
+    parser.feed('<|tool_call>call:look{city:<|"|>')
+    assert parser.feed('Rome "and" <') == [CallArguments(0, 'Rome \\"and\\" ')]
+
+
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K])
 @pytest.mark.parametrize("written", ["\\ud83d", "\\ude00\\ud83d", "\\\\ud83d", "\\ud83d\\ude00", "\\ud83d\\u0041"])
 def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str) -> None:
     """A model may write the escape of half a character anywhere, and what is found must be text that can be sent."""
@@ -265,6 +264,7 @@ def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str)
             G: f"<|channel|>commentary to=functions.{name}<|message|>{value}<|call|>",
             X: f"<function={name}><parameter=city>{value}</parameter></function>",
             Y: f"[look(city={value}, days={{'{written}': '{written}'}})]",
+            K: f'<|tool_call>call:{name}{{city:{value},"{written}":<|"|>{written}<|"|>}}<tool_call|>',
         }[kind]
         parser = make(kind)
         for event in parser.feed(text) + parser.finish():
@@ -310,6 +310,9 @@ def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str,
         parser = XmlParametersParser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
         found = read(parser, f"<function=look><parameter=a>\n{text}\n</parameter></function>")
         assert found == only(("look", f'{{"a": {value}}}'))
+        if not set(text) & set('{}[]"'):
+            parser = Gemma4Parser(CallOptions(schemas={"look": parameters}, new_id=lambda: "call_0"))
+            assert read(parser, f"<|tool_call>call:look{{a:{text}}}<tool_call|>") == found
 
 
 @pytest.mark.parametrize(
@@ -322,6 +325,7 @@ def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str,
         (DeepSeekParser, "<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{}<｜tool▁call▁end｜>", None),
         (HarmonyParser, "<|channel|>commentary to=functions.NAME<|message|>{}<|call|>", "{}"),
         (XmlParametersParser, "<tool_call><function=NAME></function></tool_call>", None),
+        (Gemma4Parser, "<|tool_call>call:NAME{}<tool_call|>", None),
     ],
 )
 def test_a_function_that_may_not_be_called_now(kind: type[StreamParser], text: str, content: str | None) -> None:
@@ -360,11 +364,14 @@ LONG = {
     "names": "[TOOL_CALLS]" + "a" * 5000,
     "python": "[look(city=" + "[1, " * 1250,
     "parameters": "<function=look><parameter=city>" + "x</parameter><parameter=a>" * 375,
+    "own quotes": '<|tool_call>call:look{city:<|"|>' + "x{" * 1000 + '<|"|>,days:["a",b' * 125,
+    "names of members": "<|tool_call>call:look{" + "x" * 5000,
+    "no quotes": "<|tool_call>call:look{a:" + "[" * 2000 + "x " * 1500,
     "one string": "[look(city='" + "x" * 5000,
 }
 
 
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y])
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K])
 def test_the_work_grows_with_the_text_only(kind: type[StreamParser]) -> None:
     """Counted, not timed: what is looked at again with each piece must not grow."""
     for name, text in LONG.items():
