@@ -144,14 +144,18 @@ class RankRunner:
         for row in snapshot.rotary_rows:
             self.tables.write(row.row, row.specs)
 
-    def _forward(self, plan: SchedulerOutput) -> tuple[Tensor, StepTensors | None]:
-        """Hidden states [T, hidden] of every row, and what else is known of every row already."""
+    def _forward(self, plan: SchedulerOutput, *, whole: bool = False) -> tuple[Tensor, StepTensors | None]:
+        """Hidden states [T, hidden] of every row, and what else is known of every row already.
+
+        whole: all of them are wanted; else those that a plan of prompts asks nothing of may be zeros.
+        """
         if self.graphs is not None and (replayed := self.graphs.run(plan.sequences)) is not None:
             self.positions_computed += replayed.hidden.shape[0]
             return replayed.hidden, replayed
         batch = self.batches.build(plan.sequences)
         if self.decoder.spec.token_types > 1 and self.sequences.pooled:
             batch = replace(batch, token_types=self._token_types(plan))
+        batch.only_ends = not whole and batch.versions is None and self._asks_for_ends(plan)
         live = self.sequences.by_id
         maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
         made = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
@@ -161,6 +165,12 @@ class RankRunner:
             made = StepTensors(hidden, self.decoder.logits(hidden), None)
         self.positions_computed += hidden.shape[0]
         return hidden, made
+
+    def _asks_for_ends(self, plan: SchedulerOutput) -> bool:
+        """Whether a step of prompts is asked for nothing but what is drawn behind each."""
+        if self.sequences.pooled or plan.num_tokens == len(plan.sequences):
+            return False
+        return all(not item.draft and item.prompt_logprobs is None for item in plan.sequences)
 
     def _token_types(self, plan: SchedulerOutput) -> Tensor:
         """Which text of a pair each token belongs to, [T] int64."""

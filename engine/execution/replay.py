@@ -26,7 +26,9 @@ from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Recorder, Recording, RowsAhead
 
 _TENSORS = tuple(
-    f.name for f in fields(ForwardBatch) if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts")
+    f.name
+    for f in fields(ForwardBatch)
+    if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts", "only_ends")
 )
 _VERSIONS = tuple(f.name for f in fields(QueryVersions))
 

@@ -186,7 +186,7 @@ class Runner(RankRunner):
         """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
         self._follow(plan)
         self._check_turned()
-        return self._forward(plan)[0]
+        return self._forward(plan, whole=True)[0]
 
     def follow(self, plan: SchedulerOutput) -> None:
         """See `RankRunner.follow`."""

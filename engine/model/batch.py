@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
+import torch
 from torch import Tensor
 
 from windlass.engine.model.adapters.adapter import AdapterRows
@@ -42,7 +43,8 @@ class ForwardBatch:
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
     rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
-    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`.
+    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_ends: of each sequence nobody asks
+    for more than the last hidden state; only where there are no versions.
     """
 
     input_ids: Tensor  # [T] int64
@@ -67,3 +69,38 @@ class ForwardBatch:
         None  # [T, layers * size], what layers are given beside the stream, as it is looked up
     )
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another
+    only_ends: bool = False
+
+    @property
+    def ends(self) -> Tensor:
+        """The last token of each sequence, [B] int64."""
+        return self.query_start[1:] - 1
+
+    def of_ends(self) -> ForwardBatch:
+        """The last token of each sequence, as a batch of single tokens."""
+        ends = self.ends
+
+        def some(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor[ends]
+
+        return replace(
+            self,
+            input_ids=self.input_ids[ends],
+            positions=self.positions[ends],
+            rotary_ids=self.rotary_ids[ends],
+            slots=self.slots[:, ends],
+            query_start=torch.arange(len(ends) + 1, device=ends.device),
+            context_positions=self.context_positions[ends],
+            cos=self.cos[:, ends],
+            sin=self.sin[:, ends],
+            q_scale=self.q_scale[:, ends],
+            score_scale=self.score_scale[ends],
+            lasting=False,
+            adapters=None if self.adapters is None else self.adapters.with_slots(self.adapters.slots[ends]),
+            token_types=some(self.token_types),
+            growth=None if self.growth is None else self.growth[:, ends],
+            prompts=None,
+            layer_inputs=some(self.layer_inputs),
+            unrotated_score_scale=some(self.unrotated_score_scale),
+            only_ends=False,
+        )

@@ -88,6 +88,7 @@ class Decoder:
         self.layer_inputs: LayerInputs | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
+        self._first_reader = spec.first_reader
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -145,7 +146,11 @@ class Decoder:
         return Norm.of(self.spec.norm, weights, name, self.spec.hidden_size, self.spec.norm_eps, self.backend)
 
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
-        """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden]."""
+        """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden].
+
+        Where the batch asks for the last of each sequence only, others may be zeros: layers at the end that read the keys of
+        earlier ones leave nothing behind of them.
+        """
         x, batch = self.embed(batch)
         return self.run_layers(x, batch, cache)
 
@@ -182,7 +187,12 @@ class Decoder:
             given = self.layer_inputs.of_layers(x, batch.layer_inputs, outer)
         normed = self.layers[0].mixer_norm(x)
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
+        tokens, ends = x.shape[0], batch.ends if batch.only_ends and self._first_reader is not None else None
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            if ends is not None and index == self._first_reader:
+                batch = batch.of_ends()
+                inputs = self._attention.inputs(batch)
+                x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
             pages = cache.pages(layer.pages)
             y = layer.mixer_output_norm(self._summed(layer.mixer.forward(normed, inputs, pages, changes)))
@@ -211,7 +221,7 @@ class Decoder:
                 normed = next_norm(x)
                 continue
             normed = next_norm.after_adding(x, y)
-        return normed
+        return normed if ends is None else normed.new_zeros(tokens, normed.shape[1]).index_copy_(0, ends, normed)
 
     def _summed(self, y: Tensor) -> Tensor:
         """What a part of a layer gives [T, hidden], from what every rank has of it."""

@@ -191,6 +191,17 @@ class ModelSpec:
         return tuple(dict.fromkeys((f"{self.names.head}.weight", "lm_head.weight")))
 
     @property
+    def first_reader(self) -> int | None:
+        """The first of the layers at the end that all read the keys of earlier ones; None where the last has its own."""
+        found = None
+        for index in reversed(range(len(self.layers))):
+            mixer = self.layers[index].mixer
+            if isinstance(mixer, LatentSpec) or mixer.keys_of is None:
+                break
+            found = index
+        return found
+
+    @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The kinds of windows that the layers have, each once."""
         return windows_of([layer.mixer for layer in self.layers])
