@@ -39,7 +39,7 @@ def angles(positions: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize(("type_", "page_type"), itertools.product(TYPES, TYPES))
-@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (6, 0)])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (512, 256), (6, 0)])
 def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.dtype, dim: int, half: int) -> None:
     tokens, q_heads, kv_heads, value_dim, blocks, size = 9, 6, 2, dim // 2 + 1, 4, 8
     fused = torch.randn(tokens, (q_heads + kv_heads) * dim + kv_heads * value_dim).to(type_)
