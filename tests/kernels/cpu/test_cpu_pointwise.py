@@ -139,6 +139,9 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         rows = heads.reshape(-1, heads.shape[2])
         assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
         assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
+    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # beside queries and keys
+    want = values.double() / (values.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_near(cpu.rms_norm(values, torch.ones(512), 1e-6, library=form), want, 2e-6)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
 
 
