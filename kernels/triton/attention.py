@@ -42,7 +42,8 @@ class _Sizes(NamedTuple):
         """Of single tokens, each of which has so many rows."""
         widest = max(q.shape[2], pages.value_dim)
         if q.element_size() == 4:  # multiplied number by number, without tensor cores
-            return cls(rows, 32, 4 if rows <= 16 else 8) if widest <= 64 else cls(min(rows, 16), 16, 8)
+            few = cls(min(rows, 16), 16, 8, _stages_of_numbers(pages, widest))
+            return cls(rows, 32, 4 if rows <= 16 else 8) if widest <= 64 else few
         if widest <= 128:
             # Keys of 8 bits are there twice, as they are and as they are multiplied.
             return cls(rows, 128 if pages.key.element_size() == 2 and rows <= 16 else 64, 4 if rows <= 32 else 8)
@@ -53,12 +54,19 @@ class _Sizes(NamedTuple):
         """Of tiles of tokens."""
         widest = max(q.shape[2], pages.value_dim)
         if q.element_size() == 4:
-            return cls(32, 32, 8) if widest <= 64 else cls(16, 16, 8)
+            return cls(32, 32, 8) if widest <= 64 else cls(16, 16, 8, _stages_of_numbers(pages, widest))
         if widest <= 128:
             if pages.key.element_size() == 1:
                 return cls(64, 64, 8)
             return cls(64, 64, 4, 5 if device.shared_memory >= 163 << 10 or widest <= 64 else 3)
-        return cls(64, 32, 8) if widest <= 256 else cls(16, 16, 8)
+        if widest <= 256:
+            return cls(64, 32, 8)
+        return cls(32 if widest <= 512 and pages.key.dtype != torch.float8_e4m3fn else 16, 16, 8)
+
+
+def _stages_of_numbers(pages: KVPages, widest: int) -> int:
+    """Of tiles in float32: where wide keys of 8 bits become that, registers do not have the next tile of them as well."""
+    return 1 if widest > 256 and pages.key.element_size() == 1 else 3
 
 
 def paged_attention(

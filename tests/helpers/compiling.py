@@ -119,7 +119,7 @@ def everything(capability: int) -> None:
     launch.SMALL = launch.Device(132, _SHARED[capability], (capability // 10, capability % 10))
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         _attention_of_all_kinds(dtype)
-        for dim in (64, 128) if dtype == torch.bfloat16 else (128,):
+        for dim in (64, 128, 512) if dtype == torch.bfloat16 else (128,):
             for kind in (dtype, torch.int8, torch.float8_e4m3fn):
                 _rotation(dtype, kind, dim)
         _by_element(dtype)
@@ -148,10 +148,22 @@ def _attention_of_all_kinds(dtype: torch.dtype) -> None:
     """Each size of heads, each number that shares keys, and each way to limit what is seen."""
     from windlass.kernels.triton.attention import paged_attention
 
-    shapes = [(64, 1), (64, 9), (80, 1), (96, 3), (128, 4), (128, 16), (192, 1), (256, 2), (256, 8)]
+    shapes = [
+        (64, 1),
+        (64, 9),
+        (80, 1),
+        (96, 3),
+        (128, 4),
+        (128, 16),
+        (192, 1),
+        (256, 2),
+        (256, 8),
+        (512, 8),
+        (512, 16),
+    ]
     for dim, group in shapes if dtype == torch.bfloat16 else [(64, 8), (128, 4), (256, 2)]:
         _attend(dtype, dtype, dim=dim, heads=group * 2, kv_heads=2)
-    for dim in (128, 256):
+    for dim in (128, 256, 512):
         for kind in (torch.int8, torch.float8_e4m3fn):
             _attend(dtype, kind, dim=dim, heads=8, kv_heads=2)
     if dtype == torch.float16:
@@ -161,7 +173,7 @@ def _attention_of_all_kinds(dtype: torch.dtype) -> None:
     _attend(dtype, dtype, dim=128, chunk=9)
     _attend(dtype, dtype, dim=64, causal=False, heads=4, kv_heads=4)
     part = [Part(10), Part(33, shift=3)]
-    for dim, kind in ((64, dtype), (128, torch.int8)):
+    for dim, kind in ((64, dtype), (128, torch.int8), (512, dtype)):
         ranges = RangeCase([(30, 3), (5, 1)], [part, [Part(6)]], dim=dim, value_dim=dim, page_type=kind)
         for slopes in (None, torch.ones(4)):
             ranges.slopes = slopes

@@ -48,6 +48,7 @@ class RangeCase:
     dim: int = 32
     value_dim: int = 32
     pairs: int = 16
+    still: int = 0  # of them, the last ones, whose frequency is 0
     block_size: int = 16
     page_type: torch.dtype = torch.float32
     base: int = 0
@@ -58,6 +59,7 @@ class RangeCase:
 
     def __post_init__(self) -> None:
         self.inv_freq = 1e4 ** -(torch.arange(self.pairs, dtype=torch.float64) / max(self.pairs, 1))
+        self.inv_freq[self.pairs - self.still :] = 0.0
         tokens = sum(new for _, new in self.shapes)
         self.raw_q = torch.randn(tokens, self.heads, self.dim, dtype=torch.float64)
         self.score_scale = torch.rand(tokens) + 0.5

@@ -119,7 +119,7 @@ def test_queries_see_the_keys_of_their_chunk_only(form: Library, chunk: int) -> 
     Case([1, 6, 7, 16, 17, 255, 256, 257, 512, 700], chunk=chunk).check(form)
 
 
-@pytest.mark.parametrize("dim", [16, 24, 40, 64, 80, 96, 100, 128, 192, 256, 5])
+@pytest.mark.parametrize("dim", [16, 24, 40, 64, 80, 96, 100, 128, 192, 256, 512, 5])
 def test_head_dims(form: Library, dim: int) -> None:
     Case([3, 70], dim=dim, page_type=torch.bfloat16).check(form)
     Case([3, 70], dim=dim, value_dim=dim // 2 + 1).check(form)
@@ -129,6 +129,14 @@ def test_head_dims(form: Library, dim: int) -> None:
 def test_groups(form: Library, heads: int, kv_heads: int) -> None:
     for page_type in TYPES:
         Case([1, 33, 270], heads=heads, kv_heads=kv_heads, dim=32, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("dim", [256, 512])
+def test_groups_of_wide_heads(form: Library, dim: int) -> None:
+    for heads, kv_heads, page_type in ((16, 4, torch.float16), (16, 2, torch.bfloat16), (16, 1, torch.float32)):
+        Case([5, 130, 270], heads=heads, kv_heads=kv_heads, dim=dim, page_type=page_type).check(form)
+        sizes = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "page_type": page_type, "window": 40}
+        Case([5, 130, 270], q_type=torch.bfloat16, **sizes).check(form)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("window", [1, 5, 16, 17, 64, 250, 400])

@@ -37,12 +37,14 @@ def check(case: Case, form: Library, **options: Any) -> None:
 
 @pytest.mark.parametrize("page_type", HALVES)
 def test_shapes_windows_and_chunks(form: Library, page_type: torch.dtype) -> None:
-    for dim in (5, 24, 32, 36, 64, 80, 128):
+    for dim in (5, 24, 32, 36, 64, 80, 128, 512):
         check(Case([(0, 33), (100, 40), (127, 16)], dim=dim, page_type=page_type, spread=0.5), form)
     for q_type in HALVES:
         check(Case([(10, 31)], q_type=q_type, page_type=page_type, dim=32), form)
     for options in ({"window": 17}, {"window": 130}, {"chunk": 40}, {"causal": False}):
         check(Case([(150, 70), (37, 65)], dim=32, page_type=page_type, **options), form)  # type: ignore[arg-type]
+    for heads, kv_heads in ((16, 4), (8, 1), (16, 1)):
+        check(Case([(3, 40)], dim=512, heads=heads, kv_heads=kv_heads, page_type=page_type, spread=0.5), form)
     check(Case([(3, 40)], dim=64, value_dim=48, heads=9, kv_heads=3, block_size=48, page_type=page_type), form)
 
 

@@ -39,7 +39,7 @@ def angles(positions: torch.Tensor, half: int) -> tuple[torch.Tensor, torch.Tens
 
 
 @pytest.mark.parametrize(("type_", "page_type"), itertools.product(TYPES, TYPES))
-@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (6, 0)])
+@pytest.mark.parametrize(("dim", "half"), [(64, 32), (80, 20), (17, 8), (128, 16), (256, 128), (512, 256), (6, 0)])
 def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.dtype, dim: int, half: int) -> None:
     tokens, q_heads, kv_heads, value_dim, blocks, size = 9, 6, 2, dim // 2 + 1, 4, 8
     fused = torch.randn(tokens, (q_heads + kv_heads) * dim + kv_heads * value_dim).to(type_)
@@ -139,6 +139,9 @@ def test_rms_norm(form: Library, type_: torch.dtype) -> None:
         rows = heads.reshape(-1, heads.shape[2])
         assert torch.equal(got.view(rows.shape), cpu.rms_norm(rows, weight, 1e-5, library=form))
         assert got.is_contiguous() and torch.equal(heads.reshape(rows.shape), rows)
+    values = torch.randn(5, 10, 512).to(type_)[:, 8:]  # beside queries and keys
+    want = values.double() / (values.double().square().mean(-1, keepdim=True) + 1e-6).sqrt()
+    assert_near(cpu.rms_norm(values, torch.ones(512), 1e-6, library=form), want, 2e-6)
     assert cpu.rms_norm(torch.randn(0, 4).to(type_), torch.ones(4), 1e-5, library=form).shape == (0, 4)
 
 

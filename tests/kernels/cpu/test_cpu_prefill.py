@@ -11,6 +11,7 @@ from helpers.prefill_case import PrefillCase
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu.library import Library
+from windlass.kernels.layouts import int8 as int8_layout
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -44,7 +45,7 @@ def test_types_and_lengths_about_every_boundary(form: Library, page_type: torch.
         Case([(10, 31)], q_type=q_type, page_type=page_type, dim=32).check(form)
 
 
-@pytest.mark.parametrize("dim", [1, 5, 16, 24, 40, 80, 100, 128, 256])
+@pytest.mark.parametrize("dim", [1, 5, 16, 24, 40, 80, 100, 128, 256, 512])
 @pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
 def test_head_dims(form: Library, dim: int, page_type: torch.dtype) -> None:
     Case([(3, 40)], dim=dim, page_type=page_type).check(form)
@@ -56,6 +57,28 @@ def test_head_dims(form: Library, dim: int, page_type: torch.dtype) -> None:
 @pytest.mark.parametrize("page_type", [torch.float32, torch.int8])
 def test_groups(form: Library, heads: int, kv_heads: int, page_type: torch.dtype) -> None:
     Case([(0, 37), (250, 9)], heads=heads, kv_heads=kv_heads, dim=16, page_type=page_type).check(form)
+
+
+@pytest.mark.parametrize("page_type", TYPES)
+@pytest.mark.parametrize("dim", [256, 512])
+def test_groups_of_wide_heads(form: Library, dim: int, page_type: torch.dtype) -> None:
+    for heads, kv_heads in ((16, 4), (16, 2), (16, 1)):
+        Case([(3, 20), (60, 9)], heads=heads, kv_heads=kv_heads, dim=dim, page_type=page_type).check(form)
+    Case([(3, 40)], heads=16, kv_heads=2, dim=dim, page_type=page_type, window=17).check(form)
+
+
+def test_the_largest_sums_of_the_widest_codes_fit(form: Library) -> None:
+    """Of heads of 512 numbers, all of them as large as codes and rounded queries can be."""
+    case = Case([(60, 20)], heads=2, kv_heads=1, dim=512, page_type=torch.int8)
+    case.q, scales = 0.05 * case.q[:1, :1].sign().expand(20, 2, 512).contiguous(), case.all_pages.key_scale
+    assert scales is not None
+    codes = (case.q[0, 0].sign() * 127).char().expand(case.wide[0].shape).clone()
+    codes[:, ::2] *= -1
+    case.pages[0], case.wide[0] = int8_layout.lay_keys(codes), codes.float() * scales.transpose(1, 2)[..., None]
+    case.check(form)
+    call = AttentionCall.of_single_tokens(case.table, case.lengths, case.temperature[-1:], case.scale)
+    found = cpu.paged_attention_decode(case.q[-1:], case.all_pages, call, library=form)
+    torch.testing.assert_close(found.double(), case.expected()[-1:], rtol=2e-4, atol=2e-4)
 
 
 @pytest.mark.parametrize("page_type", [torch.float32, torch.bfloat16, torch.int8])

@@ -74,6 +74,14 @@ def test_head_dims_and_partial_rotation(form: Library, dim: int, pairs: int) -> 
         check(case_of([(150, 20), (90, 7)], 5, **sizes), form, prefill)
 
 
+@pytest.mark.parametrize("page_type", [torch.float32, torch.int8], ids=str)
+def test_heads_of_512_of_which_some_pairs_stay(form: Library, page_type: torch.dtype) -> None:
+    sizes = {"dim": 512, "value_dim": 512, "pairs": 256, "still": 192, "page_type": page_type}
+    for heads, kv_heads in ((8, 2), (16, 1)):
+        check(case_of([(90, 1), (20, 1)], 5, heads=heads, kv_heads=kv_heads, **sizes), form, decode)
+        check(case_of([(50, 12), (20, 3)], 5, heads=heads, kv_heads=kv_heads, **sizes), form, prefill)
+
+
 @pytest.mark.parametrize("base", [10_000_000, 9_999_999_000])
 def test_positions_of_ten_million_and_more(form: Library, base: int) -> None:
     rng = random.Random(3)
@@ -250,7 +258,7 @@ def test_what_cannot_be_is_refused(form: Library) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (64, 4), (24, 12), (6, 1), (16, 0)])
+@pytest.mark.parametrize(("dim", "pairs"), [(64, 32), (512, 256), (64, 4), (24, 12), (6, 1), (16, 0)])
 def test_turned_queries(form: Library, dtype: torch.dtype, dim: int, pairs: int) -> None:
     q = torch.randn(5, 6, dim + 8).to(dtype)[:, 1:5, 3 : dim + 3]
     rows = torch.tensor([4, 0, 0, 2, 4, 1, 3])

@@ -8,7 +8,7 @@ import math
 import pytest
 import torch
 from helpers.cpu_kernels import FORMS, PACKED_FORMS, at_the_end_of_memory, choose, kernels
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KVPages, bind, cpu
@@ -91,6 +91,7 @@ def test_where_codes_lie(dim: int) -> None:
 
 
 @settings(max_examples=20, deadline=None)
+@example(seed=1, tokens=9, heads=(8, 1), dims=(512, 512), half=256, dtype=torch.bfloat16, size=1.0)
 @given(
     seed=st.integers(0, 2**31),
     tokens=st.integers(0, 20),
@@ -167,6 +168,7 @@ def test_adversarial_heads(name: str) -> None:
 
 
 @settings(max_examples=20, deadline=None)
+@example(seed=1, kv_heads=2, dims=(512, 512), half=256, elsewhere=5, in_place=3)
 @given(
     seed=st.integers(0, 2**31),
     kv_heads=st.integers(1, 4),
@@ -240,6 +242,8 @@ def test_huge_positions_and_back(form: Library) -> None:
 
 
 @settings(max_examples=15, deadline=None)
+@example(seed=1, lengths=[9, 300], heads=(16, 1), dims=(512, 512), size=16, window=None, soft_cap=None, sinks=False)
+@example(seed=1, lengths=[9, 300], heads=(16, 4), dims=(512, 512), size=16, window=40, soft_cap=3.0, sinks=True)
 @given(
     seed=st.integers(0, 2**31),
     lengths=st.lists(st.integers(0, 700), min_size=1, max_size=5),

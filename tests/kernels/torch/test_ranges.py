@@ -50,6 +50,18 @@ def test_any_ranges(seed, shapes, count, page_type, sinks, soft_cap, base, slope
         torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("page_type", TYPES, ids=str)
+@pytest.mark.parametrize(("heads", "kv_heads"), [(16, 4), (16, 2), (16, 1)])
+def test_heads_of_512_of_which_some_pairs_stay(heads: int, kv_heads: int, page_type: torch.dtype) -> None:
+    sizes = {"heads": heads, "kv_heads": kv_heads, "dim": 512, "value_dim": 512, "pairs": 256, "still": 192}
+    options = BackendOptions(torch.device("cpu"))
+    for count in (1, 4):
+        case = case_of([(40, 9), (20, 1)], count, page_type=page_type, **sizes)
+        for backend in (TorchBackend(options), RowIndependentBackend(options)):
+            found = backend.paged_attention(*case.operands())
+            torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=1e-5)
+
+
 def test_rows_have_the_bits_they_have_alone() -> None:
     case = case_of([(50, 9), (30, 1), (0, 12)], 6)
     q, pages, call = case.operands()

@@ -45,6 +45,7 @@ CASES: dict[str, dict[str, Any]] = {
     "both ways": {"causal": False},
     "odd heads": {"heads": 6, "kv_heads": 2, "dim": 24, "value_dim": 40},
     "more heads than rows of a tile": {"heads": 40, "kv_heads": 1, "dim": 16},
+    "heads of 512 numbers": {"heads": 8, "kv_heads": 2, "dim": 512, "page_type": torch.int8},
     "one head of keys for many": {"heads": 20, "kv_heads": 1, "dim": 40, "window": 9},
 }
 
@@ -70,7 +71,7 @@ def test_tokens_one_by_one(name: str) -> None:
     assert_near(paged_attention(case.q, case.all_pages, call, deterministic=True).double(), case.expected(sinks, cap))
 
 
-DIMS, GROUPS = (64, 80, 96, 128, 256), (1, 3, 8, 16)
+DIMS, GROUPS = (64, 80, 96, 128, 256, 512), (1, 3, 4, 8, 16)
 
 
 @pytest.mark.slow
@@ -108,6 +109,22 @@ def test_any_ranges(seed: int) -> None:
     case = RangeCase(shapes, parts, page_type=page_type, sinks=torch.randn(4), soft_cap=2.0 if seed else None)
     case.slopes = torch.tensor([0.02, 0.005, 0.001, 0.0])
     for deterministic in (False, True)[: 2 if seed else 1]:
+        found = paged_attention(*case.operands(), deterministic=deterministic)
+        assert_near(found.double(), case.expected(), 1e-5)
+
+
+@pytest.mark.parametrize("page_type", [torch.float16, torch.int8], ids=str)
+def test_heads_of_512_in_tiles_of_16_bits(page_type: torch.dtype) -> None:
+    case = PrefillCase([(17, 9), (20, 1)], heads=8, kv_heads=1, dim=512, q_type=torch.float16, page_type=page_type)
+    assert_near(paged_attention(case.q, case.all_pages, call_of(case)).double(), case.expected(), 2e-3)
+
+
+def test_ranges_of_heads_of_512_of_which_some_pairs_stay() -> None:
+    rng, shapes = random.Random(1), [(20, 1), (10, 3)]
+    parts = [random_parts(old, new, 3, rng) for old, new in shapes]
+    sizes = {"heads": 4, "kv_heads": 1, "dim": 512, "value_dim": 512, "pairs": 256, "still": 192}
+    case = RangeCase(shapes, parts, page_type=torch.int8, **sizes)
+    for deterministic in (False, True):
         found = paged_attention(*case.operands(), deterministic=deterministic)
         assert_near(found.double(), case.expected(), 1e-5)
 

@@ -18,7 +18,7 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8, FLOAT8)
 # A key that turns is rounded twice; the interpreter cuts float32 down to bfloat16 instead of rounding it.
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 2**-6, torch.float16: 2**-9, torch.int8: 1e-6, FLOAT8: 2**-3}
 # Head dim, rotated pairs, value dim.
-SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96))
+SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96), (512, 256, 512))
 
 
 def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2, device: str = DEVICE) -> KVPages:
@@ -82,7 +82,7 @@ def test_slots_outside_are_refused_before_anything_is_written() -> None:
             rotary.rerotate_cached_keys(pages, torch.tensor([0]), torch.tensor([slot]), angles, angles)
 
 
-@pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (6, 0)])
+@pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (6, 0), (512, 256)])
 def test_versions_of_queries(dim: int, half: int) -> None:
     q = torch.randn(3, 2, dim + 5)[:, :, :dim]
     rows, angles = torch.tensor([2, 0]), torch.randn(2, half)
