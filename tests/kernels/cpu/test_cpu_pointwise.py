@@ -12,9 +12,10 @@ import torch
 import torch.nn.functional as F
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import cpu
+from windlass.kernels import KVPages, cpu
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
+from windlass.kernels.torch import reference
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -70,6 +71,29 @@ def test_rotate_and_append(form: Library, type_: torch.dtype, page_type: torch.d
     others[written] = False
     assert torch.equal(flat_keys[others], keys_before.view(-1, kv_heads, dim)[others])
     assert torch.equal(flat_values[others], values_before.view(-1, kv_heads, value_dim)[others])
+
+
+@pytest.mark.parametrize("page_type", [*TYPES, torch.int8])
+def test_queries_alone(form: Library, page_type: torch.dtype) -> None:
+    """Keys and values without heads: pages stay as they are, whatever the slots say."""
+    q, q_scale, slots = torch.randn(3, 4, 16), torch.rand(3) + 0.5, torch.tensor([0, 5, 16])
+    cos, sin = angles(torch.tensor([0, 7, 4095]), 8)
+    if page_type == torch.int8:
+        codes, scales = torch.randint(-127, 128, (2, 16, 2, 16)).to(torch.int8), torch.rand(2, 16, 2)
+        pages = KVPages.of_codes(codes, scales, codes, scales)
+    else:
+        pages = KVPages(*torch.randn(2, 2, 16, 2, 16).to(page_type))
+    planes = [plane for plane in (pages.key, pages.value, *pages.scales.values()) if plane is not None]
+    before, own = [plane.clone() for plane in planes], q.clone()
+    none = q[:, :0]
+    cpu.rotate_and_append(
+        q, none, none, cos.float(), sin.float(), q_scale, pages.key, pages.value, slots, library=form, **pages.scales
+    )
+    want = rotated(own, cos.float().double(), sin.float().double()) * q_scale.double()[:, None, None]
+    assert_near(q, want)
+    reference.rotate_and_append(own, none, none, cos.float(), sin.float(), q_scale, pages, slots)
+    assert_near(own, want)
+    assert all(torch.equal(plane, old) for plane, old in zip(planes, before, strict=True))
 
 
 def test_many_tokens_over_threads_and_no_tokens(form: Library) -> None:

@@ -56,6 +56,21 @@ def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: in
         assert_near(own, plain, TOLERANCE[kind])
 
 
+@pytest.mark.parametrize("kind", [torch.float32, torch.int8])
+def test_queries_alone(kind: torch.dtype) -> None:
+    """Keys and values without heads: pages stay as they are."""
+    q, q_scale, slots = torch.randn(3, 4, 16), torch.rand(3) + 0.5, torch.tensor([0, 5, 16])
+    angles, none, found = torch.randn(3, 8), q[:, :0], []
+    for form in (reference, rotary):
+        own, pages = q.clone(), pages_of(kind, 16, 16)
+        before = [plane.clone() for plane in planes(pages)]
+        form.rotate_and_append(own, none, none, angles.cos(), angles.sin(), q_scale, pages, slots)
+        assert all(torch.equal(plane, old) for plane, old in zip(planes(pages), before, strict=True))
+        found.append(own)
+    assert_near(found[1], found[0], TOLERANCE[torch.float32])
+    assert not torch.equal(found[0], q)
+
+
 def test_float8_pages_hold_what_torch_rounds_to() -> None:
     """Every number there is comes back as it was; ties, numbers below the smallest and past the largest, nothing, and NaN."""
     every = torch.arange(256).to(torch.uint8).view(FLOAT8).float()
