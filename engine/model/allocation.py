@@ -43,9 +43,13 @@ def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | Non
     if spec.kind == "bias":
         return backend.empty(spec.shape, backend.dtype)
     rows, columns = spec.shape
-    make = {"table": backend.table, "heads": backend.table, "table and head": backend.table_and_head}.get(
-        spec.kind, backend.matrix
-    )
+    tables = {
+        "table": backend.table,
+        "wide table": backend.table,
+        "heads": backend.table,
+        "table and head": backend.table_and_head,
+    }
+    make = tables.get(spec.kind, backend.matrix)
     if parts is None:
         return make(rows, columns, backend.weight_dtype)
     made = [make(part.rows, columns, storage_of(part.storage)) for part in parts]

@@ -28,7 +28,7 @@ class LayerInputsSpec:
         prefix = place[0] + place[1]
         table = StoredTensor(f"{prefix}{self.table}.weight", self.rows)
         return (
-            WeightSpec("layer_inputs_table", "table", (self.rows, width), (table,)),
+            WeightSpec("layer_inputs_table", "wide table", (self.rows, width), (table,)),
             *projection("layer_inputs", [StoredTensor(prefix + self.projection, width)], hidden_size, bias=False),
             norm("layer_inputs_norm", prefix + self.norm, self.size),
         )

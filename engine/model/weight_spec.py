@@ -10,12 +10,24 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
-# "table": rows are gathered from it. "head": it is multiplied by and kept at 8 bits where matrices are narrower.
+# "table": rows are gathered from it; "wide table": of one that takes more memory than all else. "head": it is multiplied by and
+# kept at 8 bits where matrices are narrower.
 # "heads": a small matrix for each head, below one another, of a plain type: no quantization changes them.
 # "expert": a matrix that only some tokens meet. "score": a head of few classes or a router, in float32 as norms are; "shift":
 # what a norm or a router adds; "number": one number of an activation.
 WeightKind = Literal[
-    "table", "head", "table and head", "matrix", "expert", "heads", "bias", "norm", "shift", "number", "score"
+    "table",
+    "wide table",
+    "head",
+    "table and head",
+    "matrix",
+    "expert",
+    "heads",
+    "bias",
+    "norm",
+    "shift",
+    "number",
+    "score",
 ]
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]

@@ -80,7 +80,7 @@ def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int 
     if processes > cores:
         shared = "one core" if cores == 1 else f"{cores} cores"
         found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
-    tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "table and head")]
+    tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "wide table", "table and head")]
     needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
     if free is not None and needed > free:
         found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")

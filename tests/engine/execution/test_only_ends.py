@@ -1,4 +1,4 @@
-"""What a prompt's last layers compute where they read the keys of earlier ones: the last token alone, unless more is asked for."""
+"""What a prompt's last layers compute where they read the keys of earlier ones: its last token, unless more is asked for."""
 
 from __future__ import annotations
 

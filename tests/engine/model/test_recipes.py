@@ -79,3 +79,18 @@ def test_fused_tensors_are_rounded_as_one() -> None:
     spec = read_spec(phi)
     assert storages(spec, "layers.0.qkv") == ["q5_k"]
     assert storages(spec, "layers.0.gate_up") == ["q4_k"]
+
+
+def test_a_table_for_every_layer_is_rounded() -> None:
+    """It takes more than all else of such a model."""
+    gemma = LLAMA | {
+        "architectures": ["Gemma4ForCausalLM"],
+        "model_type": "gemma4_text",
+        "hidden_size_per_layer_input": 256,
+    }
+    gemma |= {"vocab_size": 1024, "vocab_size_per_layer_input": 1024, "num_key_value_heads": 4, "head_dim": 64}
+    spec = read_spec(gemma)
+    assert storages(spec, "layer_inputs_table") == ["q6_k"]
+    assert storages(spec, "layer_inputs_table", "int8") == ["q8_0"]
+    assert storages(spec, "layer_inputs_table", "none") == ["float32"]
+    assert storages(spec, "embedding") == ["q6_k"]  # the head, too
