@@ -74,13 +74,13 @@ bits. On a GPU it is refused.
 
 ## Gemma 4
 
-* **Two kinds of layers.** Local ones have heads of 256 numbers, see a window and turn every pair. Global ones have heads of 512, of
-  which [a quarter of the pairs turn](rotary.md#proportional). In 12B and larger the projection of keys is that of values too.
-* **Layers that read the keys of earlier ones** (the last 20 of 35 in E2B). They have no place in the cache. As they leave nothing behind of a
-  token, only the last one of a prompt goes through them, unless log-probabilities of the prompt, vectors, windows or shifted contexts
-  are asked for.
-* **An embedding of each token for every layer** (E2B, E4B) is looked up and projected. The table takes more memory than all else of
-  E2B. `--quantization` makes 8 or 6 bits of its numbers.
+* **Two kinds of layers.** Local ones have heads of 256 numbers, see a window and turn every pair. Global ones have heads of 512,
+  of which [a quarter of the pairs turn](rotary.md#proportional). In 12B and larger the projection of keys is that of values too.
+* **Layers that read the keys of earlier ones** (the last 20 of 35 in E2B). They have no place in the cache. As they leave nothing
+  behind of a token, only the last one of a prompt goes through them, unless log-probabilities of the prompt, vectors, windows or
+  shifted contexts are asked for.
+* **An embedding of each token for every layer** (E2B, E4B) is looked up and projected. The table takes more memory than all else
+  of E2B. `--quantization` makes 8 or 6 bits of its numbers.
 * **Experts beside the feed-forward** (26B A4B), which see the stream itself.
 
 ## Encoders
@@ -118,8 +118,8 @@ MULTI = """
 ## Text parts of multimodal models
 
 Of these models the part that reads and writes text is loaded. What looks at images or listens stays in the files and takes no
-memory, and requests have text alone. On text such a model computes what its text part does, so scalings, shifted contexts, adapters and
-quantized checkpoints are those of that family. A line at the start says that it is so.
+memory, and requests have text alone. On text such a model computes what its text part does, so scalings, shifted contexts,
+adapters and quantized checkpoints are those of that family. A line at the start says that it is so.
 
 The text part may be of any family above that generates: of the one that `model_type` in `text_config` names. Every row is
 compared as above with transformers' class of the whole model, given text (with transformers' own cosines), whichever names its
