@@ -18,6 +18,12 @@ _GRANITE = {
     "logits_scaling": 8.0,
 }
 _GROUPED = {"n_routed_experts": 8, "n_shared_experts": 2, "n_group": 4, "topk_group": 2, "routed_scaling_factor": 1.5}
+_GRANITE4 = {
+    "layer_types": ["full_attention"] * 4,
+    "position_embedding_type": "rope",
+    "shared_intermediate_size": 40,
+    "mamba_n_heads": 4,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, **_LOCAL}),
@@ -37,6 +43,11 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "granitemoe": ("GraniteMoe", _GRANITE),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 32}),
+    "granite4": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, **_GRANITE4, "num_local_experts": 0, "attention_bias": True},
+    ),
+    "granite4_experts": ("GraniteMoeHybrid", {**_GRANITE, **_GRANITE4}),
     "phimoe": (
         "Phimoe",
         {**_LOCAL, "num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},

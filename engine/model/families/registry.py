@@ -17,6 +17,7 @@ from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.gemma4 import GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.gptj import CODEGEN, GPTJ
+from windlass.engine.model.families.granite4 import GRANITE4
 from windlass.engine.model.families.helium import HELIUM
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.internlm import INTERNLM2, INTERNLM3
@@ -104,6 +105,7 @@ FAMILIES = (
     OLMOE,
     GRANITE_MOE,
     GRANITE_MOE_SHARED,
+    GRANITE4,
     PHI_MOE,
     HUNYUAN_MOE,
     GPT_OSS,
