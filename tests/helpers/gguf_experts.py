@@ -46,10 +46,17 @@ _NAMES = {
 _PARTS = {"w1": "gate", "w2": "down", "w3": "up", "gate_proj": "gate", "up_proj": "up", "down_proj": "down"}
 
 
-def convert(source: Path, file: Path, *, kind: str = "F32", stacked: bool = True) -> Path:
-    """Write the model of a directory. kind: the type of the matrices. stacked: experts are one tensor."""
+def convert(source: Path, file: Path, *, kind: str = "F32", stacked: bool = True, gate_beside_up: bool = False) -> Path:
+    """Write the model of a directory.
+
+    kind: the type of the matrices. stacked: experts are one tensor. gate_beside_up: their gates and what these gate are one.
+    """
     config = json.loads((source / "config.json").read_text())
-    tensors = {name: tensor.contiguous().numpy() for name, tensor in tensors_of(source, config, stacked).items()}
+    found = tensors_of(source, config, stacked)
+    for name in [name for name in found if gate_beside_up and name.endswith("ffn_gate_exps.weight")]:
+        both = found.pop(name), found.pop(name.replace("gate", "up"))
+        found[name.replace("gate", "gate_up")] = torch.cat(both, dim=1)
+    tensors = {name: tensor.contiguous().numpy() for name, tensor in found.items()}
     write(file, metadata_of(config), tensors, kind)
     return file
 

@@ -6,7 +6,7 @@ read another one: a line here, where a file has what the names there say.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
+from windlass.engine.model.families.gemma4 import GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
@@ -39,12 +40,14 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN3_MOE,
 )
 from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.gemma import gemma2, gemma3
+from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
 from windlass.engine.model.gguf.latent import LATENT_KEYS, latent_experts, latent_family, latent_rope
+from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_and_global
+from windlass.engine.model.gguf.rope import Factors
+from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.fields import shown
-from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
-_SWA = "attention.sliding_window"
-_SWA_PATTERN = "attention.sliding_window_pattern"
 _EXPERTS = ("expert_count", "expert_used_count")
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _TEMPERATURE = "attention.temperature_scale"
@@ -52,6 +55,10 @@ _TEMPERATURE = "attention.temperature_scale"
 
 def _nothing_more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {}
+
+
+def _as_they_are(keys: ArchitectureKeys, layers: int) -> ArchitectureKeys:
+    return keys
 
 
 def _as_told(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
@@ -68,7 +75,8 @@ class Architecture:
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
     means something else elsewhere, where all of them are there. fused_in_parts: see `GgufIndex`. rope: the rotation of layers
-    that see everything, from what the keys that all share say of it.
+    that see everything, from what the keys that all share say of it; rotation: of all kinds of layers, in place of that.
+    plain: of keys that differ from layer to layer, with the number of those, the ones that the plain sizes of config.json are.
     """
 
     family: Family
@@ -78,10 +86,12 @@ class Architecture:
     others: tuple[Family, ...] = ()
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
     reads: tuple[str, ...] = ()
-    told_by: Callable[[Container[str]], dict[str, Any]] = lambda tensors: {}
+    told_by: Callable[[Mapping[str, PlacedTensor]], dict[str, Any]] = lambda tensors: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     fused_in_parts: bool = False
     rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
+    rotation: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None
+    plain: Callable[[ArchitectureKeys, int], ArchitectureKeys] = _as_they_are
 
     @property
     def families(self) -> tuple[Family, ...]:
@@ -93,7 +103,7 @@ def _llama_with_a_window(keys: ArchitectureKeys) -> Family | None:
     """llama.cpp calls Mistral and Mixtral a Llama; a window tells the one apart, experts the other."""
     if keys.count(_EXPERTS[0]) > 1:
         return MIXTRAL
-    return MISTRAL if keys.count(_SWA) else None
+    return MISTRAL if keys.count(WINDOW) else None
 
 
 def _mistral_without_temperature(keys: ArchitectureKeys) -> Family | None:
@@ -124,78 +134,25 @@ def _llama(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 def _window(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """A window that all layers share. It is written even where there is none: the family has one by default."""
-    return {"sliding_window": keys.count(_SWA) or None}
+    return {"sliding_window": keys.count(WINDOW) or None}
 
 
 def _phi3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """Files from before llama.cpp wrote the window: Phi 3 mini and medium with a context of 4096 see 2047 tokens."""
-    window: int | None = keys.count(_SWA) or None
-    if keys.raw(_SWA) is None and config["max_position_embeddings"] == 4096 and config["num_hidden_layers"] in (32, 40):
+    window: int | None = keys.count(WINDOW) or None
+    if (
+        keys.raw(WINDOW) is None
+        and config["max_position_embeddings"] == 4096
+        and config["num_hidden_layers"] in (32, 40)
+    ):
         window = 2047
     original = keys.size("rope.scaling.original_context_length", config["max_position_embeddings"])
     return {"sliding_window": window, "original_max_position_embeddings": original}
 
 
-def _gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Local and global layers, and the number whose inverse root scales q·k, which the 27B model has from elsewhere.
-
-    Older files leave the pattern out, since every sixth layer is global; none has that number.
-    """
-    count, head_dim = config["num_hidden_layers"], config["head_dim"]
-    scale = keys.number("attention.scale")
-    if scale is not None:
-        scaled_by = scale**-2
-    else:
-        scaled_by = config["hidden_size"] / config["num_attention_heads"] if count == 62 else head_dim
-    window = keys.count(_SWA)
-    return {
-        "query_pre_attn_scalar": scaled_by,
-        "layer_types": _local_layers(keys, count, 6) if window else [FULL_ATTENTION] * count,
-        "sliding_window": window or config["max_position_embeddings"],
-        "final_logit_softcapping": keys.number("final_logit_softcapping"),
-    }
-
-
 def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The file does not say which layers do not rotate; llama.cpp takes every fourth."""
     return {"no_rope_layer_interval": 4}
-
-
-def _local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]:
-    """What each layer sees: as a list of flags says, or everything in every n-th."""
-    pattern = keys.raw(_SWA_PATTERN)
-    if pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
-        local = [(i + 1) % (pattern or interval) != 0 for i in range(count)]
-    elif isinstance(pattern, list):
-        local = [bool(flag) for flag in pattern]
-    else:
-        raise LoadError(f"{keys.key(_SWA_PATTERN)} must be a list of flags or an interval, got {shown(pattern)}")
-    if len(local) < count:
-        raise LoadError(f"{keys.key(_SWA_PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
-    return [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]]
-
-
-def _local_and_global(interval: int) -> Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]]:
-    """Layers that see a window, and every n-th that sees everything where the file does not say which; or no windows."""
-
-    def more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-        window, count = keys.count(_SWA), config["num_hidden_layers"]
-        kinds = _local_layers(keys, count, interval) if window else [FULL_ATTENTION] * count
-        return {"sliding_window": window or None, "layer_types": kinds}
-
-    return more
-
-
-def _gemma2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Nothing says what scales q·k: the inverse root of the head's width, but for the 27B model, which has 46 layers."""
-    count, head_dim = config["num_hidden_layers"], config["head_dim"]
-    return {
-        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if count == 46 else head_dim,
-        "layer_types": _local_layers(keys, count, 2),
-        "sliding_window": keys.count(_SWA) or 4096,
-        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
-        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
-    }
 
 
 def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -222,7 +179,7 @@ def _granite_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str,
 
 def _gpt_oss(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {
-        **_local_and_global(2)(keys, config),
+        **local_and_global(2)(keys, config),
         "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],
         "num_local_experts": keys.size(_EXPERTS[0]),
         "num_experts_per_tok": keys.size(_EXPERTS[1]),
@@ -239,10 +196,10 @@ def _logit_scale(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str,
 
 
 def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _local_and_global(4)(keys, config) | _logit_scale(keys, config)
+    return local_and_global(4)(keys, config) | _logit_scale(keys, config)
 
 
-def _falcon(tensors: Container[str]) -> dict[str, Any]:
+def _falcon(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
     """The newer form of the family, of which the older with one key head is a case."""
     two = "blk.0.attn_norm_2.weight" in tensors
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
@@ -254,11 +211,11 @@ def _parallel(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, An
 
 
 def _olmo2_with_a_window(keys: ArchitectureKeys) -> Family | None:
-    return OLMO3 if keys.count(_SWA) else None
+    return OLMO3 if keys.count(WINDOW) else None
 
 
 def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return _local_and_global(4)(keys, config) if keys.count(_SWA) else {}
+    return local_and_global(4)(keys, config) if keys.count(WINDOW) else {}
 
 
 ARCHITECTURES: dict[str, Architecture] = {
@@ -268,7 +225,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         choose=_llama_with_a_window,
         others=(MISTRAL, MIXTRAL),
         more=_llama,
-        reads=(_SWA, *_EXPERTS),
+        reads=(WINDOW, *_EXPERTS),
     ),
     "mistral3": Architecture(
         MINISTRAL3,
@@ -276,7 +233,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         choose=_mistral_without_temperature,
         others=(MISTRAL,),
         more=_window,
-        reads=(_SWA, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
+        reads=(WINDOW, _TEMPERATURE, "rope.scaling.yarn_log_multiplier"),
     ),
     "qwen2": Architecture(QWEN2),
     "qwen3": Architecture(QWEN3),
@@ -286,21 +243,29 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gemma3": Architecture(
         GEMMA3,
         norms_with_offset=True,
-        more=_gemma3,
-        reads=(_SWA, _SWA_PATTERN, "attention.scale", "final_logit_softcapping", "rope.freq_base_swa"),
+        more=gemma3,
+        reads=(WINDOW, PATTERN, "attention.scale", "final_logit_softcapping", "rope.freq_base_swa"),
+    ),
+    "gemma4": Architecture(
+        GEMMA4,
+        more=gemma4,
+        reads=GEMMA4_KEYS,
+        told_by=gemma4_by_tensors,
+        rotation=gemma4_rotation,
+        plain=gemma4_local,
     ),
     "smollm3": Architecture(SMOLLM3, interleaved=True, more=_smollm3),
     "ernie4_5": Architecture(ERNIE4_5, interleaved=True),
     "chatglm": Architecture(GLM, interleaved=True),
     "glm4": Architecture(GLM4, interleaved=True),
-    "phi3": Architecture(PHI3, more=_phi3, reads=(_SWA,)),
+    "phi3": Architecture(PHI3, more=_phi3, reads=(WINDOW,)),
     "hunyuan-dense": Architecture(HUNYUAN),
     "gemma": Architecture(GEMMA, norms_with_offset=True),
     "gemma2": Architecture(
         GEMMA2,
         norms_with_offset=True,
-        more=_gemma2,
-        reads=(_SWA, _SWA_PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
+        more=gemma2,
+        reads=(WINDOW, PATTERN, "attn_logit_softcapping", "final_logit_softcapping"),
     ),
     "starcoder2": Architecture(STARCODER2),
     "phi2": Architecture(PHI),
@@ -320,7 +285,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         more=lambda keys, config: {"clip_qkv": keys.number("attention.clamp_kqv")},
         reads=("attention.clamp_kqv",),
     ),
-    "olmo2": Architecture(OLMO2, choose=_olmo2_with_a_window, others=(OLMO3,), more=_olmo2, reads=(_SWA, _SWA_PATTERN)),
+    "olmo2": Architecture(OLMO2, choose=_olmo2_with_a_window, others=(OLMO3,), more=_olmo2, reads=(WINDOW, PATTERN)),
     "command-r": Architecture(
         COHERE,
         interleaved=True,
@@ -328,7 +293,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         reads=("logit_scale",),
         told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
     ),
-    "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(_SWA, _SWA_PATTERN, "logit_scale")),
+    "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(WINDOW, PATTERN, "logit_scale")),
     "granite": Architecture(
         GRANITE,
         interleaved=True,
@@ -351,7 +316,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,
-        reads=(_SWA, _SWA_PATTERN, *_EXPERTS, _EXPERT_WIDTH),
+        reads=(WINDOW, PATTERN, *_EXPERTS, _EXPERT_WIDTH),
         aliases={"post_attention_norm": "ffn_norm"},
         rope=_gpt_oss_rope,
     ),
@@ -364,7 +329,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         reads=tuple(LATENT_KEYS),
         rope=latent_rope,
     ),
-    "exaone4": Architecture(EXAONE4, more=_local_and_global(4), reads=(_SWA, _SWA_PATTERN)),
+    "exaone4": Architecture(EXAONE4, more=local_and_global(4), reads=(WINDOW, PATTERN)),
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),

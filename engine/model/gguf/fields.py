@@ -23,6 +23,11 @@ class ArchitectureKeys:
         self._prefix = f"{architecture}."
         self._metadata = metadata
 
+    def replaced(self, values: Mapping[str, Any]) -> ArchitectureKeys:
+        """The same with other values of these keys."""
+        own = {self.key(name): value for name, value in values.items()}
+        return ArchitectureKeys(self._prefix[:-1], {**self._metadata, **own})
+
     def key(self, name: str) -> str:
         """The key as the file has it."""
         return self._prefix + name
@@ -42,9 +47,16 @@ class ArchitectureKeys:
             value = default
         if value is None:
             raise LoadError(f"{self.key(name)} is missing: get another conversion of the model")
-        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-            raise LoadError(f"{self.key(name)} must be a positive integer, got {shown(value)}")
-        return value
+        return self._positive(name, value)
+
+    def sizes(self, name: str, layers: int) -> list[int]:
+        """A positive integer of each layer, from a list of them or one that all share."""
+        value = self.raw(name)
+        if not isinstance(value, list):
+            return [self.size(name)] * layers
+        if len(value) != layers:
+            raise LoadError(f"{self.key(name)} has {len(value)} entries for {layers} layers: get another conversion")
+        return [self._positive(name, one) for one in value]
 
     def count(self, name: str) -> int:
         """An integer that may be 0, which is what an absent one is."""
@@ -65,6 +77,11 @@ class ArchitectureKeys:
         value = self.raw(name)
         if value is not None and not isinstance(value, str):
             raise LoadError(f"{self.key(name)} must be a text, got {shown(value)}")
+        return value
+
+    def _positive(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise LoadError(f"{self.key(name)} must be a positive integer, got {shown(value)}")
         return value
 
     def _single(self, name: str) -> Any:

@@ -16,7 +16,7 @@ from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.gguf.architectures import Architecture, find_architecture
 from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
 from windlass.engine.model.gguf.latent import latent_sizes
-from windlass.engine.model.gguf.rope import read_rope
+from windlass.engine.model.gguf.rope import Factors, read_rope
 from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
@@ -51,7 +51,7 @@ _MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "rou
 # Ends of an answer that are known by their text: many files name only the end of a document. The same list as llama.cpp's.
 _ENDS = frozenset(
     "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
-    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <｜end▁of▁sentence｜>".split()
+    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>".split()
 )
 _SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
 _SAMPLING = {
@@ -75,9 +75,7 @@ class ModelFacts:
     generation: dict[str, Any]
 
 
-def read_facts(
-    metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor], factors: dict[str, tuple[float, ...]]
-) -> ModelFacts:
+def read_facts(metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor], factors: Factors) -> ModelFacts:
     """The configuration of the model. tensors, factors: under their GGUF names. Raises LoadError, one line."""
     name, architecture = find_architecture(metadata)
     keys = ArchitectureKeys(name, metadata)
@@ -85,7 +83,7 @@ def read_facts(
     if EMBEDDING not in tensors:
         what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
         raise LoadError(f"{what}: give the GGUF file of a whole model")
-    config = _shapes(keys, tensors[EMBEDDING], family)
+    config = _shapes(keys, tensors[EMBEDDING], architecture, family)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
     config["tie_word_embeddings"] = HEAD not in tensors
     config |= _biases(family, tensors)
@@ -100,11 +98,14 @@ def read_facts(
     return ModelFacts(architecture, family, said, generation)
 
 
-def _shapes(keys: ArchitectureKeys, embedding: PlacedTensor, family: Family) -> dict[str, Any]:
+def _shapes(
+    keys: ArchitectureKeys, embedding: PlacedTensor, architecture: Architecture, family: Family
+) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
     layers = keys.size("block_count") - keys.count("nextn_predict_layers")
     if not 1 <= layers <= _MOST_LAYERS:
         raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
+    keys = architecture.plain(keys, layers)
     latent = None if family.latent is None else latent_sizes(keys)
     head_dim = keys.size("attention.key_length", hidden // heads) if latent is None else latent["qk_rope_head_dim"]
     if latent is None and keys.size("attention.value_length", head_dim) != head_dim:
@@ -148,8 +149,10 @@ def _rotation(
     architecture: Architecture,
     family: Family,
     config: Mapping[str, Any],
-    factors: dict[str, tuple[float, ...]],
+    factors: Factors,
 ) -> dict[str, Any]:
+    if architecture.rotation is not None:
+        return architecture.rotation(keys, config, factors)
     head_dim = config["head_dim"]
     rotary_dim = keys.size("rope.dimension_count", head_dim)
     if rotary_dim > head_dim or rotary_dim % 2:

@@ -7,7 +7,8 @@ Responsible for the `rope.*` keys and the tensors with factors per frequency. Th
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, TypeAlias
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.fields import ArchitectureKeys
@@ -16,16 +17,16 @@ from windlass.engine.rotary.fields import shown
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
+Factors: TypeAlias = Mapping[str, tuple[float, ...]]
 
 _THETA = 10_000.0
 # What every Llama 3 has: only `factor` differs. Frequencies depend on the quotients of these three alone.
 _LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
+_STILL = 1e20  # a factor from which on a pair does not turn, at no position; 1e30 is written
 _ROUNDING = 1e-6  # of numbers that were computed in float32: two formulas for one thing differ by a few ulps
 
 
-def read_rope(
-    keys: ArchitectureKeys, factors: dict[str, tuple[float, ...]], rotary_dim: int, trained_len: int
-) -> dict[str, Any]:
+def read_rope(keys: ArchitectureKeys, factors: Factors, rotary_dim: int, trained_len: int) -> dict[str, Any]:
     """The object of the layers that see everything. factors: of the tensors of FACTOR_TENSORS that the file has.
 
     Raises LoadError for what is not understood.
@@ -36,6 +37,44 @@ def read_rope(
     theta = keys.number("rope.freq_base") or _THETA
     scaling = _by_factors(keys, factors, theta, rotary_dim, trained_len) if factors else _by_keys(keys, trained_len)
     return {"rope_theta": theta, **scaling}
+
+
+def read_proportional(keys: ArchitectureKeys, factors: Factors, head_dim: int) -> dict[str, Any]:
+    """That of layers whose first pairs alone turn, which the factors tell: 1 for those, and a huge one for the others.
+
+    Raises LoadError for factors that say something else, and for a scaling beside them.
+    """
+    if factors.keys() != {FACTORS}:
+        wrong = next(iter(factors.keys() - {FACTORS}), None)
+        what = f"{FACTORS} is missing, which tells" if wrong is None else f"{wrong} is none of those that tell"
+        raise LoadError(f"tensor {what} the pairs that turn: get another conversion of the model")
+    values, pairs = factors[FACTORS], head_dim // 2
+    turning = next((i for i, value in enumerate(values) if value != 1), len(values))
+    if len(values) != pairs or not turning or not all(_STILL <= value < math.inf for value in values[turning:]):
+        raise LoadError(
+            f"tensor {FACTORS} must hold {pairs} numbers, one for each pair of a head: 1 for those that turn, from the first on, "
+            f"and {_STILL:g} or more for the others"
+        )
+    scales = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor")
+    plain = keys.text("rope.scaling.type") in (None, "none", "linear")
+    if not plain or any((keys.number(key) or 1.0) != 1.0 for key in scales):
+        raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
+    share = turning / pairs
+    if int(share * head_dim // 2) != turning:
+        share = math.nextafter(share, 2)  # it is read back so
+    return {
+        "rope_type": "proportional",
+        "rope_theta": needed_theta(keys, "rope.freq_base"),
+        "partial_rotary_factor": share,
+    }
+
+
+def needed_theta(keys: ArchitectureKeys, name: str) -> float:
+    """A base that the file has to tell. Raises LoadError."""
+    theta = keys.number(name)
+    if theta is None:
+        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    return theta
 
 
 def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
@@ -77,7 +116,7 @@ def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
 
 
 def _by_factors(
-    keys: ArchitectureKeys, factors: dict[str, tuple[float, ...]], theta: float, rotary_dim: int, trained_len: int
+    keys: ArchitectureKeys, factors: Factors, theta: float, rotary_dim: int, trained_len: int
 ) -> dict[str, Any]:
     if FACTORS in factors:
         _refuse_scaling(keys, FACTORS)

@@ -17,14 +17,21 @@ from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias)")
-_EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))")
+LAYER_TABLE = "per_layer_token_embd.weight"
+# What is given to the layers, by the names of weights in a spec.
+_LAYER_INPUTS = {
+    LAYER_TABLE: "layer_inputs_table",
+    "per_layer_model_proj.weight": "layer_inputs",
+    "per_layer_proj_norm.weight": "layer_inputs_norm",
+}
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias|scale)")
+_EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gate_up)_exps")
 # Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
-_BARE = ("attn_sinks", "exp_probs_b")
+_BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale")
 _OF_HEADS = ("attn_k_b", "attn_v_b")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
@@ -74,6 +81,8 @@ def rename(
         "output": names.head,
     }
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
+    stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
+    outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
     layer_names = _layer_names(family, spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         layer_names |= {name: layer_names[known] for name, known in aliases.items()}
@@ -81,6 +90,8 @@ def rename(
         if name in FACTOR_TENSORS:
             continue
         for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
+            if new.startswith(spec.unused):
+                continue
             if new in found:
                 raise LoadError(f"tensor {shown_key(name)} is one that stands there under another name already")
             found[new] = part
@@ -112,7 +123,24 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         names |= _latent_names(mixer.names)
     elif mixer.sinks:
         names["attn_sinks"] = attention.sinks
+    names |= _further_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
+
+
+def _further_names(layer: LayerSpec) -> dict[str, str]:
+    """Of what stands beside the usual parts of a layer."""
+    names: dict[str, str] = {}
+    if layer.input is not None:
+        names |= {"inp_gate": layer.input.gate, "proj": layer.input.out, "post_norm": layer.input.norm}
+    if layer.beside is not None:
+        names |= {
+            "post_ffw_norm_1": layer.beside.dense_norm,
+            "pre_ffw_norm_2": layer.beside.norm,
+            "post_ffw_norm_2": layer.beside.output_norm,
+            "ffn_gate_inp.scale": layer.beside.router_scale,
+            "ffn_down_exps.scale": layer.beside.expert_scale,
+        }
+    return names if layer.scalar is None else {**names, "layer_output_scale": layer.scalar}
 
 
 def _latent_names(own: LatentNames) -> dict[str, str]:
@@ -148,9 +176,11 @@ def _renamed(
     layer, what, suffix = int(matched[1]), matched[2], matched[3]
     if layer >= len(spec.layers) or what in _UNUSED:
         return  # a layer behind the last one predicts further tokens, which the model does without
-    prefix = f"{spec.names.layers}.{layer}."
-    feed_forward, mixer = spec.layers[layer].feed_forward, spec.layers[layer].mixer
-    if isinstance(feed_forward, ExpertsSpec) and (found := _of_experts(feed_forward, what, tensor)) is not None:
+    if suffix == "scale":
+        what = f"{what}.{suffix}"
+    prefix, mixer = f"{spec.names.layers}.{layer}.", spec.layers[layer].mixer
+    experts = _experts_of(spec.layers[layer])
+    if experts is not None and (found := _of_experts(experts, what, tensor)) is not None:
         for new, one in found:
             yield f"{prefix}{new}" if what in _BARE else f"{prefix}{new}.{suffix}", one
     elif what in _OF_HEADS and isinstance(mixer, LatentSpec):
@@ -178,6 +208,12 @@ def _renamed(
         raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
 
 
+def _experts_of(layer: LayerSpec) -> ExpertsSpec | None:
+    if layer.beside is not None:
+        return layer.beside.experts
+    return layer.feed_forward if isinstance(layer.feed_forward, ExpertsSpec) else None
+
+
 def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tuple[str, PlacedTensor]] | None:
     """The names of a router's, the experts' or the shared expert's tensors; None for a tensor of something else."""
     names, shared = spec.names, spec.names.shared
@@ -190,14 +226,22 @@ def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tupl
     matched = _EXPERTS.fullmatch(what)
     if matched is None:
         return None
-    part, index, kind = matched.groups()
+    part, index, kind, both = matched.groups()
     if kind == "shexp":
         own = None if shared is None else {"gate": shared.gate, "up": shared.up, "down": shared.down}[part]
         return None if own is None else [(own, tensor)]
-    own = {"gate": names.expert.gate, "up": names.expert.up, "down": names.expert.down}[part]
-    if kind == "exps":  # of all experts
-        if tensor.shape[:1] != (spec.experts,):
+    if kind == "exps" or both:  # of all experts
+        wide = spec.intermediate_size
+        if tensor.shape[:1] != (spec.experts,) or (both and tensor.shape[1:2] != (2 * wide,)):
             raise LoadError(f"tensor {what} has the shape {list(tensor.shape)} for {spec.experts} experts")
+    if both:
+        return [
+            (f"{names.experts}.{i}.{own}", one.rows(first, wide))
+            for i, one in enumerate(tensor.each())
+            for own, first in ((names.expert.gate, 0), (names.expert.up, wide))
+        ]
+    own = {"gate": names.expert.gate, "up": names.expert.up, "down": names.expert.down}[part]
+    if kind == "exps":
         return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.each())]
     return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
 

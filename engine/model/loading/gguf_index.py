@@ -114,6 +114,8 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
     for layer in spec.layers:
         if isinstance(layer.feed_forward, ExpertsSpec):
             layer = replace(layer, feed_forward=layer.feed_forward.apart)
+        if layer.beside is not None:
+            layer = replace(layer, beside=replace(layer.beside, experts=layer.beside.experts.apart))
         if isinstance(layer.mixer, LatentSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_parts=latent_in_parts))
         layers.append(layer)

@@ -42,6 +42,15 @@ def test_files_from_before_experts_were_one_tensor(tmp_path: Path) -> None:
     assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
+@pytest.mark.parametrize("kind", ["F32", "Q8_0"])
+def test_gates_of_experts_beside_what_they_gate(kind: str, tmp_path: Path) -> None:
+    source = make_model("qwen3_moe", tmp_path / "hf", **CASES["qwen3_moe"], moe_intermediate_size=64)
+    wanted, found = (
+        logits(converted(source, tmp_path / str(beside), kind=kind, gate_beside_up=beside)) for beside in (False, True)
+    )
+    assert torch.equal(found, wanted)
+
+
 def test_blocks_of_experts_are_kept_as_they_are(tmp_path: Path) -> None:
     source = make_model("qwen3_moe", tmp_path / "hf", **CASES["qwen3_moe"], moe_intermediate_size=64)
     core = make_core(converted(source, tmp_path / "gguf", kind="Q8_0"), dtype="auto")

@@ -103,6 +103,22 @@ def test_every_family(family: str, tmp_path: Path) -> None:
     assert core.info.quantization is not None and core.info.quantization.startswith("GGUF ")
 
 
+@pytest.mark.parametrize("kind", ["Q5_K", "Q6_K"])
+def test_inputs_of_layers_are_looked_up_in_blocks(kind: str, tmp_path: Path) -> None:
+    source = make_model(
+        "gemma4_e2b",
+        tmp_path / "source",
+        **{**WIDE, "num_hidden_layers": 6, "attention_bias": False, "hidden_size_per_layer_input": 256},
+    )
+    made = make_gguf(source, tmp_path / "made", lambda name: kind if "per_layer" in name else as_q4_k_m(name))
+    assert_same_numbers(made.derived, made.plain)
+    core = make_core(made.derived, **EXACT)
+    assert_same_logits(core, made.plain)
+    table = core.runner.decoder.weights()["layer_inputs_table"]
+    assert isinstance(table, BlockWeight) and table.form.name == kind.lower()
+    assert_same_logits(make_core(made.derived), made.plain, None)
+
+
 def of_family(family: str) -> dict[str, Any]:
     """What a family's settings need beside wider matrices."""
     if family == "gemma3":
