@@ -33,6 +33,7 @@ ARCHITECTURES = {
     "CohereForCausalLM": "command-r",
     "Cohere2ForCausalLM": "cohere2",
     "GraniteForCausalLM": "granite",
+    "GraniteMoeHybridForCausalLM": "granite",  # without experts and recurrent layers
     "Exaone4ForCausalLM": "exaone4",
     "InternLM2ForCausalLM": "internlm2",
     "SeedOssForCausalLM": "seed_oss",
@@ -102,6 +103,13 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
             "attention.scale": config["attention_multiplier"],
             "logit_scale": config["logits_scaling"],
         }
+    if config["model_type"] == "granitemoehybrid":
+        found |= {
+            "attention.head_count_kv": [kv_heads] * config["num_hidden_layers"],
+            "expert_shared_feed_forward_length": config["shared_intermediate_size"],
+            **dict.fromkeys(("ssm.conv_kernel", "ssm.state_size", "ssm.group_count"), 4),
+            **dict.fromkeys(("ssm.inner_size", "ssm.time_step_rank"), 128),
+        }
     if name in ("gptneox", "stablelm"):
         found["use_parallel_residual"] = (
             name == "stablelm" or config["use_parallel_residual"]
@@ -150,6 +158,12 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, T
             yield f"blk.{layer}.attn_q.{kind}", interleave(q, heads, dim)
             yield f"blk.{layer}.attn_k.{kind}", interleave(k, kv_heads, dim)
             yield f"blk.{layer}.attn_v.{kind}", v
+            continue
+        if "shared_mlp." in full:
+            block = f"blk.{full.split('.')[2]}.ffn"
+            parts = data.chunk(2) if "input_linear" in full else (data,)
+            for kind, part in zip(("gate", "up") if len(parts) > 1 else ("down",), parts, strict=True):
+                yield f"{block}_{kind}.weight", part
             continue
         if name in _REORDERED and ("q_proj" in full or "k_proj" in full):
             data = interleave(data, heads if "q_proj" in full else kv_heads, dim)

@@ -49,6 +49,8 @@ from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.fields import shown
 
 _EXPERTS = ("expert_count", "expert_used_count")
+# Of recurrent layers, which Granite 4's files have whether or not there are any: tensors of theirs are refused as unknown.
+_SSM = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"))
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _TEMPERATURE = "attention.temperature_scale"
 
@@ -162,6 +164,11 @@ def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
         "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
         "logits_scaling": keys.number("logit_scale"),
     }
+
+
+def _dense_granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite 4's have sizes of recurrent layers, of which there are none, and a feed-forward under a shared expert's name."""
+    return {**_granite(keys, config), "intermediate_size": keys.count(_SHARED_WIDTH) or config["intermediate_size"]}
 
 
 def _granite_with_shared_experts(keys: ArchitectureKeys) -> Family | None:
@@ -297,8 +304,8 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(
         GRANITE,
         interleaved=True,
-        more=_granite,
-        reads=("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
+        more=_dense_granite,
+        reads=("embedding_scale", "residual_scale", "attention.scale", "logit_scale", _SHARED_WIDTH, *_SSM),
     ),
     "granitemoe": Architecture(
         GRANITE_MOE,
@@ -307,6 +314,7 @@ ARCHITECTURES: dict[str, Architecture] = {
         others=(GRANITE_MOE_SHARED,),
         more=_granite_moe,
         reads=(
+            *_SSM,
             *("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
             *_EXPERTS,
             _EXPERT_WIDTH,

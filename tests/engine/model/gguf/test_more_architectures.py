@@ -35,6 +35,7 @@ CASES: dict[str, dict[str, Any]] = {
     "cohere_normed": {},
     "cohere2": {},
     "granite": {},
+    "granite4": {},
     "exaone4": {},
     "exaone4_full": {},
     "internlm2": {},
