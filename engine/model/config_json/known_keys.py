@@ -15,6 +15,7 @@ from windlass.engine.model.config_json.values import Config
 # Keys that would change the maths in a way no family here implements, with the values that change nothing.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
+    "is_causal": (None, True),
     "residual_multiplier": (None, 1, 1.0),
     "embedding_multiplier": (None, 1, 1.0),
     "attention_multiplier": (None,),

@@ -69,7 +69,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     if quantized is not None:
         raise LoadError(quantized)
     multipliers = family.multipliers or Multipliers()
-    refuse_other_mathematics(config, family.own_keys)
+    refuse_other_mathematics(config, family.own_keys | (frozenset() if family.causal else {"is_causal"}))
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if not family.causal:
         layout = layout.with_own_distances("whose tokens see those behind them too")

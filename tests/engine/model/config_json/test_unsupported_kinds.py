@@ -100,6 +100,10 @@ VARIANTS = {
         {**GRANITE4, "position_embedding_type": "nope"},
         "position_embedding_type 'nope' is not supported",
     ),
+    "tokens that see those behind them": (
+        {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "is_causal": False},
+        "is_causal=False, which changes the model",
+    ),
     "two names": (
         {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "hidden_size": 32},
         "hidden_size is 32 and n_embd is 64: keep one",
