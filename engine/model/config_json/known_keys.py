@@ -11,6 +11,7 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.older_names import OLDER_NAMES
 from windlass.engine.model.config_json.values import Config
+from windlass.engine.rotary.fields import shown
 
 # Keys that would change the maths in a way no family here implements, with the values that change nothing.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -68,7 +69,9 @@ def refuse_other_mathematics(config: Config, read: Container[str] = ()) -> None:
     """LoadError for a key that would make another model of it. read: those that the family reads."""
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key in config and key not in read and config[key] not in neutral:
-            raise LoadError(f"config.json sets {key}={config[key]!r}, which changes the model and is not supported")
+            raise LoadError(
+                f"config.json sets {key}={shown(config[key])}, which changes the model and is not supported"
+            )
 
 
 def unread_keys(config: Config, read: frozenset[str] = frozenset()) -> tuple[str, ...]:

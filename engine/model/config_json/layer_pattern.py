@@ -12,6 +12,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_list, read_size
+from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import GROUP_NAMES, SLIDING_ATTENTION
 
 _MOST_LAYERS = 10_000  # far above any model, and below what would keep a loop busy
@@ -52,7 +53,7 @@ def _layer_types(config: Config, count: int) -> list[str] | None:
         raise LoadError("config.json: layer_types must be a list with one name per layer")
     unknown = sorted({str(kind) for kind in types} - set(GROUP_NAMES))
     if unknown:
-        raise LoadError(f"config.json: layer_types has {unknown[0]!r}: known are {', '.join(GROUP_NAMES)}")
+        raise LoadError(f"config.json: layer_types has {shown(unknown[0])}: known are {', '.join(GROUP_NAMES)}")
     if len(types) != count:
         raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(GROUP_NAMES)}")
     return types

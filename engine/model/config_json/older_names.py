@@ -13,6 +13,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_number, read_object, read_size
+from windlass.engine.rotary.fields import shown
 
 OLDER_NAMES = (
     "rotary_pct",  # GPT-NeoX, StableLM
@@ -39,7 +40,7 @@ def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
             return
         given = result.get(name)
         if given is not None and given != value:
-            raise LoadError(f"config.json: {name} is {given!r} and {older} makes it {value!r}: keep one")
+            raise LoadError(f"config.json: {name} is {shown(given)} and {older} makes it {shown(value)}: keep one")
         result[name] = value
 
     put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))

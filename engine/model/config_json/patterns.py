@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
@@ -88,6 +89,6 @@ def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], l
 def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:
     if facts.given and facts.given != expected:
         raise LoadError(
-            f"config.json: layer_types mixes windows in a way that model_type {config.get('model_type')!r} does not: "
+            f"config.json: layer_types mixes windows in a way that model_type {shown(config.get('model_type'))} does not: "
             "remove it"
         )

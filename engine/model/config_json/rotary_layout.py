@@ -108,7 +108,7 @@ def _given_by_layer_type(
         unknown = sorted(set(map(str, new)) - set(GROUP_NAMES))
         if unknown:
             raise LoadError(
-                f"config.json: rope_parameters has {unknown[0]!r} beside layer types: "
+                f"config.json: rope_parameters has {shown(unknown[0])} beside layer types: "
                 f"known are {', '.join(GROUP_NAMES)}"
             )
         given = {name: dict(value) for name, value in new.items() if isinstance(value, Mapping)}
@@ -142,8 +142,8 @@ def _thetas_by_layer(config: Config, layers: tuple[LayerPattern, ...]) -> dict[s
     for layer, theta in zip(layers, thetas or (), strict=False):
         if layer.group is not None and found.setdefault(layer.group, theta) != theta:
             raise LoadError(
-                f"config.json: layer_rope_theta gives the {layer.group} layers both {found[layer.group]!r} and "
-                f"{theta!r}: layers of one kind must share a theta"
+                f"config.json: layer_rope_theta gives the {layer.group} layers both {shown(found[layer.group])} and "
+                f"{shown(theta)}: layers of one kind must share a theta"
             )
     return found
 
@@ -243,6 +243,8 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head
         )
     rotating = int(partial * head_dim // 2) if proportional and partial < 1 else None
     if rotating == 0:
-        raise LoadError(f"config.json: partial_rotary_factor {partial!r} of a head_dim of {head_dim} leaves no pair")
+        raise LoadError(
+            f"config.json: partial_rotary_factor {shown(partial)} of a head_dim of {head_dim} leaves no pair"
+        )
     trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
     return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating, scales_scores=rules.scales_scores)

@@ -43,6 +43,8 @@ def _rewritten(config: Config) -> dict[str, Any]:
         result = {"sliding_window": 1024, "max_position_embeddings": 262_144, **result}
     if config.get("use_bidirectional_attention") == "vision":  # on text alone tokens see none behind them
         del result["use_bidirectional_attention"]
+    result["rope_parameters"] = _turning_whole_heads(config)
+    result.pop("partial_rotary_factor", None)
     if not read_flag(config, "attention_k_eq_v"):
         result.pop(_KV_HEADS, None)  # it has a meaning beside that only
     if "per_layer_config" not in config:
@@ -64,6 +66,19 @@ def _rewritten(config: Config) -> dict[str, Any]:
     result[_WIDTH] = sizes.get("head_dim", config.get("head_dim", 256))
     result[_KV_HEADS] = sizes.get("num_key_value_heads", config.get("num_key_value_heads"))
     return result
+
+
+def _turning_whole_heads(config: Config) -> Any:
+    """`rope_parameters` without the share of pairs where they turn by the default frequencies: it has no meaning there."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        return given
+    return {
+        kind: {key: value for key, value in one.items() if key != "partial_rotary_factor"}
+        if isinstance(one, Mapping) and one.get("rope_type", "default") == "default"
+        else one
+        for kind, one in given.items()
+    }
 
 
 def _last_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
@@ -142,6 +157,7 @@ def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSp
         plain,
         num_kv_heads=kv_heads,
         head_dim=spec.rotary_groups[plain.rotary_group].base.head_dim,
+        soft_cap=None,
         scale=1.0,  # what the norms of queries and keys multiply by does for it
         values_normed=True,
         keys_as_values=is_global and read_flag(config, "attention_k_eq_v"),

@@ -59,7 +59,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     family, architecture = _family_of_architecture(config)
     if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
-            f"config.json names architecture {family.architecture} and model_type {config['model_type']!r}, which do not "
+            f"config.json names architecture {family.architecture} and model_type {shown(config['model_type'])}, which do not "
             f"belong together: {family.architecture} is {family.model_type!r}"
         )
     config = family.rules.rewrite(config)
@@ -164,7 +164,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
         raise LoadError(
-            f"architecture {architecture!r} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
+            f"architecture {shown(architecture)} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
             f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
     return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
@@ -185,12 +185,12 @@ def _head(config: Config, family: Family, architecture: str) -> HeadSpec | None:
         given = config[own.pooling_key]
         if given not in own.poolings:
             known = ", ".join(own.poolings)
-            raise LoadError(f"config.json: {own.pooling_key} {given!r} is not supported: known are {known}")
+            raise LoadError(f"config.json: {own.pooling_key} {shown(given)} is not supported: known are {known}")
         pooling = own.poolings[given]
     name = (None if own.activation_key is None else config.get(own.activation_key)) or own.activation
     activation = name if name in ("relu", "tanh") else _ACTIVATIONS.get(name)
     if activation is None or activation in ("relu2", "xielu"):
-        raise LoadError(f"config.json: activation {name!r} of the classification head is not supported")
+        raise LoadError(f"config.json: activation {shown(name)} of the classification head is not supported")
     return HeadSpec(
         classes=read_classifier(config, per_token=per_token),
         names=own.names,
@@ -344,7 +344,7 @@ def _activation(config: Config, family: Family) -> Activation:
         name = "gelu_pytorch_tanh"
     activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None:
-        raise LoadError(f"config.json: activation {name!r} is not supported: use one of {', '.join(_ACTIVATIONS)}")
+        raise LoadError(f"config.json: activation {shown(name)} is not supported: use one of {', '.join(_ACTIVATIONS)}")
     return activation
 
 
@@ -355,8 +355,8 @@ def _eos(
     value = generation_config.get("eos_token_id", config.get("eos_token_id"))
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
-        raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {value!r}")
+        raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {shown(value)}")
     known = tuple(i for i in ids if 0 <= i < vocab_size)
-    notices = (f"eos_token_id {value!r}: what the vocabulary of {vocab_size} tokens does not have is left out",)
+    notices = (f"eos_token_id {shown(value)}: what the vocabulary of {vocab_size} tokens does not have is left out",)
     usual = tuple(i for i in family.rules.eos_token_id if i < vocab_size)
     return known or usual, notices if len(known) < len(ids) else ()

@@ -136,8 +136,8 @@ def _inner_share(size: int, seat: RankPlace, unit: int) -> Run:
     if size // unit < seat.ranks:
         most = size // unit
         raise LoadError(
-            f"{OPTION} is {seat.ranks}, and a feed-forward of width {size} is cut at multiples of {unit} only: use {most} or "
-            "less, or another quantization"
+            f"{OPTION} is {seat.ranks}, and a feed-forward of width {size} is cut at multiples of {unit} only: "
+            f"{f'use {most} or less' if most > 1 else 'leave it out'}, or another quantization"
         )
     return share(size, seat.rank, seat.ranks, unit)
 

@@ -60,7 +60,7 @@ GRANITE4 = {
 VARIANTS = {
     "alibi": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "alibi": True},
-        "alibi=True, which changes",
+        "alibi=true, which changes",
     ),
     "chatglm": (
         {"architectures": ["ChatGLMModel"], "model_type": "chatglm", "position_encoding_2d": True},
@@ -84,7 +84,7 @@ VARIANTS = {
             "apply_residual_connection_post_layernorm": True,
             "model_type": "falcon",
         },
-        "apply_residual_connection_post_layernorm=True, which changes the model",
+        "apply_residual_connection_post_layernorm=true, which changes the model",
     ),
     "recurrent layers": (
         {**GRANITE4, "layer_types": ["attention", "mamba"]},
@@ -102,7 +102,7 @@ VARIANTS = {
     ),
     "tokens that see those behind them": (
         {"architectures": ["LlamaForCausalLM"], "model_type": "llama", "is_causal": False},
-        "is_causal=False, which changes the model",
+        "is_causal=false, which changes the model",
     ),
     "two names": (
         {"architectures": ["GPTJForCausalLM"], "model_type": "gptj", "n_embd": 64, "hidden_size": 32},

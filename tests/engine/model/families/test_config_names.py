@@ -529,7 +529,7 @@ def test_names_and_switches_of_published_files(named: dict[str, Any]) -> None:
 
 
 def test_another_family_does_not_norm_queries_and_keys_by_a_switch() -> None:
-    with pytest.raises(LoadError, match="use_qk_norm=True"):
+    with pytest.raises(LoadError, match="use_qk_norm=true"):
         read_spec({**PLAIN, "architectures": ["LlamaForCausalLM"], "model_type": "llama", "use_qk_norm": True})
 
 

@@ -118,3 +118,18 @@ def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -
 
 def test_images_may_look_both_ways() -> None:
     assert read_spec(config("gemma4_e2b", use_bidirectional_attention="vision")) == read_spec(config("gemma4_e2b"))
+
+
+def test_what_such_models_do_not_have_changes_nothing() -> None:
+    plain = read_spec(config("gemma4_e2b"))
+    default = {"rope_type": "default", "rope_theta": 10_000.0, "partial_rotary_factor": 0.5}
+    proportional = {"rope_type": "proportional", "rope_theta": 1_000_000.0, "partial_rotary_factor": 0.25}
+    for changes in (
+        {"partial_rotary_factor": 0.5},
+        {"attn_logit_softcapping": 5.0},
+        {"rope_parameters": {LOCAL: default, GLOBAL: proportional}},
+    ):
+        spec = read_spec(config("gemma4_e2b", **changes))
+        assert (spec.rotary_groups, spec.layers) == (plain.rotary_groups, plain.layers), changes
+    whole = read_spec(config("gemma4_e2b", rope_parameters={LOCAL: default, GLOBAL: default}))
+    assert [group.base.rotary_dim for group in whole.rotary_groups] == [32, 16]
