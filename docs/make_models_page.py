@@ -78,7 +78,8 @@ bits. On a GPU it is refused.
   of which [a quarter of the pairs turn](rotary.md#proportional). In 12B and larger the projection of keys is that of values too.
 * **Layers that read the keys of earlier ones** (the last 20 of 35 in E2B). They have no place in the cache. As they leave nothing
   behind of a token, only the last one of a prompt goes through them, unless log-probabilities of the prompt, vectors, windows or
-  shifted contexts are asked for.
+  shifted contexts are asked for. A prompt of 1,024 tokens of E2B's shape went at 352 and 373 tokens a second so, and at 119 and
+  141 where all of them do (random weights in int8, two cores of an AMD EPYC with AVX-512, 2026-11-28, runs by turns).
 * **An embedding of each token for every layer** (E2B, E4B) is looked up and projected. The table takes more memory than all else
   of E2B. `--quantization` makes 8 or 6 bits of its numbers.
 * **Experts beside the feed-forward** (26B A4B), which see the stream itself.
