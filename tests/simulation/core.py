@@ -147,7 +147,7 @@ class SimulatedShelf(AdapterShelf):
 @dataclass(frozen=True)
 class _Adapter:
     info: AdapterInfo
-    layers: tuple[Any, ...] = ()
+    parts: tuple[Any, ...] = ()
 
 
 def adapter_of(source: AdapterSource) -> Any:
