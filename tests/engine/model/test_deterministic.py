@@ -159,7 +159,7 @@ def one_thread():
     torch.set_num_threads(before)
 
 
-SLOW = ("hunyuan", "ministral3", "demo, all bfloat16")
+SLOW = ("hunyuan", "ministral3", "demo, all bfloat16", "gemma4_26b")
 
 
 @pytest.mark.parametrize(
