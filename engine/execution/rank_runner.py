@@ -155,7 +155,8 @@ class RankRunner:
         batch = self.batches.build(plan.sequences)
         if self.decoder.spec.token_types > 1 and self.sequences.pooled:
             batch = replace(batch, token_types=self._token_types(plan))
-        batch.only_ends = not whole and batch.versions is None and self._asks_for_ends(plan)
+        if self.decoder.first_reader is not None and not whole and batch.versions is None:
+            batch.only_ends = self._asks_for_ends(plan)
         live = self.sequences.by_id
         maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
         made = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None

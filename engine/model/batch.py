@@ -65,9 +65,7 @@ class ForwardBatch:
     token_types: Tensor | None = None  # [T] int64
     growth: Tensor | None = None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
     prompts: Prompts | None = None
-    layer_inputs: Tensor | None = (
-        None  # [T, layers * size], what layers are given beside the stream, as it is looked up
-    )
+    layer_inputs: Tensor | None = None  # [T, layers * size], what layers are given of tokens, as it is looked up
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another
     only_ends: bool = False
 
@@ -100,7 +98,7 @@ class ForwardBatch:
             token_types=some(self.token_types),
             growth=None if self.growth is None else self.growth[:, ends],
             prompts=None,
-            layer_inputs=some(self.layer_inputs),
+            layer_inputs=None,  # layers have been given theirs
             unrotated_score_scale=some(self.unrotated_score_scale),
             only_ends=False,
         )

@@ -88,7 +88,7 @@ class Decoder:
         self.layer_inputs: LayerInputs | None = None
         if spec.layer_inputs is not None:
             self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
-        self._first_reader = spec.first_reader
+        self.first_reader = spec.first_reader
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
         self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
         self.layers = [
@@ -187,9 +187,9 @@ class Decoder:
             given = self.layer_inputs.of_layers(x, batch.layer_inputs, outer)
         normed = self.layers[0].mixer_norm(x)
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
-        tokens, ends = x.shape[0], batch.ends if batch.only_ends and self._first_reader is not None else None
+        tokens, ends = x.shape[0], batch.ends if batch.only_ends and self.first_reader is not None else None
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            if ends is not None and index == self._first_reader:
+            if ends is not None and index == self.first_reader:
                 batch = batch.of_ends()
                 inputs = self._attention.inputs(batch)
                 x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])

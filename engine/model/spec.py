@@ -191,6 +191,11 @@ class ModelSpec:
         return tuple(dict.fromkeys((f"{self.names.head}.weight", "lm_head.weight")))
 
     @property
+    def has_experts(self) -> bool:
+        """Whether layers have experts, as their feed-forward or beside it."""
+        return any(isinstance(one.feed_forward, ExpertsSpec) or one.beside is not None for one in self.layers)
+
+    @property
     def first_reader(self) -> int | None:
         """The first of the layers at the end that all read the keys of earlier ones; None where the last has its own."""
         found = None

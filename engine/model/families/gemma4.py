@@ -13,13 +13,13 @@ from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_object, read_size
 from windlass.engine.model.families.experts_rules import ExpertsRules, read_count, read_experts
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
+from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.spec import LayerNorms, LayerSpec, ModelSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
@@ -180,13 +180,13 @@ def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
     return tuple(found)
 
 
-GEMMA4 = Family(
+GEMMA4 = replace(
+    GEMMA3,
     architecture="Gemma4ForCausalLM",
     title="Gemma 4 (text)",
     other_names=("Gemma4UnifiedForCausalLM",),
     model_type="gemma4_text",
     other_model_types=(_UNIFIED,),
-    text_part="Text",
     rules=ConfigRules(
         layer_pattern=_last_global,
         max_position_embeddings=131_072,
@@ -212,19 +212,8 @@ GEMMA4 = Family(
         },
         rewrite=_rewritten,
     ),
-    qkv_bias=ATTENTION_BIAS,
-    out_bias=ATTENTION_BIAS,
-    qk_norm="before",
-    activation="gelu_pytorch_tanh",
-    activation_key="hidden_activation",
-    scaled_embeddings=True,
-    soft_caps=SoftCaps(),
-    norms=LayerNorms(
-        mixer="input_layernorm",
-        mixer_output="post_attention_layernorm",
-        feed_forward="pre_feedforward_layernorm",
-        feed_forward_output="post_feedforward_layernorm",
-    ),
+    norm_offset=0.0,
+    query_pre_attn_scalar=None,
     refine=_with_its_parts,
     reads=_EXPERTS.keys
     | {

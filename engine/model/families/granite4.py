@@ -59,7 +59,6 @@ GRANITE4 = replace(
     variant=_dense_where_told,
     reads=frozenset(
         "position_embedding_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
-        "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method "
-        "embedding_multiplier".split()
+        "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method".split()
     ),
 )

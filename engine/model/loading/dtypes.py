@@ -7,7 +7,6 @@ from pathlib import Path
 
 from windlass.engine.api.config import EngineConfig, parse_cache_dtype, parse_dtype
 from windlass.engine.model.config_json.values import Config
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes
 
@@ -54,7 +53,7 @@ def worth_rounding(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, sto
         and not config.compute.deterministic
         and config.compute.tensor_parallel == 1
         and not block_storages(spec, plan)
-        and not any(isinstance(layer.feed_forward, ExpertsSpec) for layer in spec.layers)
+        and not spec.has_experts
         and plan_bytes(spec, plan) >= _LEAST_ROUNDED
     )
 

@@ -181,6 +181,8 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
         ("llama", torch.bfloat16, "bfloat16"),
         ("llama", torch.float16, "float32"),  # its digits would be lost
         ("mixtral", torch.bfloat16, "float32"),
+        ("gemma4_e2b", torch.bfloat16, "bfloat16"),
+        ("gemma4_26b", torch.bfloat16, "float32"),  # experts beside the feed-forward
     ):
         model = make_model(family, tmp_path / f"{family}-{dtype}")
         weights = {name: tensor.to(dtype) for name, tensor in load_file(model / "model.safetensors").items()}
