@@ -31,6 +31,7 @@ from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
 from windlass.kernels.memory.marks import Mark
 from windlass.kernels.memory.weights import SharedWeights
 from windlass.kernels.recorder import Graphs, Recorder, Recording
+from windlass.kernels.recurrence import StatePages, StateRows
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
 
@@ -76,6 +77,8 @@ __all__ = [
     "RowsFiller",
     "SharedWeights",
     "StackedWeight",
+    "StatePages",
+    "StateRows",
     "StepRows",
     "Storage",
     "Weight",

@@ -37,6 +37,7 @@ from windlass.kernels.memory.copies import Copies, copies_of
 from windlass.kernels.memory.device import memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
 from windlass.kernels.recorder import RepeatsSteps
+from windlass.kernels.recurrence import Recurrences
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 
@@ -65,7 +66,7 @@ class BackendOptions:
     ranks: Ranks | None = field(default=None, compare=False)
 
 
-class Backend(RepeatsSteps):
+class Backend(RepeatsSteps, Recurrences):
     """See the module. The weights it hands out are uninitialised, and live as long as somebody holds them."""
 
     def __init__(self, options: BackendOptions) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from math import prod
 
 
 @dataclass(frozen=True, slots=True)
@@ -24,13 +25,40 @@ class KVGroupSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class StateGroupSpec:
+    """Layers that carry a state from token to token, all of one shape: see `kernels.StatePages`. A sequence has one block of it,
+    whatever its length.
+
+    channels, width: of its convolution. heads, key_dim, value_dim: of its memory.
+    """
+
+    layers: tuple[int, ...]
+    channels: int
+    width: int
+    heads: int
+    key_dim: int
+    value_dim: int
+
+    @property
+    def shapes(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """Of one layer's part of a block, float32: the window of its convolution, and its memory."""
+        return (self.width - 1, self.channels), (self.heads, self.key_dim, self.value_dim)
+
+    @property
+    def block_bytes(self) -> int:
+        """Of a block, all layers together."""
+        return 4 * len(self.layers) * sum(prod(shape) for shape in self.shapes)
+
+
+@dataclass(frozen=True, slots=True)
 class KVGroupLayout:
     """The block pool of one KV group, as the books see it.
 
     window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
-    rotary_groups: the rotary groups of its layers.
+    rotary_groups: the rotary groups of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`.
     """
 
     num_blocks: int
     window: int | None = None
     rotary_groups: tuple[int, ...] = (0,)
+    holds_states: bool = False

@@ -1,4 +1,4 @@
-"""The tensors behind the block tables: pages of keys and values per KV group. Knows nothing of who holds which block."""
+"""The tensors behind the block tables: pages of keys and values per KV group, and states. Knows nothing of who holds which block."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from collections.abc import Iterator, Sequence
 import torch
 
 from windlass.engine.cache.changes import BlockCopy, ParkedPages
-from windlass.engine.cache.layout import KVGroupSpec
-from windlass.kernels import Backend, KVPages, is_out_of_memory, plane_shapes
+from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.kernels import Backend, KVPages, StatePages, is_out_of_memory, plane_shapes
 
 # Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
 _PARKED_AT_ONCE = 8 << 20
@@ -17,7 +17,8 @@ _PARKED_AT_ONCE = 8 << 20
 class KVStorage:
     """Pages of every KV group, in memory of one backend.
 
-    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes.
+    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes. states: of layers that have them, one group
+    more, whose blocks are the last of num_blocks; float32 whatever the dtype.
     Memory is reserved, not touched, so unused pages cost nothing on a CPU.
     """
 
@@ -28,13 +29,15 @@ class KVStorage:
         block_size: int,
         dtype: torch.dtype,
         backend: Backend,
+        states: StateGroupSpec | None = None,
     ) -> None:
         self.dtype = dtype
         self._pages: dict[int, KVPages] = {}
+        self._states: dict[int, StatePages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         # By sequence, per group and plane copies of its blocks, some in each.
         self._parked: dict[int, list[list[list[torch.Tensor]]]] = {}
-        for group, blocks in zip(groups, num_blocks, strict=True):
+        for group, blocks in zip(groups, num_blocks, strict=states is None):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
                 for shape, kind in plane_shapes(
@@ -45,8 +48,18 @@ class KVStorage:
             for i, layer in enumerate(group.layers):
                 self._pages[layer] = KVPages(*(plane[i] for plane in planes))
 
+        if states is not None:
+            shapes = [(len(states.layers), num_blocks[len(groups)], *shape) for shape in states.shapes]
+            windows, memories = (backend.pages(shape, torch.float32) for shape in shapes)
+            self._groups.append((windows, memories))
+            for i, layer in enumerate(states.layers):
+                self._states[layer] = StatePages(windows[i], memories[i])
+
     def pages(self, layer: int) -> KVPages:
         return self._pages[layer]
+
+    def states(self, layer: int) -> StatePages:
+        return self._states[layer]
 
     @property
     def planes(self) -> Sequence[tuple[torch.Tensor, ...]]:

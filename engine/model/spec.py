@@ -11,7 +11,7 @@ from functools import lru_cache
 from typing import TypeAlias
 
 from windlass.engine.api.model_heads import ClassifierInfo
-from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
@@ -122,6 +122,7 @@ class ModelSpec:
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
     layer_inputs: what every layer is given of a token beside the stream; None where that is nothing.
+    state_group: of the layers that carry a state from token to token; None where none does.
     """
 
     architecture: str
@@ -153,6 +154,7 @@ class ModelSpec:
     unused: tuple[str, ...] = ()
     vocabulary: tuple[int, int] | None = None
     layer_inputs: LayerInputsSpec | None = None
+    state_group: StateGroupSpec | None = None
 
     @property
     def classifier(self) -> ClassifierInfo | None:

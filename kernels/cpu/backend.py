@@ -47,6 +47,7 @@ from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.recorder import Recorder
+from windlass.kernels.recurrence import StateRows
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import batched, routed
@@ -192,6 +193,14 @@ class CompiledBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
+
+    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+        return self._torch.short_convolution(x, weight, window, rows)
+
+    def gated_delta_rule(
+        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    ) -> Tensor:
+        return self._torch.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)

@@ -21,6 +21,7 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.recorder import Recorder
+from windlass.kernels.recurrence import StateRows
 from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import (
@@ -32,6 +33,7 @@ from windlass.kernels.torch import (
     latent,
     linear,
     logprobs,
+    recurrence,
     reference,
     routed,
     rowwise,
@@ -114,6 +116,14 @@ class TorchBackend(Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps)
+
+    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+        return recurrence.short_convolution(x, weight, window, rows)
+
+    def gated_delta_rule(
+        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    ) -> Tensor:
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         # Elsewhere the host does not know how long sequences are.

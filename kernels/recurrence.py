@@ -1,0 +1,59 @@
+"""What a backend offers to layers that carry a state from token to token instead of reading all keys before it.
+
+A state is of one size, however long its sequence. It lies in a block of its own, and is changed in place: after a step it is
+what the sequence's tokens until then have made of it. S sequences of a step, N blocks, C channels.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import NamedTuple
+
+from torch import Tensor
+
+
+class StateRows(NamedTuple):
+    """Whose states the tokens of a step change: tokens starts[s] .. starts[s + 1] - 1 that of sequence s, one after the other.
+
+    A sequence that has as many tokens in all as in this step begins with a state of zeros, whatever its block holds.
+    """
+
+    blocks: Tensor  # [S] int64, distinct
+    starts: Tensor  # [S + 1] int64
+    lengths: Tensor  # [S] int64, tokens in all once this step is over
+
+
+@dataclass(frozen=True, slots=True)
+class StatePages:
+    """The states of one layer."""
+
+    window: Tensor  # [N, W - 1, C] float32, the last inputs of a convolution of width W, the oldest first
+    memory: Tensor  # [N, Hv, Dk, Dv] float32
+
+
+class Recurrences(ABC):
+    """Operations over the tokens of each sequence in turn. A row's bits depend on its own sequence alone, and not on how that was
+    cut into steps."""
+
+    @abstractmethod
+    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+        """silu of the causal convolution of each channel with its own weights.
+
+        x: [T, C], any row stride. weight: [C, W] float32, the last of a row for the token itself. window: as in `StatePages`,
+        changed in place. Returns [T, C] in x's dtype, contiguous; sums are float32.
+        """
+
+    @abstractmethod
+    def gated_delta_rule(
+        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    ) -> Tensor:
+        """What queries read of a memory that each token first lets fade and then corrects (2412.06464), in float32.
+
+        With q and k of length 1 (1e-6 added to the sum of squares), q times Dk^-1/2, and for each of the Hv heads
+        g = exp(-rate softplus(decay + bias)) and b = sigmoid(strength): M = g M; M = M + k (b (v - M^T k))^T; out = M^T q.
+
+        qkv: [T, 2 Hk Dk + Hv Dv], of each token the queries, keys and values, any row stride; head h of the Hv meets query and
+        key h // (Hv / Hk). decay, strength: [T, Hv] in qkv's dtype, any row stride. rate, bias: [Hv] float32. memory: as in
+        `StatePages`, changed in place. Returns [T, Hv Dv] in qkv's dtype, contiguous.
+        """
