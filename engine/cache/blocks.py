@@ -7,17 +7,19 @@ together come back in table order, because neighbouring blocks are cheaper to re
 
 from __future__ import annotations
 
+import sys
 from collections import abc
 from functools import partial
 
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
-from windlass.engine.cache.layout import KVGroupLayout
+from windlass.engine.cache.layout import MOST_STATES, KVGroupLayout
 from windlass.engine.cache.passages import PassageIndex
 from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRecord, passage_of
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
+from windlass.engine.cache.states import StateBlocks, window_of
 from windlass.engine.cache.tables import BlockTable
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -44,7 +46,9 @@ class BlockManager:
         self.passages = PassageIndex(block_size)
         self._keeper = keeper
         self.pools = [BlockPool(layout, partial(self._forget, group)) for group, layout in enumerate(groups)]
-        self._window_groups = [group for group, pool in enumerate(self.pools) if pool.window is not None]
+        states = [group for group, pool in enumerate(self.pools) if pool.holds_states]
+        self._window_groups = [g for g, pool in enumerate(self.pools) if pool.window is not None and g not in states]
+        self._states = StateBlocks(self.pools, states)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -56,7 +60,9 @@ class BlockManager:
         """
         total = -(-num_slots // self.block_size)
         return [
-            total
+            MOST_STATES
+            if p.holds_states
+            else total
             if p.window is None or p.window > sinks_window
             else min(total, (p.window + self.block_size - 2) // self.block_size + 1 + shifts)
             for p in self.pools
@@ -71,11 +77,14 @@ class BlockManager:
         need = []
         for group, pool in enumerate(self.pools):
             blocks = handle.tables[group].blocks if handle.tables else []
+            if pool.holds_states:
+                need.append(self._states.missing(pool, blocks))
+                continue
             held = len(blocks)
             copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
             coming = sum(len(passage.blocks[group]) for passage in handle.passages)  # held already
             count = total - held - coming + copy
-            if (window := handle.window_in(pool.window)) is not None:
+            if (window := window_of(pool, handle)) is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
                 most = (window + chunk + self.block_size - 2) // self.block_size + 1 + (handle.floor < OPEN_END)
@@ -123,7 +132,7 @@ class BlockManager:
     def _match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         size, digests = self.block_size, handle.chain.digests
         handle.chain.extend(token_ids, num_shareable)
-        groups = [(pool.cached, handle.window_in(pool.window)) for pool in self.pools]
+        groups = [(pool.cached, window_of(pool, handle)) for pool in self.pools]
         hit = longest_hit(digests, num_shareable // size, groups, size)
         if hit * size < len(token_ids):
             return hit, False
@@ -137,9 +146,10 @@ class BlockManager:
         num_tokens = num_blocks * self.block_size
         tables = []
         for pool in self.pools:
-            low = first_visible_block(num_tokens, handle.window_in(pool.window), self.block_size)
+            low = first_visible_block(num_tokens, window_of(pool, handle), self.block_size)
             blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
-            tables.append(BlockTable([-1] * low + blocks, low))
+            dropped = 0 if pool.holds_states else low
+            tables.append(BlockTable([-1] * dropped + blocks, dropped))
         # What it takes over is offered once more where it may be found as a passage by others than those before.
         handle.hold(tables, num_tokens, num_blocks if handle.chain.scope is None else 0)
         self._share(tables)
@@ -154,8 +164,11 @@ class BlockManager:
         Blocks that have become full are offered to the prefix cache. Those that no query still to come can see are
         released, and so is room for proposed tokens that were rejected. under_way: tokens behind them that are being computed.
         """
+        drew = num_computed_tokens - handle.num_computed_tokens < self.block_size
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
+        if not under_way and self.enable_prefix_caching:
+            self._states.keep(handle, self.block_size, self._keeper, drew=drew)
         if self._window_groups:
             self._drop_outside_window(handle)
         needed = -(-(handle.num_slots + under_way) // self.block_size)
@@ -175,6 +188,10 @@ class BlockManager:
         start, size = handle.num_slots, self.block_size
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             held = len(table.blocks)
+            if pool.holds_states:
+                if pool.num_available < self._states.missing(pool, table.blocks):
+                    return 0
+                continue
             alike = [table.blocks] if handle.far is None else [table.blocks, handle.far.tables[group].blocks]
             copies = sum(pool.needs_copy(blocks, start // size) for blocks in alike)
             extra = reserved[group] if reserved else 0
@@ -191,19 +208,21 @@ class BlockManager:
 
         Returns the copies to do, in order, before the forward pass: a last block that others hold or may match is
         replaced by a copy of its own (copy on write). Targets of the copies of one step are distinct, and no source
-        is the target of an earlier copy, so copying all at once is right as well.
+        is the target of an earlier copy; a target may be the source of one.
         """
         start, size = handle.num_slots, self.block_size
         index, end = start // size, -(-(start + num_tokens) // size)
         needs = []  # (group, its pool and table, whether the block at `index` is to be copied)
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+            if pool.holds_states:
+                continue
             copy = pool.needs_copy(table.blocks, index)
             missing = end - len(table.blocks)
             if missing > 0 or copy:
                 if max(0, missing) + copy > pool.num_available:
                     raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
                 needs.append((group, pool, table, copy))
-        copies = []
+        copies = self._states.make_writable(handle)
         for group, pool, table, copy in needs:
             if copy:
                 source = table.blocks[index]
@@ -221,10 +240,18 @@ class BlockManager:
         if not 0 <= first < end or end * size > handle.num_slots or handle.far is not None:
             raise RuntimeError(f"blocks {first} to {end} of a sequence of {handle.num_slots} slots cannot be cut out")
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
+            if pool.holds_states:  # it keeps what its tokens have left there
+                continue
             removed = handle.originals[group].remove(first, end, size) if handle.originals else []
             for block in reversed(table.remove(first, end) + removed):
                 pool.release(block)
         handle.cut_out(first * size, end * size, closing=closing, under_way=under_way)
+
+    def to_next_state(self, handle: CacheHandle) -> int:
+        """The most tokens that a handle may go on for without passing by a state that can be kept."""
+        if not self._states.groups or not self.enable_prefix_caching or handle.private:
+            return sys.maxsize
+        return self.block_size - handle.num_slots % self.block_size
 
     def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
@@ -288,7 +315,7 @@ class BlockManager:
         scope, offset = handle.chain.scope, handle.layout.slot_offset
         for index, parent, digest in handle.take_full_blocks(token_ids):
             for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
-                block = table.blocks[index]
+                block = -1 if pool.holds_states else table.blocks[index]
                 if block >= 0 and pool.register(block, digest) and self._keeper is not None:
                     self._keeper.offer(BlockKey(group, digest), block, index)
             if scope is not None and all(digest in pool.cached for pool in self.pools):
@@ -310,7 +337,7 @@ class BlockManager:
         """Release the blocks of window groups that no query still to come can see."""
         for group in self._window_groups:
             pool, table = self.pools[group], handle.tables[group]
-            window = handle.window_in(pool.window)
+            window = window_of(pool, handle)
             if window is None:
                 continue
             visible = handle.layout.first_seen(min(handle.num_slots, handle.floor), window) // self.block_size

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.cache.layout import MOST_STATES, KVGroupSpec, StateGroupSpec
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 
@@ -23,7 +23,8 @@ _INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is key and value at once: numb
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """num_blocks, per KV group; max_model_len in tokens; num_bytes of all pages; notices: one line each."""
+    """num_blocks, per KV group, and behind them those of states, if layers have any; max_model_len in tokens; num_bytes of all
+    pages; notices: one line each."""
 
     num_blocks: tuple[int, ...]
     max_model_len: int
@@ -50,6 +51,7 @@ def plan_cache(
     most: int | None = None,
     beside: int = 0,
     whole_prompts: bool = False,
+    states: StateGroupSpec | None = None,
 ) -> CachePlan:
     """Blocks within `budget` bytes, not more than running sequences hold unless the operator named the bytes and beginnings are
     shared, and the longest sequence they carry.
@@ -57,9 +59,16 @@ def plan_cache(
     trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
     budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
     draft model's pages, which are as many as the first group's. whole_prompts: a prompt is computed in one step, which bounds
-    its length, and needs pages for that step only. Raises LoadError for an explicit `max_model_len` that does
-    not fit.
+    its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget. Raises
+    LoadError for an explicit `max_model_len` that does not fit.
     """
+    num_states: tuple[int, ...] = ()
+    beside_pages = 0
+    if states is not None:
+        num_states = (_num_states(states, config, budget),)
+        beside_pages = num_states[0] * states.block_bytes
+    budget -= beside_pages
+    most = None if most is None else most - beside_pages
     wanted = config.max_model_len or trained_len
     notices: tuple[str, ...] = ()
     if whole_prompts and wanted > (step := config.scheduling.max_num_batched_tokens):
@@ -93,7 +102,7 @@ def plan_cache(
     num_blocks = _blocks_for(low, groups, config)
     room = _room(config, groups, num_blocks)
     if room >= wanted:
-        return CachePlan(num_blocks, wanted, size(low), notices)
+        return CachePlan((*num_blocks, *num_states), wanted, size(low) + beside_pages, notices)
     if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
@@ -112,7 +121,22 @@ def plan_cache(
         f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan(num_blocks, room, size(low), (*notices, notice))
+    return CachePlan((*num_blocks, *num_states), room, size(low) + beside_pages, (*notices, notice))
+
+
+def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int) -> int:
+    """As many as run, one to copy to, and as many again that later prompts may begin with; in half of the budget at most.
+
+    Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
+    """
+    running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
+    fewest = MOST_STATES * states.block_bytes
+    if budget // 2 < fewest:
+        raise LoadError(
+            f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "
+            f"{gib(budget)}: raise `cache.memory`"
+        )
+    return min(running + 1 + kept * running, budget // 2 // states.block_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
+MOST_STATES = 2  # of one sequence at once: its own, and the one it is copied from
+
 
 @dataclass(frozen=True, slots=True)
 class KVGroupSpec:
@@ -55,10 +57,16 @@ class KVGroupLayout:
     """The block pool of one KV group, as the books see it.
 
     window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
-    rotary_groups: the rotary groups of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`.
+    rotary_groups: the rotary groups of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`; what
+    a token needs is that behind the one before it, so the window is 2.
     """
 
     num_blocks: int
     window: int | None = None
     rotary_groups: tuple[int, ...] = (0,)
     holds_states: bool = False
+
+    @classmethod
+    def of_states(cls, num_blocks: int) -> KVGroupLayout:
+        """That of a group whose blocks are states."""
+        return cls(num_blocks, window=2, rotary_groups=(), holds_states=True)

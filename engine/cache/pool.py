@@ -24,6 +24,7 @@ class BlockPool:
         "cached",
         "digests",
         "forget",
+        "holds_states",
         "num_blocks",
         "private",
         "ref_counts",
@@ -36,6 +37,7 @@ class BlockPool:
         self.num_blocks = layout.num_blocks
         self.window = layout.window
         self.rotary_groups = layout.rotary_groups
+        self.holds_states = layout.holds_states
         self.ref_counts = [0] * layout.num_blocks
         self.digests: list[bytes | None] = [None] * layout.num_blocks
         self.private = bytearray(layout.num_blocks)
@@ -91,6 +93,11 @@ class BlockPool:
         self.digests[block] = digest
         self.cached[digest] = block
         return True
+
+    def evict_first(self, block: int) -> None:
+        """Let a cached block that nobody holds be evicted before all others; any other is left as it is."""
+        if block in self._idle:
+            self._idle.move_to_end(block, last=False)
 
     def refresh(self, digest: bytes) -> None:
         """Let a cached block that nobody holds be evicted last; any other is left as it is."""

@@ -1,4 +1,4 @@
-"""The tensors behind the block tables: pages of keys and values per KV group, and states. Knows nothing of who holds which block."""
+"""The tensors behind the block tables: pages of keys and values per KV group, and states. Knows nothing of who holds what."""
 
 from __future__ import annotations
 

@@ -54,6 +54,7 @@ def plan_pages(
         budget,
         beside=beside,
         whole_prompts=spec.sees_whole_texts,
+        states=spec.state_group,
     )
 
 
@@ -61,9 +62,8 @@ def allocate_pages(config: EngineConfig, model: LoadedModel, owner: LoadedModel,
     """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
     decoder, backend = model.decoder, owner.decoder.backend
     try:
-        return KVStorage(
-            owner.decoder.spec.kv_groups, plan.num_blocks, config.cache.block_size, owner.cache_dtype, backend
-        )
+        spec, size = owner.decoder.spec, config.cache.block_size
+        return KVStorage(spec.kv_groups, plan.num_blocks, size, owner.cache_dtype, backend, states=spec.state_group)
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

@@ -130,8 +130,10 @@ def make_runner(
 def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: BlockStore | None) -> BlockManager:
     layouts = [
         KVGroupLayout(n, group.window, _rotary_groups_of(spec, group))
-        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
+        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=spec.state_group is None)
     ]
+    if spec.state_group is not None:
+        layouts.append(KVGroupLayout.of_states(plan.num_blocks[-1]))
     # A token that sees those behind it is another in every text: nothing of one text stands in another.
     shares = config.cache.prefix_caching and not spec.sees_whole_texts
     return BlockManager(layouts, config.cache.block_size, shares, keeper=store)
@@ -171,7 +173,11 @@ def make_scheduler(
         namespace=namespace_of(model),
         eos_token_ids=spec.eos_token_ids,
         whole_prompts=spec.sees_whole_texts,
-        cuts=ChunkCuts(decoder.backend.fewest_alike, config.cache.block_size),
+        cuts=ChunkCuts(
+            decoder.backend.fewest_alike,
+            config.cache.block_size,
+            at_blocks=spec.state_group is not None and config.cache.prefix_caching,
+        ),
         adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
         store=store,
     )

@@ -21,7 +21,7 @@ from torch import Tensor
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
-from windlass.engine.cache.changes import KeyRerotation, TableChange, TableChanges
+from windlass.engine.cache.changes import BlockCopy, KeyRerotation, TableChange, TableChanges
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.execution.runner import Runner
@@ -143,8 +143,7 @@ class Scorer:
         found = []
         with torch.inference_mode():
             text = _ScoredText(self, tuple(token_ids), copies, context, computed, far=copies == 2, room=longest)
-            for _ in text.recompute(iter([(0, len(token_ids), specs)]), [len(token_ids) - 1]):
-                pass
+            text.read_before(len(token_ids), specs)
             for ending in endings:
                 entries: list[TokenLogprobs] = []
                 for hidden in text.read_behind(tuple(ending), specs):
@@ -256,15 +255,16 @@ class _ScoredText:
         self._context, self._far = context or ContextRule(), far
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(room or len(token_ids)) // _BLOCK)
-        pools = [num_copies * self._num_blocks] * len(self._groups)
-        cache = KVStorage(spec.kv_groups, pools, _BLOCK, scorer.cache_dtype, decoder.backend)
+        self._has_states = spec.state_group is not None
+        pools = [num_copies * self._num_blocks] * len(self._groups) + [2] * self._has_states
+        cache = KVStorage(spec.kv_groups, pools, _BLOCK, scorer.cache_dtype, decoder.backend, states=spec.state_group)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
         self._runner.follow(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
-    def _sequence(self, token_ids: tuple[int, ...]) -> NewSequence:
-        """The only one, on all pages there are."""
-        groups = len(self._groups)
+    def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
+        """The only one, on all pages there are. state: the block of states that it changes, if there are any."""
+        groups, states = len(self._groups), (TableChange(appended=(state,)),) * self._has_states
         table = TableChange(appended=tuple(range(self._num_blocks)))
         far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
         return NewSequence(
@@ -275,18 +275,28 @@ class _ScoredText:
             num_prompt_tokens=len(token_ids),
             stop_ids=(),
             token_ids=token_ids,
-            tables=TableChanges(True, (table,) * groups + ((far_table,) * groups if self._far else ())),
+            tables=TableChanges(
+                True, (table,) * groups + states + ((far_table,) * groups + states if self._far else ())
+            ),
             rotary_id=0,
             window=self._context.attention_window,
             sinks=self._context.attention_sinks,
         )
+
+    def read_before(self, num_tokens: int, specs: Specs) -> None:
+        """Let the pages hold a text that endings are read behind. They begin with its last token, which states have not seen."""
+        last = num_tokens - 1 - self._has_states
+        for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
+            pass
 
     def read_behind(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
         """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
         ending before it left there is written over."""
         whole = self._token_ids + ending
         self._num_tokens = len(whole)
-        self._runner.follow(SchedulerOutput(self._next_step, removed=(0,), new=(self._sequence(whole),)))
+        copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
+        new = self._sequence(whole, state=int(self._has_states))
+        self._runner.follow(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
         for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
             yield hidden
 

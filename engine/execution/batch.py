@@ -19,16 +19,18 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.execution.far_keys import far_key_places
+from windlass.engine.execution.lasting_rows import LastingRows
 from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
 from windlass.engine.execution.row_ranges import RangeNumbers, RowRanges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences, columns_for
+from windlass.engine.execution.state_rows import with_states
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, Prompts, RowsAhead, StepRows, blocks_of_cut, sent
+from windlass.kernels import Backend, Prompts, RowsAhead, blocks_of_cut, sent
 
 _MAX_SHAPES = 4
 # Longest context over which proposed tokens are attended row by row.
@@ -36,35 +38,6 @@ _ROW_BY_ROW_LENGTH = 1024
 # On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
 # that reads more, until that is about half of what the weights of an 8B model are.
 _ROW_BY_ROW_KEYS = 1 << 16
-
-
-class _Memory:
-    """The arrays behind one batch of B rows and block tables of `width` columns."""
-
-    def __init__(
-        self, groups: int, rows: int, width: int, rotary: RotaryTables, block_size: int, backend: Backend
-    ) -> None:
-        rotary_groups, _, half = rotary.inv_freq.shape
-        self.rows = StepRows.zeros(groups, rows, width, rotary_groups, half)
-        self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
-        ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
-        positions = torch.from_numpy(self.rows.positions)
-        self.batch = ForwardBatch(
-            input_ids=ids,
-            positions=positions,
-            rotary_ids=rotary_ids,
-            slots=torch.from_numpy(self.rows.slots),
-            block_tables=torch.from_numpy(self.rows.tables),
-            query_start=torch.arange(rows + 1),
-            seq_lens=torch.from_numpy(self.rows.lengths),
-            context_positions=positions,
-            cos=self.rows.cos,
-            sin=self.rows.sin,
-            q_scale=self.rows.q_scale,
-            score_scale=self.rows.score_scale,
-            lasting=True,
-        )
-        self.adapter_slots = torch.full((rows,), -1)
 
 
 class PlainRows(NamedTuple):
@@ -84,7 +57,8 @@ class BatchBuilder:
 
     num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
     whether batches of single tokens stand in lasting memory, which takes a backend that reads host memory. cuts: which
-    parts of a prompt attend on their own. adapters: those that sequences name; None: their rows run without.
+    parts of a prompt attend on their own. has_states: whether layers carry states. adapters: those that sequences name; None:
+    their rows run without.
     """
 
     def __init__(
@@ -97,6 +71,7 @@ class BatchBuilder:
         windows: abc.Sequence[int | None],
         anchored: bool,
         backend: Backend,
+        has_states: bool = False,
         cuts: ChunkCuts = NO_CUTS,
         adapters: LoadedAdapters | None = None,
     ) -> None:
@@ -104,11 +79,12 @@ class BatchBuilder:
         self._windows, self._anchored = windows, anchored
         self._range_numbers = RangeNumbers(windows, anchored=anchored)
         self._sequences, self._rotary = sequences, rotary
+        self._has_states = has_states
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
         # However many far keys there are, those nearby stand in the same cuts.
         self._far_step = blocks_of_cut(block_size)
-        self._memory: OrderedDict[tuple[int, int], _Memory] = OrderedDict()  # by rows and width
+        self._memory: OrderedDict[tuple[int, int], LastingRows] = OrderedDict()  # by rows and width
         self.lasting = backend.reads_host_memory
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
@@ -142,7 +118,8 @@ class BatchBuilder:
             else:
                 for first, count in self._pieces(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
-        return self._make(chunks, ranged=ranged)
+        batch = self._make(chunks, ranged=ranged)
+        return with_states(batch, items, self._sequences) if self._has_states else batch
 
     def _pieces(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
         """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
@@ -267,6 +244,8 @@ class BatchBuilder:
         memory = self._memory_for(len(said), blocks)
         memory.rows.said.T[...] = said
         memory.fill(self._sequences.all_tables(blocks), blocks)
+        if self._has_states:
+            memory.states[:] = self._sequences.states([row[4] for row in said])
         return memory.batch
 
     def _said_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
@@ -335,15 +314,23 @@ class BatchBuilder:
             return max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH
         return sum(item.num_tokens * (item.start + item.num_tokens) for item in items) <= _ROW_BY_ROW_KEYS
 
-    def _memory_of(self, batch: ForwardBatch) -> _Memory:
+    def _memory_of(self, batch: ForwardBatch) -> LastingRows:
         """The memory that a lasting batch stands in."""
         return self._memory[batch.input_ids.shape[0], batch.block_tables.shape[2]]
 
-    def _memory_for(self, rows: int, blocks: int) -> _Memory:
+    def _memory_for(self, rows: int, blocks: int) -> LastingRows:
         width = columns_for(blocks)
         found = self._memory.get((rows, width))
         if found is None:
-            found = _Memory(self._groups, rows, width, self._rotary, self._block_size, self._backend)
+            found = LastingRows(
+                self._groups,
+                rows,
+                width,
+                self._rotary,
+                self._block_size,
+                self._backend,
+                has_states=self._has_states,
+            )
             self._memory[rows, width] = found
             while len(self._memory) > _MAX_SHAPES:
                 self._memory.popitem(last=False)

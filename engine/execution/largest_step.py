@@ -45,7 +45,8 @@ def bytes_of_largest_step(
     end = start + chunk
     written = -(-end // block_size) - start // block_size
     groups = len(spec.kv_groups)
-    cache = KVStorage(spec.kv_groups, [1 + written + streams] * groups, block_size, cache_dtype, decoder.backend)
+    pools = [1 + written + streams] * (groups + (spec.state_group is not None))
+    cache = KVStorage(spec.kv_groups, pools, block_size, cache_dtype, decoder.backend, states=spec.state_group)
     for planes in cache.planes:
         for plane in planes:
             plane.zero_()  # memory that was another's may hold what is no number, and none has a log-probability

@@ -50,7 +50,8 @@ class RankRunner:
     ) -> None:
         self.decoder, self.cache, self.tables = decoder, cache, tables
         groups = len(decoder.spec.kv_groups)
-        self.sequences = LiveSequences(groups)
+        has_states = decoder.spec.state_group is not None
+        self.sequences = LiveSequences(groups, has_states=has_states)
         self.batches = BatchBuilder(
             self.sequences,
             tables,
@@ -59,6 +60,7 @@ class RankRunner:
             windows=decoder.spec.attention_windows,
             anchored=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
+            has_states=has_states,
             cuts=NO_CUTS if decoder.spec.sees_whole_texts else ChunkCuts(decoder.backend.fewest_alike, block_size),
             adapters=adapters,
         )
@@ -74,7 +76,7 @@ class RankRunner:
     def make_graphs(self, most_rows: int, most_blocks: int) -> None:
         """Let decode steps be captured, where the device has graphs and the model draws tokens: see `DecodeGraphs.capture`."""
         decoder = self.decoder
-        if self._is_part or not decoder.spec.generates:
+        if self._is_part or not decoder.spec.generates or decoder.spec.state_group is not None:
             return
         graphs = decoder.backend.make_graphs()
         if graphs is None:

@@ -52,12 +52,14 @@ class LiveSequence:
 
 
 class LiveSequences:
-    """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences."""
+    """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences. has_states: behind the KV
+    groups there is one of states."""
 
-    def __init__(self, num_groups: int, num_rows: int = 16) -> None:
-        # [2K, R, blocks]: of every KV group, and behind those of every group for far keys.
-        self._tables = np.full((2 * num_groups, num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
-        self._own, self._far = self._tables[:num_groups], self._tables[num_groups:]
+    def __init__(self, num_groups: int, num_rows: int = 16, *, has_states: bool = False) -> None:
+        self._num_groups, self._has_states = num_groups, has_states
+        # [2K, R, blocks]: of every group, and behind those of every group for far keys.
+        self._tables = np.full((2 * (num_groups + has_states), num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
+        self._divide()
         self._free = list(range(num_rows - 1, -1, -1))
         self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
         self.pooled: dict[int, PoolingRule] = {}  # those of them that are pooled
@@ -129,6 +131,13 @@ class LiveSequences:
             self._reserve(0, columns)
         return self._own
 
+    def states(self, rows: abc.Sequence[int]) -> NDArray[np.int64]:
+        """The block of states of each of these rows, [B]. Raises IndexError where there is none."""
+        found = self._states[list(rows)].astype(np.int64)
+        if found.size and found.min() < 0:
+            raise IndexError("a scheduled sequence has no state to change")
+        return found
+
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
 
@@ -188,6 +197,12 @@ class LiveSequences:
                 table[dropped : change.num_dropped] = -1
             live.num_blocks[group], live.num_dropped[group] = end, change.num_dropped
 
+    def _divide(self) -> None:
+        """The parts of the tables: [K, R, blocks] of sequences' own keys and of their far keys, and [R] of their states."""
+        own, far = np.split(self._tables, 2)
+        self._own, self._far = own[: self._num_groups], far[: self._num_groups]
+        self._states = own[-1, :, 0]
+
     def _take_row(self) -> int:
         if not self._free:
             self._reserve(self._tables.shape[1] + 1, 0)
@@ -200,6 +215,6 @@ class LiveSequences:
         grown_columns = max(columns, 2 * have_columns) if columns > have_columns else have_columns
         grown = np.full((groups, grown_rows, grown_columns), -1, dtype=np.int32)
         grown[:, :have_rows, :have_columns] = self._tables
-        self._tables, groups = grown, groups // 2
-        self._own, self._far = grown[:groups], grown[groups:]
+        self._tables = grown
+        self._divide()
         self._free = [*range(grown_rows - 1, have_rows - 1, -1), *self._free]

@@ -1,8 +1,8 @@
 """Where prompts are cut, so that what comes of one depends neither on what was cached of it nor on what fitted into a step.
 
 Attention of a backend may treat a sequence with many new tokens otherwise than one with few. Then the end of a prompt, which is
-computed whatever is cached, attends as a sequence of its own, and a chunk of what is before it is never short. Knows numbers of
-tokens only.
+computed whatever is cached, attends as a sequence of its own, and a chunk of what is before it is never short. And a model may
+carry states, which can be kept for later prompts where a chunk ends with a block. Knows numbers of tokens only.
 """
 
 from __future__ import annotations
@@ -12,10 +12,12 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class ChunkCuts:
-    """fewest: new tokens of a sequence from which all are treated alike, 0 where any are. block: tokens of a cached block."""
+    """fewest: new tokens of a sequence from which all are treated alike, 0 where any are. block: tokens of a cached block.
+    at_blocks: chunks end with blocks, the last one aside."""
 
     fewest: int = 0
     block: int = 1
+    at_blocks: bool = False
 
     def end(self, known: int) -> int:
         """Where the end of so many tokens begins: the cache is looked up in whole blocks, and the last token never."""
@@ -30,6 +32,8 @@ class ChunkCuts:
 
     def longest(self, start: int, due: int, tokens: int) -> int:
         """How many of the `due` tokens from `start` on a chunk takes that may take so many; perhaps none."""
+        if self.at_blocks:
+            return self._to_end_of_block(start, due, tokens)
         if tokens >= due or not self.fewest:
             return min(tokens, due)
         before = self.end(start + due) - start
@@ -37,6 +41,15 @@ class ChunkCuts:
             return max(0, before)
         taken = min(tokens, before - self.fewest)
         return taken if taken >= self.fewest else 0
+
+    def _to_end_of_block(self, start: int, due: int, tokens: int) -> int:
+        before = self.end(start + due) - start
+        if before <= 0:
+            return min(tokens, due)
+        if tokens >= before:
+            return before
+        end = (start + min(tokens, before - self.fewest)) // self.block * self.block
+        return end - start if end - start >= max(1, self.fewest) else 0
 
 
 NO_CUTS = ChunkCuts()

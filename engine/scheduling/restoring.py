@@ -28,6 +28,7 @@ from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
+from windlass.engine.cache.states import window_of
 from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import MISSED_ONCE, Sequence
 
@@ -158,7 +159,7 @@ class Restoring:
         """Leading blocks of all parts, given per KV group which blocks there are."""
         pools = list(zip(there, self._blocks.pools, strict=True))
         for part in parts:
-            groups = [(blocks, part.window_in(pool.window)) for blocks, pool in pools]
+            groups = [(blocks, window_of(pool, part)) for blocks, pool in pools]
             limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
         return limit
 
@@ -172,7 +173,7 @@ class Restoring:
         """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
         size = self._blocks.block_size
         for group, pool in enumerate(self._blocks.pools):
-            first = first_visible_block(num_blocks * size, handle.window_in(pool.window), size)
+            first = first_visible_block(num_blocks * size, window_of(pool, handle), size)
             for index in range(first, num_blocks):
                 digest = handle.chain.digests[index]
                 if digest not in pool.cached:

@@ -16,7 +16,9 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows
     for block, first, end, fresh in _spans(rows):
         before = torch.zeros_like(window[block]) if fresh else window[block]
         inputs = torch.cat((before, x[first:end].float()))  # [W - 1 + n, C]
-        sums = sum(inputs[i : i + end - first] * weight[:, i] for i in range(width))
+        sums = torch.zeros(end - first, x.shape[1], device=x.device)
+        for i in range(width):
+            sums += inputs[i : i + end - first] * weight[:, i]
         out[first:end] = torch.nn.functional.silu(sums)
         window[block] = inputs[end - first :]
     return out
@@ -27,7 +29,7 @@ def gated_delta_rule(
 ) -> Tensor:
     _, heads, key_dim, value_dim = memory.shape
     tokens, key_width = qkv.shape[0], (qkv.shape[1] - heads * value_dim) // 2
-    q, k, v = qkv.float().split([key_width, key_width, heads * value_dim], dim=1)
+    q, k, v = qkv.float().split_with_sizes([key_width, key_width, heads * value_dim], 1)
     q, k = (_unit(part.reshape(tokens, -1, key_dim)) for part in (q, k))
     q, k = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (q * key_dim**-0.5, k))  # [T, Hv, Dk]
     v = v.reshape(tokens, heads, value_dim)

@@ -359,10 +359,19 @@ def check_memory(
     # What a GPU has in all and a step takes of it is known once the weights are there: the engine counts again.
     share = default_kv_budget(left, config.replicas) if left is None or device == "cpu" else left
     budget = config.cache.memory or share
-    whole = spec.sees_whole_texts
     engines = config.replicas
     most = None if left is None else left // engines
-    cache = plan_cache(config, spec.kv_groups, spec.trained_len, cached, budget, most, beside, whole_prompts=whole)
+    cache = plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        cached,
+        budget,
+        most,
+        beside,
+        whole_prompts=spec.sees_whole_texts,
+        states=spec.state_group,
+    )
     if left is not None and cache.num_bytes * engines > left:
         there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
         raise LoadError(no_room(there, cache.num_bytes * engines, cached, engines))

@@ -160,6 +160,7 @@ def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | 
         budget,
         beside=_a_token(draft),
         whole_prompts=spec.sees_whole_texts,
+        states=spec.state_group,
     )
 
 
@@ -169,7 +170,8 @@ def _tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | N
         plan = _planned(config, model, device, free)
     except LoadError:
         return 0
-    return max(plan.num_blocks) * config.cache.block_size  # layers with a window have fewer
+    pages = plan.num_blocks[: len(model.model.spec.kv_groups)]
+    return max(pages) * config.cache.block_size  # layers with a window have fewer
 
 
 def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:
