@@ -201,5 +201,5 @@ def _shift_context(config: EngineConfig, max_model_len: int) -> int:
 
 def _rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
     """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
-    used = {spec.layers[layer].mixer.rotary_group for layer in group.layers}
+    used = {spec.attention[layer].rotary_group for layer in group.layers}
     return tuple(sorted(index for index in used if index is not None))

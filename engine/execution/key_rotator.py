@@ -26,7 +26,7 @@ class KeyRotator:
 
     def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, backend: Backend) -> None:
         self._layers = [
-            [(layer, spec.layers[layer].mixer.rotary_group) for layer in group.layers] for group in spec.kv_groups
+            [(layer, spec.attention[layer].rotary_group) for layer in group.layers] for group in spec.kv_groups
         ]
         self._cache = cache
         self._block_size = block_size

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
+from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.allocation import allocate, of_layer
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.feed_forward.beside import ExpertsBeside
@@ -24,7 +25,10 @@ from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.head import ClassificationHead
 from windlass.engine.model.layer_inputs import LayerInput, LayerInputs
-from windlass.engine.model.mixers.attention import Attention, SharedAttention
+from windlass.engine.model.mixers.attention import Attention, AttentionInputs, SharedAttention
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta import GatedDelta
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm import Norm
@@ -45,7 +49,7 @@ class DecoderLayer:
     """
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention
+    mixer: Attention | LatentAttention | GatedDelta
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
     feed_forward: FeedForward
@@ -90,11 +94,9 @@ class Decoder:
             self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
         self.first_reader = spec.first_reader
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
-        self._attention = SharedAttention([layer.mixer for layer in spec.layers], rotary_dims)
-        self.layers = [
-            self._layer(index, layer, kind, weights)
-            for index, (layer, kind) in enumerate(zip(spec.layers, self._attention.kind_of_layer, strict=True))
-        ]
+        self._attention = SharedAttention(list(spec.attention.values()), rotary_dims)
+        self._kinds = dict(zip(spec.attention, self._attention.kind_of_layer, strict=True))
+        self.layers = [self._layer(index, layer, weights) for index, layer in enumerate(spec.layers)]
 
     def _rows_of_head(self, embedding: Tensor | BlockWeight) -> Weight:
         """Those of an embedding that is the head too."""
@@ -103,12 +105,11 @@ class Decoder:
             return embedding
         return embedding.narrow(0, *own) if isinstance(embedding, Tensor) else embedding.panels(*own)
 
-    def _layer(self, index: int, layer: LayerSpec, kind: int, weights: dict[str, Any]) -> DecoderLayer:
+    def _layer(self, index: int, layer: LayerSpec, weights: dict[str, Any]) -> DecoderLayer:
         hidden, backend, prefix, eps = self.spec.hidden_size, self.backend, f"layers.{index}.", self.spec.norm_eps
         norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
-        mixer = of_layer(weights, prefix, layer.mixer.weights(hidden))
         feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         beside = given = None
@@ -117,12 +118,10 @@ class Decoder:
             beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
         if layer.input is not None:
             given = LayerInput(layer.input, of_layer(weights, prefix, layer.input.weights(hidden)), eps, backend)
-        owner = None if isinstance(layer.mixer, LatentSpec) else layer.mixer.keys_of
+        owner = layer.mixer.keys_of if isinstance(layer.mixer, AttentionSpec) else None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
-            mixer=LatentAttention(layer.mixer, mixer, kind, backend)
-            if isinstance(layer.mixer, LatentSpec)
-            else Attention(layer.mixer, mixer, eps, kind, backend),
+            mixer=self._mixer(index, layer, of_layer(weights, prefix, layer.mixer.weights(hidden))),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
             feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
@@ -134,6 +133,16 @@ class Decoder:
             input=given,
             scalar=None if layer.scalar is None else weights[f"{prefix}scalar"],
         )
+
+    def _mixer(
+        self, index: int, layer: LayerSpec, weights: Mapping[str, Any]
+    ) -> Attention | LatentAttention | GatedDelta:
+        spec = layer.mixer
+        if isinstance(spec, GatedDeltaSpec):
+            return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
+        if isinstance(spec, LatentSpec):
+            return LatentAttention(spec, weights, self._kinds[index], self.backend)
+        return Attention(spec, weights, self.spec.norm_eps, self._kinds[index], self.backend)
 
     def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
         if isinstance(spec, GatedSpec):
@@ -194,8 +203,7 @@ class Decoder:
                 inputs = self._attention.inputs(batch)
                 x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
-            pages = cache.pages(layer.pages)
-            y = layer.mixer_output_norm(self._summed(layer.mixer.forward(normed, inputs, pages, changes)))
+            y = layer.mixer_output_norm(self._summed(_mixed(layer, index, normed, batch, inputs, cache, changes)))
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
                 x = layer.feed_forward_norm.after_adding(x, y)
@@ -257,3 +265,20 @@ class Decoder:
     def weights(self) -> dict[str, Weight]:
         """Every distinct weight by the name that `ModelSpec.weights` gives it, in that order."""
         return dict(self._weights)
+
+
+def _mixed(
+    layer: DecoderLayer,
+    index: int,
+    normed: Tensor,
+    batch: ForwardBatch,
+    inputs: AttentionInputs,
+    cache: KVStorage,
+    changes: LayerChanges | None,
+) -> Tensor:
+    """What the mixer of the layer of this index makes of its input, both [T, hidden]."""
+    if isinstance(layer.mixer, GatedDelta):
+        rows = batch.state_rows
+        assert rows is not None
+        return layer.mixer.forward(normed, rows, cache.states(index), changes)
+    return layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)

@@ -19,6 +19,7 @@ from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.head_spec import HeadSpec
 from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
@@ -72,7 +73,7 @@ class LayerSpec:
     the name of a tensor of one number by which the stream is multiplied at the end.
     """
 
-    mixer: AttentionSpec | LatentSpec
+    mixer: AttentionSpec | LatentSpec | GatedDeltaSpec
     feed_forward: FeedForwardSpec
     norms: LayerNorms = LayerNorms()
     beside: BesideSpec | None = None
@@ -178,6 +179,12 @@ class ModelSpec:
         return self.norms_follow_rotation or any(one is not None for one in temperatures)
 
     @property
+    def attention(self) -> dict[int, AttentionSpec | LatentSpec]:
+        """Of the layers that read cached keys, by their indices; the others carry a state."""
+        mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
+        return {index: mixer for index, mixer in mixers.items() if not isinstance(mixer, GatedDeltaSpec)}
+
+    @property
     def has_chunks(self) -> bool:
         """Whether layers see chunks that begin at multiples of a length."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)
@@ -203,7 +210,7 @@ class ModelSpec:
         found = None
         for index in reversed(range(len(self.layers))):
             mixer = self.layers[index].mixer
-            if isinstance(mixer, LatentSpec) or mixer.keys_of is None:
+            if not isinstance(mixer, AttentionSpec) or mixer.keys_of is None:
                 break
             found = index
         return found
@@ -211,7 +218,7 @@ class ModelSpec:
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The kinds of windows that the layers have, each once."""
-        return windows_of([layer.mixer for layer in self.layers])
+        return windows_of(list(self.attention.values()))
 
     @property
     def scores_by_absolute_position(self) -> bool:

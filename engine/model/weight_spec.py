@@ -13,8 +13,9 @@ from typing import Literal
 # "table": rows are gathered from it; "wide table": of one that takes more memory than all else. "head": it is multiplied by and
 # kept at 8 bits where matrices are narrower.
 # "heads": a small matrix for each head, below one another, of a plain type: no quantization changes them.
-# "expert": a matrix that only some tokens meet. "score": a head of few classes or a router, in float32 as norms are; "shift":
-# what a norm or a router adds; "number": one number of an activation.
+# "expert": a matrix that only some tokens meet. "score": a head of few classes, a router or a convolution of channels, in float32
+# as norms are; "shift": what a norm or a router adds, and other vectors that norms' offset is not for; "number": one number of an
+# activation.
 WeightKind = Literal[
     "table",
     "wide table",
@@ -76,12 +77,24 @@ class FusedHeads:
 
 
 @dataclass(frozen=True, slots=True)
+class PartsByTurns:
+    """Parts that a tensor holds by turns, where the decoder has each of them as one, in their order.
+
+    They are in `turns` turns, each of sizes[i] rows of part i.
+    """
+
+    turns: int
+    sizes: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
 class StoredTensor:
     """A tensor of a checkpoint. rows: of the weight that it becomes a part of. role: of those in a layer's matrices.
 
     unit_rows: each row is divided by its length when it is loaded (Baichuan 2). A name that ends in "[3]" is the fourth of the
     tensors that the one before the bracket holds along its first dimension. transposed: it has columns where the weight has
     rows. alternating: its rows are those of two parts by turns. by_head: into how many rows the tensor of a vector is folded.
+    channels: it is [rows, 1, columns], as a convolution of each channel is. made: what becomes of its numbers, float32.
     """
 
     name: str
@@ -94,6 +107,9 @@ class StoredTensor:
     alternating: bool = False
     by_head: int | None = None
     rotary_last: RotaryLast | None = None
+    by_turns: PartsByTurns | None = None
+    channels: bool = False
+    made: Literal["exp"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

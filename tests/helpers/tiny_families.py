@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
-OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3", "VaultGemma", "Nemotron")
+OFFSET_NORMS = ("Gemma", "Gemma2", "Gemma3", "VaultGemma", "Nemotron", "Qwen3_5", "Qwen3_5Moe", "Qwen3Next")
+TEXT_PARTS = ("Gemma3", "Gemma4", "Llama4", "Qwen3_5", "Qwen3_5Moe")  # whose configs are called after them
 # Where a family has other names for its sizes.
 COMMON: dict[str, dict[str, Any]] = {}
 _SIZES = {
@@ -61,6 +62,17 @@ _GEMMA4 = {
     "final_logit_softcapping": 5.0,
 }
 _IN_TURN = ["sliding_attention", "full_attention"]
+# Two heads of values to each of keys, and sizes that all differ.
+_DELTA = {
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
+    "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4,
+    "linear_key_head_dim": 12,
+    "linear_value_head_dim": 10,
+    "linear_conv_kernel_dim": 4,
+    "partial_rotary_factor": 0.5,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -188,6 +200,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_half": ("DeepseekV3", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 4, "rope_interleave": False}),
     "youtu": ("Youtu", _LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}),
+    "qwen3_5": ("Qwen3_5", {**_DELTA, "attention_bias": True}),
     "minicpm3": (
         "MiniCPM3",
         {

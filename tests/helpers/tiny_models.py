@@ -115,9 +115,7 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
     if family in tiny_plain.FAMILIES:
         return tiny_plain.save(family, directory, seed, **overrides)
     name, settings = (FAMILIES | tiny_families.FAMILIES | tiny_experts.FAMILIES)[family]
-    config_class = getattr(
-        transformers, f"{name}TextConfig" if name in ("Gemma3", "Gemma4", "Llama4") else f"{name}Config"
-    )
+    config_class = getattr(transformers, f"{name}TextConfig" if name in tiny_families.TEXT_PARTS else f"{name}Config")
     common = tiny_families.COMMON.get(family, SIZES)
     config = config_class(**{**common, **settings, **overrides})
     torch.manual_seed(seed)
@@ -130,7 +128,7 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
                 ("q_norm.weight", "k_norm.weight")
             )  # some with a row for each head
             parameter.normal_(0.0, 0.3) if vector else parameter.mul_(4.0)
-            if vector and name not in tiny_families.OFFSET_NORMS:
+            if vector and (name not in tiny_families.OFFSET_NORMS or key.endswith("linear_attn.norm.weight")):
                 parameter.add_(1.0)
             if name == "Gemma4" and key.endswith(
                 "q_norm.weight"
@@ -171,6 +169,7 @@ class Reference:
 
         def rotary(x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
             spec = by_name.get(layer_type or "", fallback)
+            position_ids = position_ids[0] if position_ids.dim() > 2 else position_ids  # those of images, equal on text
             inv_freq = torch.tensor(spec.inv_freq, dtype=torch.float64)
             angle = position_ids[..., None].double() * inv_freq
             if is_complex:

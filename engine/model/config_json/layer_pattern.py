@@ -32,7 +32,7 @@ def read_layer_pattern(config: Config, rules: ConfigRules) -> tuple[LayerPattern
     count = read_size(config, "num_hidden_layers", rules.num_hidden_layers, most=_MOST_LAYERS)
     windowed = config.get("sliding_window", rules.sliding_window) is not None
     rotates = _rotating(config, rules, count)
-    facts = LayerFacts(count, _layer_types(config, count), rotates, windowed)
+    facts = LayerFacts(count, _layer_types(config, count, rules.other_layers), rotates, windowed)
     kinds, groups = rules.layer_pattern(config, facts)
     return tuple(
         LayerPattern(
@@ -45,17 +45,18 @@ def read_layer_pattern(config: Config, rules: ConfigRules) -> tuple[LayerPattern
     )
 
 
-def _layer_types(config: Config, count: int) -> list[str] | None:
+def _layer_types(config: Config, count: int, others: tuple[str, ...]) -> list[str] | None:
     types = config.get("layer_types")
     if types is None:
         return None
     if not isinstance(types, list) or not types:
         raise LoadError("config.json: layer_types must be a list with one name per layer")
-    unknown = sorted({str(kind) for kind in types} - set(GROUP_NAMES))
+    known = (*GROUP_NAMES, *others)
+    unknown = sorted({str(kind) for kind in types} - set(known))
     if unknown:
-        raise LoadError(f"config.json: layer_types has {shown(unknown[0])}: known are {', '.join(GROUP_NAMES)}")
+        raise LoadError(f"config.json: layer_types has {shown(unknown[0])}: known are {', '.join(known)}")
     if len(types) != count:
-        raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(GROUP_NAMES)}")
+        raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(known)}")
     return types
 
 

@@ -28,8 +28,8 @@ class ConfigRules:
     rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_layers_alone:
     `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
     wide. full_head_dim: of layers that see everything, where their heads have another size, under `full_head_dim_key`.
-    longrope_names: older names of longrope that mean something else elsewhere. rewrite: the config in the names that
-    other families have, where this one has its own.
+    longrope_names: older names of longrope that mean something else elsewhere. other_layers: what `layer_types` may have beside
+    kinds of attention. rewrite: the config in the names that other families have, where this one has its own.
     """
 
     max_position_embeddings: int
@@ -57,6 +57,7 @@ class ConfigRules:
     query_temperature: bool = False
     scales_full_layers_alone: bool = False
     longrope_names: tuple[str, ...] = ("su",)
+    other_layers: tuple[str, ...] = ()
     rewrite: Rewrite = dict
 
 

@@ -37,8 +37,7 @@ _UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AW
 # By the name of the class in front of "For…", in small letters.
 _KINDS = {
     "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,": frozenset(
-        "bamba falconh1 jamba kimilinear minimax nemotronh olmohybrid qwen3next qwen3_5 "
-        "qwen3_5moe recurrentgemma zamba zamba2".split()
+        "bamba falconh1 jamba kimilinear minimax nemotronh olmohybrid recurrentgemma zamba zamba2".split()
     ),
     "a hybrid of attention and convolutions, whose state is no cache of keys and values,": frozenset(
         {"lfm2", "lfm2moe"}

@@ -12,6 +12,7 @@ from windlass.engine.model.families.encoders import EUROBERT, MODERNBERT, NOMIC_
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
+from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.gemma4 import GEMMA4
@@ -119,6 +120,9 @@ FAMILIES = (
     YOUTU,
     GLM4_MOE_LITE,
     MINICPM3,
+    QWEN3_5,
+    QWEN3_5_MOE,
+    QWEN3_NEXT,
     GPT2,
     BLOOM,
     MODERNBERT,

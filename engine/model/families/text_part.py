@@ -55,6 +55,8 @@ MULTIMODAL = (
     Multimodal("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", "qwen2_5_vl_text", flat=True),
     Multimodal("Qwen3VLForConditionalGeneration", "Qwen 3 VL", "qwen3_vl_text"),
     Multimodal("Qwen3VLMoeForConditionalGeneration", "Qwen 3 VL MoE", "qwen3_vl_moe_text"),
+    Multimodal("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6", "qwen3_5_text"),
+    Multimodal("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 MoE", "qwen3_5_moe_text"),
     Multimodal("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
 )
 

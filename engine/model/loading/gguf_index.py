@@ -18,6 +18,8 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 
@@ -97,6 +99,9 @@ class GgufIndex:
             return spec
         layers = []
         for layer in spec.layers:
+            if isinstance(layer.mixer, GatedDeltaSpec):
+                layers.append(layer)
+                continue
             group = layer.mixer.rotary_group
             pairs = 0 if group is None else spec.rotary_groups[group].base.rotary_dim
             mixer = (
@@ -124,7 +129,7 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
 
 def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
     mixer = layer.mixer
-    if isinstance(mixer, LatentSpec):
+    if not isinstance(mixer, AttentionSpec):
         return layer
     return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
 

@@ -75,6 +75,8 @@ def _shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
     """Of a tensor in a checkpoint."""
     if tensor.by_head is not None:
         return [tensor.by_head, tensor.rows // tensor.by_head]
+    if tensor.channels:
+        return [tensor.rows, 1, *weight.shape[1:]]
     shape = [tensor.rows, *weight.shape[1:]]
     return shape[::-1] if tensor.transposed else shape
 

@@ -54,6 +54,9 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
             (fused.queries, fused.keys, fused.keys), 1
         )  # each [blocks, heads of a block, D]
         by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
+    if (turns := tensor.by_turns) is not None:
+        by_turn = torch.arange(tensor.rows).view(turns.turns, -1).split_with_sizes(turns.sizes, 1)
+        by_part = torch.cat([part.flatten() for part in by_turn])
     heads = tensor.interleaved
     if heads is None:
         return by_part

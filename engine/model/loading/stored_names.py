@@ -73,15 +73,20 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
 
 
 def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
-    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows].
+    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows], or each in
+    tensors of its own.
 
     Writers of the same class have differed in that. spec: under the names that the files have.
     """
+
+    each_own = {name.rpartition(".")[0].rpartition(".")[0] for name in headers}
 
     def turned(index: int, part: AnyFeedForward) -> AnyFeedForward:
         stacks = part.names.stacks if isinstance(part, ExpertsSpec) else None
         if not isinstance(part, ExpertsSpec) or stacks is None:
             return part
+        if f"{spec.names.layers}.{index}.{part.names.experts}.0" in each_own:
+            return cast(AnyFeedForward, replace(part, names=replace(part.names, stacks=None)))
         wide, hidden = part.intermediate_size, spec.hidden_size
         found = {
             tuple(header.shape[1:]) == shape[::-1]

@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
 
 import torch
 from safetensors import SafetensorError
@@ -49,6 +50,7 @@ class _WeightTarget:
     rows: which row of the checkpoint's tensor becomes each row of the view; None: in order. unit_rows: divided by their length.
     transposed: once its columns have become rows. by_head: into how many rows the checkpoint's tensor is folded.
     columns: of those that are read whole, the first that the view has, and how many; None: all. zeros: it gets them instead.
+    made: what becomes of its numbers once they are there.
     """
 
     view: Tensor | _Rows
@@ -59,6 +61,7 @@ class _WeightTarget:
     by_head: int | None = None
     columns: Run | None = None
     zeros: bool = False
+    made: Literal["exp"] | None = None
 
     @property
     def wants_whole(self) -> bool:
@@ -77,6 +80,7 @@ class _WeightTarget:
         """
         tensor = tensor.t() if self.transposed else tensor
         tensor = tensor if self.by_head is None else tensor.reshape(-1)
+        tensor = tensor if tensor.dim() < 3 else tensor.squeeze(1)
         tensor = tensor if self.columns is None else tensor.narrow(1, *self.columns)
         ordered = tensor if self.rows is None else tensor[self.rows]
         view = _rows_of(self.view, first, len(ordered))
@@ -97,6 +101,8 @@ class _WeightTarget:
             view.copy_(ordered)
         if self.offset:
             view.add_(self.offset)
+        if self.made == "exp":
+            view.exp_()
 
 
 def _rows_of(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:
@@ -134,7 +140,15 @@ def _targets(decoder: Decoder, part: ModelPart | None) -> tuple[dict[str, _Weigh
             first += tensor.rows
             zeros = own.first_only and part is not None and part.rank > 0
             targets[tensor.name] = _WeightTarget(
-                view, offset, picked.rows, tensor.unit_rows, tensor.transposed, tensor.by_head, picked.columns, zeros
+                view,
+                offset,
+                picked.rows,
+                tensor.unit_rows,
+                tensor.transposed,
+                tensor.by_head,
+                picked.columns,
+                zeros,
+                tensor.made,
             )
             if picked.runs is not None:
                 columns = None if own.columns is None else (spec.shape[1], *own.columns)

@@ -27,7 +27,7 @@ from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
 class AttentionWeights:
     """As `AttentionSpec.weights` lists them. Norm weights are float32, offset applied."""
 
-    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden], or fewer heads, see `AttentionSpec.projected_heads`
+    qkv: Weight  # [(Hq + 2 Hkv) * D, hidden], or fewer heads, see `AttentionSpec.projected_heads`; gates behind queries
     out: Weight  # [hidden, Hq * D]
     qkv_bias: Tensor | None = None
     out_bias: Tensor | None = None
@@ -240,7 +240,7 @@ class Attention:
         if spec.clip is not None:
             backend.clip(projected, spec.clip)
         counts = spec.projected_heads
-        q, k, v = projected.view(x.shape[0], sum(counts), dim).split_with_sizes(counts, 1)  # [T, H, D] views
+        q, gates, k, v = projected.view(x.shape[0], sum(counts), dim).split_with_sizes(counts, 1)  # [T, H, D] views
         if spec.keys_as_values:
             v = k
         after = spec.qk_norm == "after"
@@ -249,7 +249,7 @@ class Attention:
             backend.scale_rows(projected[:, : (heads + kv_heads) * dim], inputs.growths[spec.rotary_group or 0])
         if self._q_norm is not None:
             if spec.qk_norm == "all heads":
-                q, k, _ = projected.split_with_sizes([count * dim for count in counts], 1)
+                q, k = q.flatten(1), k.flatten(1)
             q = self._q_norm(q).view(-1, heads, dim)
         if self._k_norm is not None:
             k = self._k_norm(k).view(-1, kv_heads, dim)
@@ -275,6 +275,8 @@ class Attention:
             if changes is not None:
                 changes.add("gate", gate, x)
             backend.gate_by_sigmoid(attended, gate)
+        if spec.gated_queries:
+            backend.gate_by_sigmoid(attended, gates.flatten(1))
         out = backend.linear(attended, w.out, w.out_bias)
         if changes is not None:
             changes.add("out", out, attended)

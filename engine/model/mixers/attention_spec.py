@@ -11,7 +11,14 @@ from typing import Literal
 
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
-from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, StoredTensor, WeightSpec, projection
+from windlass.engine.model.weight_spec import (
+    FusedHeads,
+    InterleavedHeads,
+    PartsByTurns,
+    StoredTensor,
+    WeightSpec,
+    projection,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +59,9 @@ class AttentionSpec:
     alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409) times this; 0: they do not. chunked:
     a query sees the keys of its own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
     values_normed: each head of a value is divided by its root mean square. keys_as_values: what is projected to a key is, before
-    its norm, the value too. keys_of: the layer whose cached keys and values queries meet; this one makes none.
+    its norm, the value too. keys_of: the layer whose cached keys and values queries meet; this one makes none. gated_queries: the
+    projection of queries makes of each head its query and behind it a gate, whose sigmoid multiplies what attention gives;
+    where queries and keys are normed before the rotation, if at all.
     """
 
     num_heads: int
@@ -78,13 +87,15 @@ class AttentionSpec:
     values_normed: bool = False
     keys_as_values: bool = False
     keys_of: int | None = None
+    gated_queries: bool = False
 
     @property
-    def projected_heads(self) -> tuple[int, int, int]:
-        """How many heads of queries, keys and values are projected."""
+    def projected_heads(self) -> tuple[int, int, int, int]:
+        """How many heads of queries, of their gates, of keys and of values are projected."""
+        gates = self.num_heads if self.gated_queries else 0
         if self.keys_of is not None:
-            return self.num_heads, 0, 0
-        return self.num_heads, self.num_kv_heads, 0 if self.keys_as_values else self.num_kv_heads
+            return self.num_heads, gates, 0, 0
+        return self.num_heads, gates, self.num_kv_heads, 0 if self.keys_as_values else self.num_kv_heads
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `AttentionWeights`: projections fused, so that each input is read once."""
@@ -95,12 +106,15 @@ class AttentionSpec:
             size = q_size + 2 * kv_size
             qkv = [StoredTensor(names.qkv, size, order, self._fused(), "q k v", transposed=names.transposed)]
         else:
+            queries, gates, keys, values = self.projected_heads
+            gated = PartsByTurns(heads, (self.head_dim, self.head_dim)) if gates else None
+            q_rows = (queries + gates) * self.head_dim
             qkv = [
-                StoredTensor(names.q, q_size, self._interleaved(heads), role="q"),
+                StoredTensor(names.q, q_rows, self._interleaved(heads), role="q", by_turns=gated),
                 StoredTensor(names.k, kv_size, self._interleaved(kv_heads), role="v" if self.keys_as_values else "k"),
                 StoredTensor(names.v, kv_size, role="v"),
             ]
-            qkv = [tensor for tensor, count in zip(qkv, self.projected_heads, strict=True) if count]
+            qkv = [tensor for tensor, count in zip(qkv, (queries, keys, values), strict=True) if count]
         result = projection("qkv", qkv, hidden_size, bias=self.qkv_bias)
         out = StoredTensor(names.out, hidden_size, role="out", transposed=names.transposed)
         result += projection("out", [out], q_size, bias=self.out_bias)

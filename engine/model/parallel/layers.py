@@ -14,6 +14,7 @@ from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.parallel.shares import Run, WeightSlice, share
 from windlass.engine.model.spec import FeedForwardSpec
@@ -34,12 +35,14 @@ UnitOf = Callable[[str], int]
 
 
 def split_attention(
-    spec: AttentionSpec | LatentSpec, seat: RankPlace, unit_of: UnitOf
+    spec: AttentionSpec | LatentSpec | GatedDeltaSpec, seat: RankPlace, unit_of: UnitOf
 ) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
     """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
     whole. Raises LoadError."""
     if isinstance(spec, LatentSpec):
         raise refusal("latent attention is not split")
+    if isinstance(spec, GatedDeltaSpec):
+        raise refusal("a layer that carries a state is not split")
     if reason := _attention_refusal(spec):
         raise refusal(f"{reason} is not split")
     first, count = share(spec.num_kv_heads, seat.rank, seat.ranks)
@@ -52,7 +55,8 @@ def split_attention(
     q, k = _times(heads, dim), _times((first, count), dim)
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
     fit(OPTION, q, q_size, unit_of("out"), "heads", seat)
-    parts = q, _behind(k, q_size), _behind(k, q_size + kv_size)
+    keys = 2 * q_size if spec.gated_queries else q_size
+    parts = q, _behind(q, q_size), _behind(k, keys), _behind(k, keys + kv_size)
     qkv = WeightSlice(tuple(part for part, heads in zip(parts, spec.projected_heads, strict=True) if heads))
     slices = {
         "qkv": qkv,

@@ -1,0 +1,171 @@
+"""Families most of whose layers carry a state in place of reading cached keys (Gated DeltaNet): Qwen 3.5, dense and of experts,
+and Qwen3-Next. The others attend, by queries with gates."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
+from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
+from windlass.engine.model.spec import ModelSpec
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+LINEAR_ATTENTION = "linear_attention"
+_SIZES = {
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_conv_kernel_dim": 4,
+}
+# What their config.json says of what always holds, or of parts that are not loaded, and what values that may have; None: any.
+_ALWAYS = {
+    "attn_output_gate": (True,),
+    "output_gate_type": ("swish", "silu"),
+    "hidden_act": ("silu", "swish"),
+    "mamba_ssm_dtype": None,  # states are float32
+    "mtp_num_hidden_layers": None,
+    "mtp_use_dedicated_embeddings": None,
+}
+_READ = frozenset((*_SIZES, *_ALWAYS, "full_attention_interval"))
+
+
+def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
+    """Every n-th layer, the fourth by default, attends, the others carry a state; `layer_types` says it layer by layer."""
+    interval = read_size(config, "full_attention_interval", 4)
+    return given or [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(count)]
+
+
+def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Those that attend see everything; all of these rotate alike."""
+    kinds = _kinds(config, facts.count, facts.given)
+    if SLIDING_ATTENTION in kinds:
+        raise LoadError(
+            f"config.json: layer_types has {SLIDING_ATTENTION!r}: this model_type has {FULL_ATTENTION} and {LINEAR_ATTENTION}"
+        )
+    if FULL_ATTENTION not in kinds:
+        raise LoadError(
+            f"config.json: no layer is {FULL_ATTENTION}: a model that carries states alone, and caches no keys, is not supported"
+        )
+    return kinds, [FULL_ATTENTION] * facts.count
+
+
+def _as_published(family: Family, config: Config) -> Family:
+    """The family. Raises LoadError for what would make another model of it."""
+    for key, known in _ALWAYS.items():
+        found = config.get(key)
+        if known is not None and found is not None and found not in known:
+            raise LoadError(f"config.json sets {key}={shown(found)}, which changes the model and is not supported")
+    return family
+
+
+def _with_states(names: DeltaNames) -> Callable[[ModelSpec, Config], ModelSpec]:
+    """From the spec of a decoder all of whose layers attend to that with the layers that carry a state in their places."""
+
+    def refine(spec: ModelSpec, config: Config) -> ModelSpec:
+        delta, kinds = _delta(config, names), _kinds(config, len(spec.layers), config.get("layer_types"))
+        layers = []
+        for layer, kind in zip(spec.layers, kinds, strict=True):
+            assert isinstance(layer.mixer, AttentionSpec)
+            attention = replace(layer.mixer, gated_queries=True)
+            layers.append(replace(layer, mixer=attention if kind == FULL_ATTENTION else delta))
+        attending, others = (
+            tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted)
+            for wanted in (True, False)
+        )
+        (group,) = spec.kv_groups
+        return replace(
+            spec,
+            layers=tuple(layers),
+            kv_groups=(replace(group, layers=attending),),
+            state_group=delta.state_group(others) if others else None,
+        )
+
+    return refine
+
+
+def _delta(config: Config, names: DeltaNames) -> GatedDeltaSpec:
+    key_heads, heads, key_dim, value_dim, width = (read_size(config, key, value) for key, value in _SIZES.items())
+    if heads % key_heads:
+        raise LoadError(
+            f"config.json: linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}"
+        )
+    if width < 2:
+        raise LoadError("config.json: linear_conv_kernel_dim 1 is no convolution, which is not supported")
+    return GatedDeltaSpec(key_heads, heads, key_dim, value_dim, width, names)
+
+
+QWEN3_5 = Family(
+    architecture="Qwen3_5ForCausalLM",
+    title="Qwen 3.5",
+    model_type="qwen3_5_text",
+    text_part="Text",
+    rules=ConfigRules(
+        layer_pattern=_some_attend,
+        max_position_embeddings=32_768,
+        num_attention_heads=16,
+        num_key_value_heads=4,
+        head_dim=256,
+        partial_rotary_factor=0.25,
+        other_layers=(LINEAR_ATTENTION,),
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="before",
+    norm_offset=1.0,
+    variant=_as_published,
+    refine=_with_states(DeltaNames()),
+    reads=_READ | {"mlp_only_layers"},  # an empty list
+    unused=("mtp.",),
+)
+
+_EXPERTS = ExpertsRules(
+    experts=256,
+    top_k=8,
+    width=512,
+    shared=SharedExpert(width_key="shared_expert_intermediate_size", default=512),
+    names=ExpertsNames(
+        shared=GatedNames(
+            "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
+        ),
+        shared_gate="mlp.shared_expert_gate",
+        stacks=ExpertStacks("mlp.experts.gate_up_proj", "mlp.experts.down_proj"),
+    ),
+)
+
+QWEN3_5_MOE = replace(
+    QWEN3_5,
+    architecture="Qwen3_5MoeForCausalLM",
+    title="Qwen 3.5 MoE",
+    model_type="qwen3_5_moe_text",
+    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=40, num_key_value_heads=2),
+    experts=replace(_EXPERTS, more_keys=frozenset({"mlp_only_layers", "norm_topk_prob"})),
+)
+
+QWEN3_NEXT = replace(
+    QWEN3_5,
+    architecture="Qwen3NextForCausalLM",
+    title="Qwen3-Next",
+    model_type="qwen3_next",
+    text_part="",
+    rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=2),
+    refine=_with_states(DeltaNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
+    experts=replace(
+        _EXPERTS,
+        experts=512,
+        top_k=10,
+        normalized_key="norm_topk_prob",
+        dense=every_nth_layer,
+        more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
+    ),
+)

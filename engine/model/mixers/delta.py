@@ -1,0 +1,56 @@
+"""A layer that carries a state from token to token, in place of reading all keys before it (Gated DeltaNet, arXiv 2412.06464).
+
+Knows its spec, its weights and the backend. It knows no other layer, no checkpoint and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from torch import Tensor
+
+from windlass.engine.model.adapters.adapter import LayerChanges
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
+from windlass.kernels import Backend, StatePages, StateRows, Weight
+
+
+@dataclass(slots=True)
+class DeltaWeights:
+    """As `GatedDeltaSpec.weights` lists them. Hk heads of keys of D numbers, H heads of values of V; C = 2 Hk D + H V channels."""
+
+    projections: Weight  # [C + H V + 2 H, hidden]: queries, keys and values, gates, strengths, decays
+    convolution: Tensor  # [C, width] float32
+    rate: Tensor  # [H] float32
+    decay_bias: Tensor  # [H] float32
+    norm: Tensor  # [V] float32
+    out: Weight  # [hidden, H V]
+
+
+class GatedDelta:
+    """Projects, convolves, reads and corrects the memory, norms what each head read, gates it, projects back.
+
+    weights: the fields of `DeltaWeights`.
+    """
+
+    def __init__(self, spec: GatedDeltaSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+        self.spec = spec
+        self.weights = DeltaWeights(**weights)
+        self._norm_eps, self._backend = norm_eps, backend
+
+    def forward(self, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None) -> Tensor:
+        """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
+        spec, w, backend = self.spec, self.weights, self._backend
+        projected = backend.linear(x, w.projections)
+        if changes is not None:
+            changes.add("projections", projected, x)
+        qkv, gate, strength, decay = projected.split_with_sizes(spec.projected, 1)
+        qkv = backend.short_convolution(qkv, w.convolution, states.window, rows)
+        read = backend.gated_delta_rule(qkv, decay, strength, w.rate, w.decay_bias, states.memory, rows)  # [T, H V]
+        normed = backend.rms_norm(read.view(-1, spec.heads, spec.value_dim), w.norm, self._norm_eps).view(read.shape)
+        backend.multiply(normed, backend.activation(gate, "silu"))
+        out = backend.linear(normed, w.out)
+        if changes is not None:
+            changes.add("out", out, normed)
+        return out

@@ -1,0 +1,94 @@
+"""The description of a layer that carries a state from token to token (Gated DeltaNet, arXiv 2412.06464): shapes, weights, names.
+
+Imports no torch: the API process reads specs.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from windlass.engine.cache.layout import StateGroupSpec
+from windlass.engine.model.weight_spec import PartsByTurns, StoredTensor, WeightSpec, projection
+
+
+@dataclass(frozen=True, slots=True)
+class DeltaNames:
+    """Of a checkpoint's tensors, within their layer.
+
+    qkv, gate, strength, decay: what is projected, a tensor each; or qkvz and ba, which hold of each head of keys its query, its
+    key, and the values and gates of the heads that share it, and the strengths and decays of those.
+    """
+
+    qkv: str = "linear_attn.in_proj_qkv"
+    gate: str = "linear_attn.in_proj_z"
+    strength: str = "linear_attn.in_proj_b"
+    decay: str = "linear_attn.in_proj_a"
+    qkvz: str | None = None
+    ba: str | None = None
+    convolution: str = "linear_attn.conv1d"
+    rate: str = "linear_attn.A_log"
+    decay_bias: str = "linear_attn.dt_bias"
+    norm: str = "linear_attn.norm"
+    out: str = "linear_attn.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class GatedDeltaSpec:
+    """One layer. heads: of its memory, each with values of value_dim; they share key_heads heads of queries and keys of key_dim.
+
+    width: of the convolution, in tokens.
+    """
+
+    key_heads: int
+    heads: int
+    key_dim: int
+    value_dim: int
+    width: int
+    names: DeltaNames = field(default_factory=DeltaNames)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution: queries, keys and values."""
+        return 2 * self.key_heads * self.key_dim + self.values
+
+    @property
+    def values(self) -> int:
+        """Of all heads."""
+        return self.heads * self.value_dim
+
+    @property
+    def projected(self) -> tuple[int, int, int, int]:
+        """How many numbers of each kind are projected: queries, keys and values; gates; strengths; decays."""
+        return self.channels, self.values, self.heads, self.heads
+
+    def state_group(self, layers: tuple[int, ...]) -> StateGroupSpec:
+        """The states of these layers, all of this kind."""
+        return StateGroupSpec(layers, self.channels, self.width, self.heads, self.key_dim, self.value_dim)
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `DeltaWeights`. Strengths and decays, a row for each head, have no role: they keep more bits."""
+        names = self.names
+        channels, values, strengths, decays = self.projected
+        if names.qkvz is not None and names.ba is not None:
+            shared = self.heads // self.key_heads
+            wide = PartsByTurns(self.key_heads, (self.key_dim, self.key_dim, *[shared * self.value_dim] * 2))
+            stored = [
+                StoredTensor(names.qkvz, channels + values, role="q k v", by_turns=wide),
+                StoredTensor(names.ba, strengths + decays, by_turns=PartsByTurns(self.key_heads, (shared, shared))),
+            ]
+        else:
+            stored = [
+                StoredTensor(names.qkv, channels, role="q k v"),
+                StoredTensor(names.gate, values, role="gate"),
+                StoredTensor(names.strength, strengths),
+                StoredTensor(names.decay, decays),
+            ]
+        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=True)
+        return (
+            *projection("projections", stored, hidden_size, bias=False),
+            WeightSpec("convolution", "score", (channels, self.width), (taps,)),
+            WeightSpec("rate", "shift", (self.heads,), (StoredTensor(names.rate, self.heads, made="exp"),)),
+            WeightSpec("decay_bias", "shift", (self.heads,), (StoredTensor(names.decay_bias, self.heads),)),
+            WeightSpec("norm", "shift", (self.value_dim,), (StoredTensor(f"{names.norm}.weight", self.value_dim),)),
+            *projection("out", [StoredTensor(names.out, hidden_size, role="out")], values, bias=False),
+        )
