@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Any
 
+from helpers.tiny_families import DELTA
+
 # Ends of names of parameters and buffers that are zero unless they are filled.
 BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
 
@@ -40,6 +42,34 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         },
     ),
     "qwen3_moe": ("Qwen3Moe", {**_SPARSE, "num_experts": 6, "norm_topk_prob": True, "decoder_sparse_step": 2}),
+    "qwen3_5_moe": (
+        "Qwen3_5Moe",
+        {**DELTA, **_SPARSE, "num_experts": 6, "shared_expert_intermediate_size": 32},
+    ),
+    "qwen3_next": (
+        "Qwen3Next",
+        {
+            **DELTA,
+            **_SPARSE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "shared_expert_intermediate_size": 32,
+            "norm_topk_prob": False,
+            "mlp_only_layers": [1, 4],
+        },
+    ),
+    "qwen3_next_interval": (
+        "Qwen3Next",
+        {
+            **DELTA,
+            **_SPARSE,
+            "layer_types": None,
+            "full_attention_interval": 2,
+            "num_experts": 6,
+            "shared_expert_intermediate_size": 32,
+            "decoder_sparse_step": 2,
+        },
+    ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),
     "granitemoe": ("GraniteMoe", _GRANITE),
     "granitemoeshared": ("GraniteMoeShared", {**_GRANITE, "shared_intermediate_size": 32}),

@@ -62,8 +62,10 @@ _GEMMA4 = {
     "final_logit_softcapping": 5.0,
 }
 _IN_TURN = ["sliding_attention", "full_attention"]
-# Two heads of values to each of keys, and sizes that all differ.
-_DELTA = {
+# Two heads of values to each of keys, and sizes that all differ. What heads read is normed, and now and then all but zero: with a
+# smaller eps, float32 would not be near enough to itself.
+DELTA = {
+    "rms_norm_eps": 1e-3,
     "num_hidden_layers": 5,
     "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
     "linear_num_key_heads": 2,
@@ -200,7 +202,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_half": ("DeepseekV3", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 4, "rope_interleave": False}),
     "youtu": ("Youtu", _LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}),
-    "qwen3_5": ("Qwen3_5", {**_DELTA, "attention_bias": True}),
+    "qwen3_5": ("Qwen3_5", {**DELTA, "attention_bias": True}),
     "minicpm3": (
         "MiniCPM3",
         {

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 import transformers
+from helpers.tiny_families import DELTA
 from helpers.tiny_models import SIZES
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -36,6 +37,7 @@ def _three_parts(*sections: int, **others: Any) -> dict[str, Any]:
     }
 
 
+_OFFSET_NORMS = ("gemma3", "qwen3_5", "qwen3_5_moe")
 _GEMMA4 = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"] * 2, "global_head_dim": 32}
 
 # By `model_type`, behind which may stand that of the text part: what the text part has beside or in place of the sizes above.
@@ -100,6 +102,14 @@ MODELS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl": _three_parts(4, 2, 2),
     "qwen3_vl": _three_parts(4, 2, 2, mrope_interleaved=True),
     "qwen3_vl_moe": {**_three_parts(4, 2, 2, mrope_interleaved=True), **_EXPERTS, "num_experts": 8},
+    "qwen3_5": {**_three_parts(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5), **DELTA},
+    "qwen3_5_moe": {
+        **_three_parts(2, 1, 1, mrope_interleaved=True, partial_rotary_factor=0.5),
+        **DELTA,
+        **_EXPERTS,
+        "shared_expert_intermediate_size": 32,
+        "num_experts": 8,
+    },
     "smolvlm": {},
 }
 
@@ -122,7 +132,8 @@ def make_multimodal(name: str, directory: Path) -> Path:
             if parameter.dim() > 1:
                 parameter.mul_(4.0)  # peaked attention, in which mistakes show
             else:
-                parameter.normal_(0.0, 0.3).add_(0.0 if model_type == "gemma3" else 1.0)
+                offset = model_type in _OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
+                parameter.normal_(0.0, 0.3).add_(0.0 if offset else 1.0)
         for key, tensor in (*model.named_buffers(), *model.named_parameters()):
             if key.endswith("e_score_correction_bias"):  # zeros otherwise
                 tensor.normal_(0.0, 0.3)
