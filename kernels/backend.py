@@ -36,6 +36,7 @@ from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.memory.copies import Copies, copies_of
 from windlass.kernels.memory.device import memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
+from windlass.kernels.pointwise import Pointwise
 from windlass.kernels.recorder import RepeatsSteps
 from windlass.kernels.recurrence import Recurrences
 from windlass.kernels.routing import Routed, Routing
@@ -66,7 +67,7 @@ class BackendOptions:
     ranks: Ranks | None = field(default=None, compare=False)
 
 
-class Backend(RepeatsSteps, Recurrences):
+class Backend(RepeatsSteps, Recurrences, Pointwise):
     """See the module. The weights it hands out are uninitialised, and live as long as somebody holds them."""
 
     def __init__(self, options: BackendOptions) -> None:
@@ -201,48 +202,9 @@ class Backend(RepeatsSteps, Recurrences):
     def scaled(self, x: Tensor, factor: float) -> Tensor:
         """x times factor, [T, N] float32."""
 
-    @abstractmethod
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        """activation(gate) * up of [T, 2F] holding (gate, up). Returns [T, F]. activation: "silu", "gelu_tanh", "gelu" (by the
-        error function) or "relu2" (the square of what is positive)."""
-
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         """`gated_activation` of linear(x, weight, bias), whose result may be left unrounded in between. Returns [T, N / 2]."""
         return self.gated_activation(self.linear(x, weight, bias), activation)
-
-    @abstractmethod
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.
-        Returns [T, F]."""
-
-    @abstractmethod
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        """activation(x) of [T, F], one of those that `gated_activation` has."""
-
-    @abstractmethod
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        """xIELU (2411.13010) of [T, F]: with a = softplus(alpha_p) and c = beta + softplus(alpha_n), a x^2 + beta x where x is
-        positive, and c (e^min(x, eps) - 1 - x) + beta x elsewhere. The four are float32 [1]; eps is a little below 0."""
-
-    @abstractmethod
-    def clip(self, x: Tensor, limit: float) -> None:
-        """Bring every number of x [T, N] into -limit … limit, in place."""
-
-    @abstractmethod
-    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
-        """x times the factor of its row, in place. x: [T, N]. factors: [T] float32, contiguous."""
-
-    @abstractmethod
-    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
-        """x times both factors of its column, in place. x: [T, N]. first, second: [N] float32, contiguous."""
-
-    @abstractmethod
-    def multiply(self, x: Tensor, by: Tensor) -> None:
-        """x times `by`, in place, in float32. x: [T, N]. by: [T, N] of x's dtype, or one factor, [1] float32; any row strides."""
-
-    @abstractmethod
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
 
     # Ranks
 
@@ -290,10 +252,6 @@ class Backend(RepeatsSteps, Recurrences):
         Returns [T, N] in x's dtype. What lies between the products may be left unrounded before it is activated."""
         y = self.gated_activation(self.linear_of_experts(x, gate_up, routed.chosen), activation)
         return self.sum_of_experts(self.linear_of_experts(y, down, routed.chosen), routed.weights)
-
-    @abstractmethod
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        """cap * tanh(x / cap) of [T, N] float32."""
 
     @abstractmethod
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:

@@ -83,8 +83,8 @@ class ContextSizes:
     """What sequences of one server may hold, in tokens.
 
     max_model_len: of a sequence that drops nothing. shift_context: of one that drops its oldest tokens, which goes on up to
-    max_total_tokens (None: for ever). shift_refusal: why none of this model may. window_refusal, sinks_refusal: why none may
-    have an attention window, or sinks in front of it. cut_blocks: see `ContextSize`.
+    max_total_tokens (None: for ever). shift_refusal: why none of this model may. reuse_refusal: why none may take up passages.
+    window_refusal, sinks_refusal: why none may have an attention window, or sinks in front of it. cut_blocks: see `ContextSize`.
     """
 
     max_model_len: int
@@ -92,6 +92,7 @@ class ContextSizes:
     shift_context: int
     max_total_tokens: int | None = None
     shift_refusal: str | None = None
+    reuse_refusal: str | None = None
     window_refusal: str | None = None
     sinks_refusal: str | None = None
     cut_blocks: int = 1
@@ -148,6 +149,7 @@ def sizes_of(info: ModelInfo) -> ContextSizes:
         info.shift_context or info.max_model_len,
         info.max_total_tokens,
         info.shift_refusal,
+        info.reuse_refusal,
         info.window_refusal,
         info.sinks_refusal,
     )

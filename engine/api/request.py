@@ -220,8 +220,11 @@ class ModelInfo:
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
     shift_refusal: str | None = None  # why no sequence of this model may drop tokens
+    reuse_refusal: str | None = None  # why none may take up passages that stood elsewhere
     window_refusal: str | None = None  # why none may have an attention window
     sinks_refusal: str | None = None  # why none may have sinks in front of it
+    num_states: int = 0  # blocks of what layers carry from token to token
+    state_bytes: int = 0  # of such a block
     draft_model: DraftInfo | None = None
     fingerprint: str = ""  # of the weights and of all that changes what is computed from them
     adapters: tuple[AdapterInfo, ...] = ()  # those loaded at the start

@@ -23,13 +23,14 @@ _INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is key and value at once: numb
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """num_blocks, per KV group, and behind them those of states, if layers have any; max_model_len in tokens; num_bytes of all
-    pages; notices: one line each."""
+    """num_blocks, per KV group; max_model_len in tokens; num_bytes of all pages and states; notices: one line each. num_states:
+    blocks of what layers carry from token to token."""
 
     num_blocks: tuple[int, ...]
     max_model_len: int
     num_bytes: int
     notices: tuple[str, ...]
+    num_states: int = 0
 
 
 def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
@@ -62,11 +63,8 @@ def plan_cache(
     its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget. Raises
     LoadError for an explicit `max_model_len` that does not fit.
     """
-    num_states: tuple[int, ...] = ()
-    beside_pages = 0
-    if states is not None:
-        num_states = (_num_states(states, config, budget),)
-        beside_pages = num_states[0] * states.block_bytes
+    num_states = 0 if states is None else _num_states(states, config, budget)
+    beside_pages = 0 if states is None else num_states * states.block_bytes
     budget -= beside_pages
     most = None if most is None else most - beside_pages
     wanted = config.max_model_len or trained_len
@@ -102,7 +100,7 @@ def plan_cache(
     num_blocks = _blocks_for(low, groups, config)
     room = _room(config, groups, num_blocks)
     if room >= wanted:
-        return CachePlan((*num_blocks, *num_states), wanted, size(low) + beside_pages, notices)
+        return CachePlan(num_blocks, wanted, size(low) + beside_pages, notices, num_states)
     if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
@@ -121,7 +119,7 @@ def plan_cache(
         f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan((*num_blocks, *num_states), room, size(low) + beside_pages, (*notices, notice))
+    return CachePlan(num_blocks, room, size(low) + beside_pages, (*notices, notice), num_states)
 
 
 def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int) -> int:

@@ -17,8 +17,8 @@ _PARKED_AT_ONCE = 8 << 20
 class KVStorage:
     """Pages of every KV group, in memory of one backend.
 
-    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes. states: of layers that have them, one group
-    more, whose blocks are the last of num_blocks; float32 whatever the dtype.
+    groups and num_blocks run in parallel. dtype int8 adds scales beside the codes. states, num_states: of layers that carry
+    them, one group more and its blocks; float32 whatever the dtype.
     Memory is reserved, not touched, so unused pages cost nothing on a CPU.
     """
 
@@ -30,6 +30,7 @@ class KVStorage:
         dtype: torch.dtype,
         backend: Backend,
         states: StateGroupSpec | None = None,
+        num_states: int = 0,
     ) -> None:
         self.dtype = dtype
         self._pages: dict[int, KVPages] = {}
@@ -37,7 +38,7 @@ class KVStorage:
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         # By sequence, per group and plane copies of its blocks, some in each.
         self._parked: dict[int, list[list[list[torch.Tensor]]]] = {}
-        for group, blocks in zip(groups, num_blocks, strict=states is None):
+        for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
                 for shape, kind in plane_shapes(
@@ -49,7 +50,7 @@ class KVStorage:
                 self._pages[layer] = KVPages(*(plane[i] for plane in planes))
 
         if states is not None:
-            shapes = [(len(states.layers), num_blocks[len(groups)], *shape) for shape in states.shapes]
+            shapes = [(len(states.layers), num_states, *shape) for shape in states.shapes]
             windows, memories = (backend.pages(shape, torch.float32) for shape in shapes)
             self._groups.append((windows, memories))
             for i, layer in enumerate(states.layers):

@@ -147,7 +147,7 @@ class EngineCore:
         warm_up(
             self.runner,
             specs,
-            num_groups=len(self.info.num_kv_blocks),
+            num_groups=len(self.blocks.pools),
             block_size=self.info.block_size,
             room=room,
             most_seconds=most_seconds,

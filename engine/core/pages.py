@@ -13,8 +13,8 @@ from windlass.engine.core.device_room import room_for_pages
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.drafter import DraftModel
 from windlass.engine.model.loading.chosen_device import free_memory, is_out_of_memory
+from windlass.engine.model.loading.fitting import no_room
 from windlass.engine.model.loading.loader import LoadedModel
-from windlass.engine.model.loading.preflight import no_room
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.rotary.transfer import RotationTransfer
 
@@ -63,7 +63,15 @@ def allocate_pages(config: EngineConfig, model: LoadedModel, owner: LoadedModel,
     decoder, backend = model.decoder, owner.decoder.backend
     try:
         spec, size = owner.decoder.spec, config.cache.block_size
-        return KVStorage(spec.kv_groups, plan.num_blocks, size, owner.cache_dtype, backend, states=spec.state_group)
+        return KVStorage(
+            spec.kv_groups,
+            plan.num_blocks,
+            size,
+            owner.cache_dtype,
+            backend,
+            states=spec.state_group,
+            num_states=plan.num_states,
+        )
     except (torch.OutOfMemoryError, MemoryError, RuntimeError) as error:
         if not is_out_of_memory(error):
             raise

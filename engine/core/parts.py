@@ -130,10 +130,10 @@ def make_runner(
 def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: BlockStore | None) -> BlockManager:
     layouts = [
         KVGroupLayout(n, group.window, _rotary_groups_of(spec, group))
-        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=spec.state_group is None)
+        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
     ]
     if spec.state_group is not None:
-        layouts.append(KVGroupLayout.of_states(plan.num_blocks[-1]))
+        layouts.append(KVGroupLayout.of_states(plan.num_states))
     # A token that sees those behind it is another in every text: nothing of one text stands in another.
     shares = config.cache.prefix_caching and not spec.sees_whole_texts
     return BlockManager(layouts, config.cache.block_size, shares, keeper=store)

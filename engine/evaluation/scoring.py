@@ -256,8 +256,9 @@ class _ScoredText:
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(room or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
-        pools = [num_copies * self._num_blocks] * len(self._groups) + [2] * self._has_states
-        cache = KVStorage(spec.kv_groups, pools, _BLOCK, scorer.cache_dtype, decoder.backend, states=spec.state_group)
+        pools = [num_copies * self._num_blocks] * len(self._groups)
+        dtype, states = scorer.cache_dtype, spec.state_group
+        cache = KVStorage(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
         self._runner.follow(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))

@@ -45,8 +45,16 @@ def bytes_of_largest_step(
     end = start + chunk
     written = -(-end // block_size) - start // block_size
     groups = len(spec.kv_groups)
-    pools = [1 + written + streams] * (groups + (spec.state_group is not None))
-    cache = KVStorage(spec.kv_groups, pools, block_size, cache_dtype, decoder.backend, states=spec.state_group)
+    cache = KVStorage(
+        spec.kv_groups,
+        [1 + written + streams] * groups,
+        block_size,
+        cache_dtype,
+        decoder.backend,
+        states=spec.state_group,
+        num_states=1 + streams,
+    )
+    has_states = spec.state_group is not None
     for planes in cache.planes:
         for plane in planes:
             plane.zero_()  # memory that was another's may hold what is no number, and none has a log-probability
@@ -65,7 +73,9 @@ def bytes_of_largest_step(
             num_prompt_tokens=end,
             stop_ids=(),
             token_ids=(0,) * end,
-            tables=TableChanges(True, (TableChange(appended=blocks),) * groups),
+            tables=TableChanges(
+                True, (TableChange(appended=blocks),) * groups + (TableChange(appended=(seq_id,)),) * has_states
+            ),
             rotary_id=row,
         )
         for seq_id, blocks in enumerate(own)

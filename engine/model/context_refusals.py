@@ -12,22 +12,30 @@ _LEARNED = "the positions of this model are learned and part of every key and va
 _SINKS = (
     "scores of this model lose by the distance of their keys, so that it would see nothing of tokens kept from far away"
 )
+_STATES = (
+    "layers of this model carry a state from token to token, which is none of a passage alone: what it has read counts for one "
+    "place only"
+)
 
 
 class ContextRefusals(TypedDict):
     """The fields of `ContextSizes` and `ModelInfo` that say so; None where nothing is against it."""
 
     shift_refusal: str | None
+    reuse_refusal: str | None
     window_refusal: str | None
     sinks_refusal: str | None
 
 
 def context_refusals(spec: ModelSpec) -> ContextRefusals:
-    """Why no sequence of this model may drop tokens or take them up elsewhere, have an attention window, or sinks beside it."""
+    """Why no sequence of this model may drop tokens, take up passages that stood elsewhere, have an attention window, or sinks
+    beside it."""
     whole = _WHOLE if spec.sees_whole_texts else None
     chunks = _CHUNKS if spec.has_chunks else None
+    fixed = whole or chunks or (_LEARNED if spec.positions else None)
     return ContextRefusals(
-        shift_refusal=whole or chunks or (_LEARNED if spec.positions else None),
+        shift_refusal=fixed,
+        reuse_refusal=fixed or (None if spec.state_group is None else _STATES),
         window_refusal=whole or chunks,
         sinks_refusal=whole or chunks or (_SINKS if spec.loses_by_distance else None),
     )

@@ -57,8 +57,8 @@ class Admission:
                 f"the prompt has {prompt} tokens and the context holds {limit}, at least one of them for the output"
             )
             raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
-        if request.reuse is not None and request.reuse.takes_any and self._limits.shift_refusal is not None:
-            raise RequestError(f"cache_reuse: {self._limits.shift_refusal}", "cache_reuse", "unsupported_value")
+        if request.reuse is not None and request.reuse.takes_any and self._limits.reuse_refusal is not None:
+            raise RequestError(f"cache_reuse: {self._limits.reuse_refusal}", "cache_reuse", "unsupported_value")
         # The last output token is never computed, so it needs no slot.
         longest = min(max(prompt, min(prompt + sampling.max_tokens, held.longest) - 1), held.most_slots(1))
         stage = rotation.stage(prompt)

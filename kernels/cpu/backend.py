@@ -32,12 +32,14 @@ from windlass.kernels.cpu import (
     panels,
     ranks,
     recording,
+    recurrence,
     rotary,
     sampling,
     step_rows,
 )
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.matrix_unit import MatrixUnit
+from windlass.kernels.cpu.pointwise import CompiledPointwise
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -65,7 +67,7 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype))
 
 
-class CompiledBackend(Backend):
+class CompiledBackend(CompiledPointwise, Backend):
     """C++ SIMD kernels where they are the quickest way; row-independent throughout if bound so."""
 
     def __init__(self, options: BackendOptions) -> None:
@@ -171,9 +173,6 @@ class CompiledBackend(Backend):
     def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return ops.rms_norm(x, weight, eps, residual, library=self._library)
 
-    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
-        return ops.gated_activation(gate_up, activation, library=self._library)
-
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
             return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
@@ -195,12 +194,12 @@ class CompiledBackend(Backend):
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
     def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
-        return self._torch.short_convolution(x, weight, window, rows)
+        return recurrence.short_convolution(x, weight, window, rows, library=self._library)
 
     def gated_delta_rule(
         self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
     ) -> Tensor:
-        return self._torch.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, library=self._library)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)
@@ -219,30 +218,6 @@ class CompiledBackend(Backend):
         if places is None:
             places = self._places[x.shape[0]] = torch.arange(x.shape[0])
         return ops.embed_rows(x, places, factor, library=self._library)
-
-    def activation(self, x: Tensor, activation: str) -> Tensor:
-        return elementwise.activate(x, activation, library=self._library)
-
-    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
-        return elementwise.xielu(x, alpha_p, alpha_n, beta, eps, library=self._library)
-
-    def clip(self, x: Tensor, limit: float) -> None:
-        elementwise.clip(x, limit, library=self._library)
-
-    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
-        elementwise.scale_rows(x, factors, library=self._library)
-
-    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
-        elementwise.scale_columns(x, first, second, library=self._library)
-
-    def multiply(self, x: Tensor, by: Tensor) -> None:
-        elementwise.multiply(x, by, library=self._library)
-
-    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
-        return ops.clamped_glu(gate_up, alpha, limit, library=self._library)
-
-    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
-        ops.gate_by_sigmoid(x, gate, library=self._library)
 
     def sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:
@@ -283,9 +258,6 @@ class CompiledBackend(Backend):
 
     def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
         return expert_products.sum_of_experts(x, weights, library=self._library)
-
-    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
-        return ops.soft_cap(x, cap, library=self._library)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):

@@ -42,6 +42,7 @@ PAGES_OF_ROWS = 4  # of int8 codes, token by token
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
+_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG]  # blocks, starts, lengths, sequences
 # Codes, scales, scales of super groups; bits, group, super groups, whether there are minima, offset.
 _BLOCKS = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT]
 
@@ -160,6 +161,15 @@ SIGNATURES: dict[str, list[type]] = {
     "scale_rows": [*_TENSOR2, _POINTER, _LONG, _LONG],
     "scale_columns": [*_TENSOR2, _POINTER, _POINTER, _LONG, _LONG],
     "multiply": [*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _LONG],  # by rows, by one factor
+    "short_convolution": [
+        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG),  # x, weight, window
+        *(*_STATE_ROWS, _POINTER, _LONG, _LONG),  # rows, out
+    ],
+    "gated_delta_rule": [
+        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),  # qkv, decay, strength, rate, bias
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims
+        *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
+    ],
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
@@ -249,6 +259,8 @@ class Library:
     scale_rows: Function
     scale_columns: Function
     multiply: Function
+    short_convolution: Function
+    gated_delta_rule: Function
     sum_over_ranks: Function
     gather_columns: Function
     repeat_calls: Function

@@ -67,6 +67,8 @@ _REPEATABLE = (
     "scale_columns",
     "rotate_and_append_rows",
     "multiply",
+    "short_convolution",
+    "gated_delta_rule",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

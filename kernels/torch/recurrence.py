@@ -1,4 +1,7 @@
-"""Recurrent layers in plain torch, on any device: token by token, the oracle of the other forms."""
+"""Recurrent layers in plain torch, on any device: token by token, the oracle of the other forms.
+
+Elementary functions and sums have the shape of one token: torch's own bits may depend on where in a tensor a number lies.
+"""
 
 from __future__ import annotations
 
@@ -16,10 +19,11 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows
     for block, first, end, fresh in _spans(rows):
         before = torch.zeros_like(window[block]) if fresh else window[block]
         inputs = torch.cat((before, x[first:end].float()))  # [W - 1 + n, C]
-        sums = torch.zeros(end - first, x.shape[1], device=x.device)
-        for i in range(width):
-            sums += inputs[i : i + end - first] * weight[:, i]
-        out[first:end] = torch.nn.functional.silu(sums)
+        for t in range(end - first):
+            total = torch.zeros_like(inputs[0])
+            for i in range(width):
+                total += inputs[t + i] * weight[:, i]
+            out[first + t] = torch.nn.functional.silu(total)
         window[block] = inputs[end - first :]
     return out
 
@@ -28,23 +32,21 @@ def gated_delta_rule(
     qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
 ) -> Tensor:
     _, heads, key_dim, value_dim = memory.shape
-    tokens, key_width = qkv.shape[0], (qkv.shape[1] - heads * value_dim) // 2
-    q, k, v = qkv.float().split_with_sizes([key_width, key_width, heads * value_dim], 1)
-    q, k = (_unit(part.reshape(tokens, -1, key_dim)) for part in (q, k))
-    q, k = (part.repeat_interleave(heads // part.shape[1], dim=1) for part in (q * key_dim**-0.5, k))  # [T, Hv, Dk]
-    v = v.reshape(tokens, heads, value_dim)
-    kept = torch.exp(-rate * torch.nn.functional.softplus(decay.float() + bias))  # [T, Hv]
-    share = torch.sigmoid(strength.float())
-    out = torch.empty_like(v)
+    key_width = (qkv.shape[1] - heads * value_dim) // 2
+    shared = heads * key_dim // key_width
+    out = torch.empty((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     for block, first, end, fresh in _spans(rows):
         m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
         for t in range(first, end):
-            m *= kept[t, :, None, None]
-            known = (m * k[t, :, :, None]).sum(1)  # [Hv, Dv]
-            m += k[t, :, :, None] * (share[t, :, None] * (v[t] - known))[:, None]
-            out[t] = (m * q[t, :, :, None]).sum(1)
+            q, k, v = qkv[t].float().split_with_sizes([key_width, key_width, heads * value_dim])
+            q, k = (_unit(part.reshape(-1, key_dim)).repeat_interleave(shared, dim=0) for part in (q, k))  # [Hv, Dk]
+            m *= torch.exp(-rate * torch.nn.functional.softplus(decay[t].float() + bias))[:, None, None]
+            known = (m * k[:, :, None]).sum(1)  # [Hv, Dv]
+            share = torch.sigmoid(strength[t].float())
+            m += k[:, :, None] * (share[:, None] * (v.view(heads, value_dim) - known))[:, None]
+            out[t] = (m * (q * key_dim**-0.5)[:, :, None]).sum(1)
         memory[block] = m
-    return out.reshape(tokens, -1).to(qkv.dtype)
+    return out.flatten(1)
 
 
 def _unit(x: Tensor) -> Tensor:

@@ -145,9 +145,11 @@ class ContextSettings(StrictModel):
     ] = None
     shift_refusal: Annotated[
         str | None,
-        Field(
-            description="Why no sequence of this model may drop tokens or take passages from anywhere; null where they may."
-        ),
+        Field(description="Why no sequence of this model may drop tokens; null where they may."),
+    ] = None
+    reuse_refusal: Annotated[
+        str | None,
+        Field(description="Why no sequence of this model may take passages from anywhere; null where they may."),
     ] = None
 
 

@@ -23,7 +23,7 @@ router = APIRouter()
 
 # Of the server's settings and of what the engine knows, as `ContextSettings` shows them.
 _CONTEXT_DEFAULTS = ("context_overflow", "keep_tokens", "attention_window", "attention_sinks", "cache_reuse")
-_CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal")
+_CONTEXT_LIMITS = ("shift_context", "max_total_tokens", "shift_refusal", "reuse_refusal")
 
 
 @router.get("/v1/models", responses=answers(ModelList))

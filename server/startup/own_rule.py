@@ -69,7 +69,7 @@ def _check_context(server: ServerOptions, refusals: ContextRefusals) -> None:
     window = server.attention_window is not None
     for option, given, refusal in (
         ("--context-overflow shift", server.context_overflow == "shift", refusals["shift_refusal"]),
-        ("--cache-reuse", server.cache_reuse > 0, refusals["shift_refusal"]),
+        ("--cache-reuse", server.cache_reuse > 0, refusals["reuse_refusal"]),
         ("--attention-window", window, refusals["window_refusal"]),
         ("--attention-sinks", window and server.attention_sinks > 0, refusals["sinks_refusal"]),
     ):

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from helpers.loaded import loaded
-from transformers import AttentionInterface
+from transformers import AttentionInterface, DynamicCache
 
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -36,6 +36,12 @@ class RawKeyOracle:
         self.key_positions: list[float] = []
         self.seen: list[bool] = []
         self.score_scale = 1.0  # on the scores of the next token
+        # Layers that carry a state have it here, whatever becomes of keys.
+        config = self.model.config
+        has_states = "linear_attention" in (getattr(config, "layer_types", None) or ())
+        self.cached = (
+            {"past_key_values": DynamicCache(config=config), "use_cache": True} if has_states else {"use_cache": False}
+        )
 
     def enter(self, specs: Sequence[RotarySpec]) -> None:
         """All keys and queries stand under these frequencies from now on."""
@@ -72,7 +78,7 @@ class RawKeyOracle:
         _CURRENT[:] = [self]
         self.query_position, self.key_positions, self.seen = position, list(key_positions), list(seen)
         where = position if context_position is None else context_position
-        out = self.model(torch.tensor([[token]]), position_ids=torch.tensor([[where]]), use_cache=False)
+        out = self.model(torch.tensor([[token]]), position_ids=torch.tensor([[where]]), **self.cached)
         logits: torch.Tensor = out.logits[0, 0]
         return logits
 
@@ -91,12 +97,12 @@ def _attend(
     scaling: float,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, Hq, 1, D]; key, value [1, Hkv, 1, D], neither rotated."""
+    """query [1, Hq, 1, D]; key, value [1, Hkv, S, D], neither rotated, of which the last counts."""
     (oracle,) = _CURRENT
     keys = oracle.keys.setdefault(module.layer_idx, [])
     values = oracle.values.setdefault(module.layer_idx, [])
-    keys.append(key[0, :, 0])
-    values.append(value[0, :, 0])
+    keys.append(key[0, :, -1])  # a cache brings all before it too
+    values.append(value[0, :, -1])
     k = torch.stack(keys, dim=1)[None]  # [1, Hkv, S, D]
     if getattr(module, "use_rope", True):
         apply = sys.modules[type(module).__module__].apply_rotary_pos_emb

@@ -53,6 +53,11 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
+    if draft.state_group is not None:
+        raise LoadError(
+            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, beside which none can "
+            f"draft: leave {_OPTION} out, or give another"
+        )
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:
             raise LoadError(

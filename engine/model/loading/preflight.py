@@ -13,8 +13,7 @@ from typing import Any
 
 from windlass.engine.api.config import EngineConfig, parse_dtype
 from windlass.engine.api.machine import available_memory
-from windlass.engine.cache.budget import bytes_per_token, plan_cache
-from windlass.engine.cache.memory import default_kv_budget, gib
+from windlass.engine.cache.budget import bytes_per_token
 from windlass.engine.cache.persist.folder import check_folder, check_keeping
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
@@ -25,6 +24,7 @@ from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import check_rank_device, expect_device
 from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
+from windlass.engine.model.loading.fitting import check_memory
 from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
@@ -36,6 +36,7 @@ from windlass.engine.model.loading.refusals import (
     check_quantization,
     check_replicas,
     check_share,
+    check_states,
 )
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.stored_names import with_stored_names, with_stored_stacks
@@ -107,6 +108,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
             except LoadError as error:
                 raise in_its_words(error) from None
             check_pair(config, model.spec, described.spec)
+        check_states(config, model.spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -144,6 +146,7 @@ def prepare_model(
     check_quantization(config)
     check_share(config, device)
     model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
+    check_states(config, model.spec)
     kind = device.partition(":")[0]
     beside = 0
     if draft is not None:
@@ -330,72 +333,3 @@ def notices_of(model: ModelDescription, plan: StoragePlan, stored: str) -> tuple
         return ()
     notice = requantized(model.gguf.tensors)
     return () if notice is None else (notice,)
-
-
-def check_memory(
-    config: EngineConfig,
-    model: ModelDescription,
-    plan: StoragePlan,
-    cached: str,
-    stored: str,
-    device: str,
-    free: int | None,
-    beside: int = 0,
-) -> None:
-    """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
-
-    cached, stored: what keys and values are cached in, and matrices stored in before they are quantized. free: bytes before
-    the weights are there, None if nobody knows. beside: bytes per token of a draft model's cache.
-    """
-    spec = model.spec
-    weights = plan_bytes(spec, plan)
-    on = "" if device == "cpu" else f" on {device}"
-    if free is not None and weights > free:
-        smaller = _smaller(model, weights, stored, free)
-        raise LoadError(f"the weights need {gib(weights)} of memory, {gib(free)} are free{on}: {smaller}")
-    left = None if free is None else free - weights
-    if config.cache.memory is None and left is None:
-        return
-    # What a GPU has in all and a step takes of it is known once the weights are there: the engine counts again.
-    share = default_kv_budget(left, config.replicas) if left is None or device == "cpu" else left
-    budget = config.cache.memory or share
-    engines = config.replicas
-    most = None if left is None else left // engines
-    cache = plan_cache(
-        config,
-        spec.kv_groups,
-        spec.trained_len,
-        cached,
-        budget,
-        most,
-        beside,
-        whole_prompts=spec.sees_whole_texts,
-        states=spec.state_group,
-    )
-    if left is not None and cache.num_bytes * engines > left:
-        there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
-        raise LoadError(no_room(there, cache.num_bytes * engines, cached, engines))
-
-
-def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
-    """What to say of the KV caches of so many engines that there is no memory for. there: the memory there is, in words."""
-    less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
-    lower = f"`cache.memory`, `max_model_len` or `scheduling.max_num_seqs`{less}"
-    if engines == 1:
-        return f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower {lower}"
-    return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
-
-
-def _smaller(model: ModelDescription, weights: int, stored: str, free: int) -> str:
-    """Options under which the weights fit, each with what they then need."""
-    choices: list[tuple[str, int]] = []
-    quantized = model.is_quantized
-    if stored == "float32" and not quantized:
-        choices.append(("`compute.dtype=bfloat16`", plan_bytes(model.spec, plan_storage(model.spec, "bfloat16"))))
-    if not quantized:
-        choices += [
-            (f"`compute.quantization={q}`", plan_bytes(model.spec, plan_storage(model.spec, stored, q)))
-            for q in ("int8", "int4")
-        ]
-    fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
-    return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"

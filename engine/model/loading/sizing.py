@@ -15,8 +15,9 @@ from windlass.engine.cache.memory import default_kv_budget, device_kv_budget
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.dtypes import processor_multiplies_bfloat16
+from windlass.engine.model.loading.fitting import check_memory
 from windlass.engine.model.loading.gguf_index import INDEX
-from windlass.engine.model.loading.preflight import ModelToLoad, check_memory, prepare_draft, prepare_model
+from windlass.engine.model.loading.preflight import ModelToLoad, prepare_draft, prepare_model
 from windlass.engine.model.storage import all_bytes
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
@@ -170,8 +171,7 @@ def _tokens(config: EngineConfig, model: ModelToLoad, device: str, free: int | N
         plan = _planned(config, model, device, free)
     except LoadError:
         return 0
-    pages = plan.num_blocks[: len(model.model.spec.kv_groups)]
-    return max(pages) * config.cache.block_size  # layers with a window have fewer
+    return max(plan.num_blocks) * config.cache.block_size  # layers with a window have fewer
 
 
 def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> tuple[Alternative, ...]:

@@ -9,6 +9,7 @@
 #include "block_pack.h"
 #include "block_repack.h"
 #include "block_widen.h"
+#include "delta_rule.h"
 #include "experts.h"
 #include "latent.h"
 #include "linear.h"
@@ -23,4 +24,5 @@
 #include "rotary_int8.h"
 #include "rotary_rows.h"
 #include "sampling.h"
+#include "short_convolution.h"
 #include "step_rows.h"

@@ -7,6 +7,7 @@
 #include "attention_rows.h"
 #include "block_linear.h"
 #include "block_widen.h"
+#include "delta_rule.h"
 #include "elementwise.h"
 #include "experts.h"
 #include "latent.h"
@@ -19,6 +20,7 @@
 #include "rotary.h"
 #include "rotary_int8.h"
 #include "rotary_rows.h"
+#include "short_convolution.h"
 #include "simd.h"
 #include "step_rows.h"
 #include "team.h"
@@ -102,6 +104,8 @@ static int make_all(const void *calls, long count) {
             case 31: code = make(call, WINDLASS_NAME(scale_columns)); break;
             case 32: code = make(call, WINDLASS_NAME(rotate_and_append_rows)); break;
             case 33: code = make(call, WINDLASS_NAME(multiply)); break;
+            case 34: code = make(call, convolution::WINDLASS_NAME(short_convolution)); break;
+            case 35: code = make(call, delta_rule::WINDLASS_NAME(gated_delta_rule)); break;
         }
         if (code) return code;
     }

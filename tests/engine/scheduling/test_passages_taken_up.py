@@ -173,7 +173,7 @@ def test_keys_that_will_be_rotated_anew_take_none() -> None:
 
 def test_a_model_whose_context_cannot_move_refuses() -> None:
     scheduler, executor, _ = make_scheduler()
-    limits = ContextLimits(200, 4, 200, None, "this model learned its positions")
+    limits = ContextLimits(200, 4, 200, None, None, "this model learned its positions")
     scheduler._admission._limits = limits
     with pytest.raises(RequestError, match="cache_reuse: this model learned its positions"):
         add(executor, make_request("a", TURNED, reuse=ANY))

@@ -67,6 +67,7 @@ def test_the_model_tells_what_holds_for_contexts() -> None:
             "shift_context": 1024,
             "max_total_tokens": 10**6,
             "shift_refusal": None,
+            "reuse_refusal": None,
         }
         with Client(live.url) as client:
             assert client.models()[0].context == context

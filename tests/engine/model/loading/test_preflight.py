@@ -21,11 +21,11 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import dtypes
+from windlass.engine.model.loading.fitting import check_memory
 from windlass.engine.model.loading.formats import describe_foreign
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import (
     ModelDescription,
-    check_memory,
     check_start,
     describe_model,
     prepare_model,

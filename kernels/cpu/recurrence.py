@@ -1,0 +1,124 @@
+"""Layers that carry a state, on the CPU through the compiled kernels. See `Recurrences`.
+
+Checks what would make the C code read or write astray, cheaply. What the rows of a step say is checked by the kernels: it may be
+something else when a recorded call is repeated.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.cpu.checks import check, vector_ok
+from windlass.kernels.cpu.library import TYPE_CODES, Library
+from windlass.kernels.recurrence import StateRows
+
+WIDTHS = range(2, 9)  # of convolutions
+
+
+def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows, *, library: Library) -> Tensor:
+    """See `Recurrences.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
+
+    Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
+    """
+    _check_rows(x, "short_convolution: x")
+    tokens, channels = x.shape
+    width = weight.shape[-1]
+    check(
+        _floats_ok(weight, (channels, width)) and width in WIDTHS,
+        f"short_convolution: weight is {weight.dtype} {tuple(weight.shape)}, not float32 [{channels}, 2 to 8], contiguous",
+    )
+    check(
+        _floats_ok(window, (*window.shape[:1], width - 1, channels)),
+        f"short_convolution: window is {window.dtype} {tuple(window.shape)}, not float32 [N, {width - 1}, {channels}], "
+        "contiguous",
+    )
+    out = torch.empty((tokens, channels), dtype=x.dtype)
+    code = library.short_convolution(
+        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width, window.data_ptr(), window.shape[0]),
+        *_addressed(rows, "short_convolution"),
+        *(out.data_ptr(), tokens, channels),
+    )
+    _raise_for(code, "short_convolution", tokens, window.shape[0])
+    return out
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    library: Library,
+) -> Tensor:
+    """See `Recurrences.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
+
+    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
+    """
+    _check_rows(qkv, "gated_delta_rule: qkv")
+    check(
+        memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
+        f"gated_delta_rule: memory is {memory.dtype} {tuple(memory.shape)}, not float32 [N, Hv, Dk, Dv], contiguous",
+    )
+    tokens, columns = qkv.shape
+    blocks, heads, key_dim, value_dim = memory.shape
+    key_heads, rest = divmod(columns - heads * value_dim, 2 * key_dim)
+    check(
+        rest == 0 and key_heads > 0 and heads % key_heads == 0,
+        f"gated_delta_rule: {columns} columns are no queries, keys and values of a memory {tuple(memory.shape)}",
+    )
+    for gate, name in ((decay, "decay"), (strength, "strength")):
+        _check_rows(gate, f"gated_delta_rule: {name}")
+        check(
+            gate.shape == (tokens, heads) and gate.dtype == qkv.dtype,
+            f"gated_delta_rule: {name} is {gate.dtype} {tuple(gate.shape)}, not {qkv.dtype} {(tokens, heads)}",
+        )
+    check(
+        vector_ok(rate, torch.float32, heads) and vector_ok(bias, torch.float32, heads),
+        f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
+    )
+    out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
+    code = library.gated_delta_rule(
+        *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
+        *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim),
+        *_addressed(rows, "gated_delta_rule"),
+        *(out.data_ptr(), tokens),
+    )
+    _raise_for(code, "gated_delta_rule", tokens, blocks)
+    return out
+
+
+def _check_rows(x: Tensor, name: str) -> None:
+    check(
+        x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
+        f"{name} is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
+    )
+
+
+def _floats_ok(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.dtype == torch.float32 and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _addressed(rows: StateRows, name: str) -> tuple[int, int, int, int]:
+    """The rows as the library takes them. Raises ValueError."""
+    sequences = rows.lengths.numel()
+    check(
+        vector_ok(rows.blocks, torch.int64, sequences)
+        and vector_ok(rows.starts, torch.int64, sequences + 1)
+        and vector_ok(rows.lengths, torch.int64, sequences),
+        f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
+    )
+    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences
+
+
+def _raise_for(code: int, name: str, tokens: int, blocks: int) -> None:
+    if code == 2:
+        raise IndexError(f"{name}: a sequence's block is not one of {blocks}")
+    if code == 3:
+        raise ValueError(f"{name}: starts must ascend from 0 to {tokens} tokens")
+    if code:
+        raise MemoryError(f"{name}: no memory")

@@ -1,0 +1,112 @@
+// silu of short causal convolutions, channel by channel, whose last inputs stay from step to step.
+
+#pragma once
+
+#include <cstdint>
+
+#include "elementwise.h"
+#include "names.h"
+#include "simd.h"
+#include "state_rows.h"
+#include "tiles.h"
+
+namespace {
+namespace convolution {
+
+constexpr long PIECE = 256;  // channels of a unit: their weights and the inputs of a few tokens stay in the first cache
+constexpr long MOST_WIDTH = 8;
+
+template <class T> struct Piece {
+    const T *x; long x_row;  // of the sequence's first token in this step
+    float *window; long window_row;
+    T *out; long out_row;
+    long tokens, channels;
+    bool begins;
+};
+
+// taps[i][c] of weight[c][i].
+template <int WIDTH> INLINE void by_tap(const float *weight, long width, long channels, float (*taps)[PIECE]) {
+    long c = 0;
+    if constexpr (WIDTH == 4) {
+        vi even = {};
+        for (int i = 0; i < W; i++) even[i] = 2 * i;
+        const vi odd = even + 1;
+        for (; c + W <= channels; c += W) {
+            const float *from = weight + 4 * c;
+            const vf a = load(from), b = load(from + W), d = load(from + 2 * W), e = load(from + 3 * W);
+            const vf evens[2] = {__builtin_shuffle(a, b, even), __builtin_shuffle(d, e, even)};
+            const vf odds[2] = {__builtin_shuffle(a, b, odd), __builtin_shuffle(d, e, odd)};
+            store(taps[0] + c, __builtin_shuffle(evens[0], evens[1], even));
+            store(taps[1] + c, __builtin_shuffle(odds[0], odds[1], even));
+            store(taps[2] + c, __builtin_shuffle(evens[0], evens[1], odd));
+            store(taps[3] + c, __builtin_shuffle(odds[0], odds[1], odd));
+        }
+    }
+    for (; c < channels; c++)
+        for (long i = 0; i < width; i++) taps[i][c] = weight[c * width + i];
+}
+
+// n <= W numbers of channel c on at `row` of what the window and the step's tokens are one after the other, the oldest first.
+template <class T> INLINE vf input(const Piece<T> &p, long row, long past, long c, long n) {
+    if (row >= past) {
+        const T *from = p.x + (row - past) * p.x_row + c;
+        return n == W ? load(from) : load_some(from, n);
+    }
+    if (p.begins) return vf{};
+    const float *from = p.window + row * p.window_row + c;
+    return n == W ? load(from) : load_some(from, n);
+}
+
+// WIDTH: 0 for any.
+template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, const float *weight, long of) {
+    const long width = WIDTH ? WIDTH : of, past = width - 1;
+    float taps[MOST_WIDTH][PIECE];
+    by_tap<WIDTH>(weight, width, p.channels, taps);
+    for (long t = 0; t < p.tokens; t++) {
+        for (long c = 0; c < p.channels; c += W) {
+            const long n = min_of(W, p.channels - c);
+            vf total = {};
+            for (long i = 0; i < width; i++)
+                total = add_product(total, input(p, t + i, past, c, n), n == W ? load(taps[i] + c) : load_some(taps[i] + c, n));
+            T *target = p.out + t * p.out_row + c;
+            if (n == W) store(target, silu(total));
+            else store_some(target, silu(total), n);
+        }
+    }
+    // Rows move towards the front: none is written before it was read.
+    for (long i = 0; i < past; i++) {
+        for (long c = 0; c < p.channels; c += W) {
+            const long n = min_of(W, p.channels - c);
+            const vf kept = input(p, p.tokens + i, past, c, n);
+            float *target = p.window + i * p.window_row + c;
+            if (n == W) store(target, kept);
+            else store_some(target, kept, n);
+        }
+    }
+}
+
+// x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. window: [num_blocks][width - 1][C], changed in place.
+// out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
+EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, float *window,
+                                            long num_blocks, const int64_t *blocks, const int64_t *starts,
+                                            const int64_t *lengths, long sequences, void *out, long tokens, long channels) {
+    const StateRows rows = {blocks, starts, lengths, sequences};
+    if (const int code = rows.refusal(tokens, num_blocks)) return code;
+    const long pieces = ceil_div(channels, PIECE), units = sequences * pieces;
+    with_type(type, [&](auto *element) {
+        typedef __typeof__(*element) T;
+        for_units(units, threads_for(tokens * channels, units), [&](long unit) {
+            const long s = unit / pieces, c = unit % pieces * PIECE;
+            if (!rows.tokens(s)) return;
+            const long first = rows.starts[s];
+            const Piece<T> p = {
+                (const T *)x + first * x_row + c, x_row, window + rows.blocks[s] * (width - 1) * channels + c, channels,
+                (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.begins(s)};
+            (width == 4 ? convolve<T, 4> : convolve<T, 0>)(p, weight + c * width, width);
+        });
+    });
+    return 0;
+}
+
+}  // namespace convolution
+}  // namespace

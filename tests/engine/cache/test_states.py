@@ -1,0 +1,258 @@
+"""The books of states: one block a sequence, copies of it where a block of tokens ends, and who may evict them."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from helpers.configs import engine_config
+from helpers.fake_executor import FakeRotation
+
+from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.budget import plan_cache
+from windlass.engine.cache.changes import BlockCopy
+from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.prefix import HashChain, root_digest
+from windlass.engine.errors import LoadError
+from windlass.engine.scheduling.chunk_cuts import ChunkCuts
+
+SIZE = 4
+
+
+class Held:
+    """A sequence and what it holds."""
+
+    def __init__(self, blocks: BlockManager, tokens: list[int], salt: str | None = None) -> None:
+        self.tokens = list(tokens)
+        self.cache = CacheHandle(
+            HashChain(root_digest(b"test", ["plain"], 0, salt), SIZE), FakeRotation().stage(1).specs
+        )
+        self.blocks = blocks
+
+    @property
+    def state(self) -> list[int]:
+        return self.cache.block_tables[1]
+
+    def hit(self) -> int:
+        """Tokens that it could begin behind."""
+        return self.blocks.match(self.cache, self.tokens, len(self.tokens))[0] * SIZE
+
+    def start(self) -> int:
+        hit = self.hit()
+        self.blocks.attach(self.cache, hit // SIZE)
+        return hit
+
+    def compute(self, count: int | None = None, under_way: int = 0) -> list[BlockCopy]:
+        computed = self.cache.num_computed_tokens
+        count = len(self.tokens) - computed if count is None else count
+        assert self.blocks.capacity(self.cache, count) == count
+        copies = self.blocks.allocate(self.cache, count)
+        self.blocks.settle(self.cache, self.tokens, computed + count, under_way)
+        return [copy for copy in copies if copy.group == 1]
+
+
+def manager(states: int = 8, pages: int = 60, prefix_caching: bool = True) -> BlockManager:
+    return BlockManager([KVGroupLayout(pages, None), KVGroupLayout.of_states(states)], SIZE, prefix_caching)
+
+
+def test_a_sequence_has_one_state_that_is_copied_where_a_block_ended() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(20)))
+    a.start()
+    assert a.compute(6) == [] and a.state == [0]
+    assert a.compute(2) == [] and a.state == [0]  # the end of a block: kept from now on
+    assert a.compute(1) == [BlockCopy(1, 0, 1)] and a.state == [1]
+    assert a.compute(6) == [] and a.state == [1]  # tokens 9 to 15 passed the end of another, where nothing was kept
+    assert len(a.cache.block_tables[0]) == 4
+
+
+def test_a_prompt_begins_where_a_state_was_kept_and_nowhere_else() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(15)))
+    a.start()
+    a.compute(8)
+    a.compute(7)
+    assert Held(blocks, [*range(14), 99]).hit() == 8  # three blocks of keys are there
+    assert Held(blocks, [*range(7), 99, 100]).hit() == 0
+    assert Held(blocks, list(range(8))).hit() == 0  # the last token is computed, and none before it was kept
+    assert Held(blocks, list(range(15)), salt="other").hit() == 0
+    b = Held(blocks, list(range(12)))
+    assert b.start() == 8 and b.compute() == [BlockCopy(1, 0, 2)]
+    assert b.state == [2]  # a holds 1
+    blocks.assert_consistent([a.cache, b.cache])
+
+
+def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(20)))
+    a.start()
+    a.compute(8, under_way=1)
+    assert a.compute(1) == [] and a.state == [0]
+    assert Held(blocks, list(range(20))).hit() == 0
+
+
+def test_without_a_prefix_cache_nothing_is_copied() -> None:
+    blocks = manager(prefix_caching=False)
+    a = Held(blocks, list(range(20)))
+    a.start()
+    assert a.compute(8) == a.compute(8) == a.compute(1) == []
+    assert a.state == [0]
+    assert blocks.to_next_state(a.cache) > 1000
+
+
+def test_samples_copy_what_they_share() -> None:
+    blocks = manager()
+    a, b = Held(blocks, list(range(6))), Held(blocks, list(range(6)))
+    a.start()
+    a.compute()
+    blocks.fork(a.cache, b.cache)
+    assert b.state == a.state == [0]
+    b.tokens = [*b.tokens, 7]
+    assert b.compute() == [BlockCopy(1, 0, 1)] and a.state == [0]
+    a.tokens = [*a.tokens, 8]
+    assert a.compute() == []
+    blocks.assert_consistent([a.cache, b.cache])
+
+
+def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
+    blocks = manager(states=5)
+    a = Held(blocks, list(range(30)))
+    a.start()
+    a.compute(8)  # a prompt's, block 0
+    for _ in range(12):
+        a.compute(1)  # 12, 16 and 20 tokens: blocks 1, 2 and 3
+    blocks.free(a.cache)
+    assert [Held(blocks, list(range(n))).hit() for n in (9, 13, 17, 21)] == [8, 12, 16, 20]
+    # Four states that are taken: the one nobody had first, then those it left behind, and those that matter last.
+    others = [Held(blocks, [100 + n]) for n in range(4)]
+    gone = []
+    for other in others:
+        other.start()
+        other.compute()
+        gone.append([n for n in (9, 13, 17, 21) if Held(blocks, list(range(n))).hit() == n - 1])
+    assert gone == [[9, 13, 17, 21], [9, 13, 21], [9, 21], [21]]
+
+
+def test_a_lone_sequence_goes_on_with_two_states() -> None:
+    blocks = manager(states=2)
+    a = Held(blocks, list(range(40)))
+    a.start()
+    for _ in range(40):
+        a.compute(1)
+    assert blocks.min_blocks(40) == [10, 2]
+    blocks.free(a.cache)
+    blocks.assert_balanced()
+
+
+def test_room_is_told_by_what_is_missing() -> None:
+    blocks = manager(states=2)
+    a, b = Held(blocks, list(range(9))), Held(blocks, list(range(50, 59)))
+    a.start()
+    b.start()
+    assert blocks.blocks_to_come(a.cache, 9, 9, rerotates=False) == [3, 1]
+    a.compute(8)
+    assert blocks.blocks_to_come(a.cache, 9, 9, rerotates=False) == [1, 1]
+    b.compute(7)
+    assert blocks.blocks_to_come(b.cache, 9, 9, rerotates=False) == [1, 0]
+    assert (blocks.capacity(a.cache, 1), blocks.capacity(b.cache, 1)) == (0, 1)
+
+
+def test_dropped_tokens_leave_the_state_as_it_is() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(30)))
+    a.start()
+    a.compute(14)
+    blocks.cut_out(a.cache, 1, 2, closing=True)
+    assert a.state == [0] and a.cache.num_slots == 10
+    a.compute(2)  # the end of a block, but not of a prompt's beginning
+    assert a.compute(1) == []
+    parked = blocks.park(a.cache)
+    assert parked[1] == (0,)
+    assert blocks.unpark(a.cache)[1] == (0,) and len(a.state) == 1
+
+
+def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
+    """States are played with: each block holds the tokens that made it."""
+    hits = 0
+    for seed in range(30):
+        rng = random.Random(seed)
+        blocks = manager(states=rng.randint(4, 9))
+        memory: dict[int, tuple[int, ...]] = {}
+        live: list[Held] = []
+        for _ in range(120):
+            act = rng.random()
+            if act < 0.2 and len(live) < 3:
+                one = Held(blocks, [rng.randint(0, 1) for _ in range(rng.randint(1, 24))])
+                hits += one.start() > 0
+                live.append(one)
+            elif live and act < 0.3:
+                blocks.free(live.pop(rng.randrange(len(live))).cache)
+            elif live:
+                one = rng.choice(live)
+                one.tokens += [rng.randint(0, 1)] * (one.cache.num_computed_tokens == len(one.tokens))
+                count = rng.randint(1, len(one.tokens) - one.cache.num_computed_tokens)
+                if not blocks.capacity(one.cache, count):
+                    continue
+                computed = one.cache.num_computed_tokens
+                for copy in blocks.allocate(one.cache, count):
+                    if copy.group == 1:
+                        memory[copy.target] = memory[copy.source]
+                (block,) = one.state
+                before = memory[block] if computed else ()
+                assert before == tuple(one.tokens[:computed])
+                memory[block] = tuple(one.tokens[: computed + count])
+                blocks.settle(one.cache, one.tokens, computed + count)
+            blocks.assert_consistent([one.cache for one in live])
+    assert hits > 10
+
+
+@pytest.mark.parametrize(
+    ("start", "due", "tokens", "taken"),
+    [
+        (0, 100, 512, 96),  # all of it, but for its end
+        (96, 4, 512, 4),  # which is a chunk of its own
+        (0, 100, 50, 48),
+        (32, 68, 50, 48),
+        (40, 60, 50, 40),  # from within a block
+        (0, 100, 10, 0),  # not even one block
+        (0, 16, 512, 16),  # the last token is computed in any case, so nothing before it ends a block
+        (0, 17, 512, 16),
+        (0, 7, 512, 7),
+        (16, 1, 512, 1),
+    ],
+)
+def test_chunks_end_with_blocks(start: int, due: int, tokens: int, taken: int) -> None:
+    assert ChunkCuts(0, 16, at_blocks=True).longest(start, due, tokens) == taken
+
+
+def test_chunks_that_end_with_blocks_are_not_short_where_short_ones_are_treated_otherwise() -> None:
+    cuts = ChunkCuts(32, 16, at_blocks=True)
+    assert cuts.longest(0, 100, 90) == 64  # so that 32 are left before the end
+    assert cuts.longest(0, 100, 20) == 0
+    assert cuts.longest(0, 100, 200) == 96
+
+
+STATES = StateGroupSpec((0, 1), channels=48, width=4, heads=4, key_dim=8, value_dim=8)
+GROUP = KVGroupSpec((2,), 2, 16, None)
+
+
+def test_the_bytes_of_a_state() -> None:
+    assert STATES.shapes == ((3, 48), (4, 8, 8)) and STATES.block_bytes == 4 * 2 * (144 + 256)
+
+
+def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
+    config = engine_config(tmp_path, max_num_seqs=8)
+    ample = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES)
+    assert ample.num_states == 17  # 8 run, one to copy to, and as many that are kept
+    assert ample.num_bytes <= 1 << 20 and ample.num_blocks[0] == 8 * 16
+    without = plan_cache(config, [GROUP], 256, "float32", 1 << 20)
+    assert ample.num_bytes - without.num_bytes == 17 * STATES.block_bytes and without.num_states == 0
+    scarce = plan_cache(config, [GROUP], 256, "float32", 64 << 10, states=STATES)
+    assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10
+    alone = replace(config, cache=replace(config.cache, prefix_caching=False))
+    assert plan_cache(alone, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 9
+    with pytest.raises(LoadError, match=r"carries from token to token needs .* raise `cache.memory`"):
+        plan_cache(config, [GROUP], 256, "float32", 2 * STATES.block_bytes, states=STATES)

@@ -1,0 +1,157 @@
+"""Models with layers that carry a state: whatever becomes of a sequence, its logits are those of its tokens read at once."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.device import ON_A_CPU
+from helpers.engines import Finished, greedy, make_core, run, specs_of
+from helpers.persisting import keeping
+from helpers.tiny_models import Reference, make_model
+
+from windlass.engine.api.context import PassageReuse
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.rotary.scaling import RopeScaling
+
+FAMILY = "qwen3_5"
+_generator = torch.Generator().manual_seed(1)
+PROMPTS = [torch.randint(3, 128, (count,), generator=_generator).tolist() for count in (5, 16, 17, 33, 60, 90)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(FAMILY, tmp_path_factory.mktemp(FAMILY))
+
+
+@pytest.fixture(scope="module")
+def reference(model: Path) -> Reference:
+    core = make_core(model, max_model_len=256)
+    specs = specs_of(core, greedy("any", PROMPTS[0]))
+    return Reference(model, specs, [group.name for group in core.info.rotary_groups])
+
+
+def core_of(model: Path, **options: Any) -> EngineCore:
+    return make_core(model, **{"max_model_len": 256, "max_num_batched_tokens": 40, **options})
+
+
+def check(reference: Reference, prompt: Sequence[int], got: Finished) -> None:
+    """Of all tokens whose logits are on record, and the draws of those."""
+    tokens = [*prompt, *got.token_ids]
+    right = reference.logits(tokens)[len(prompt) - 1 : len(tokens) - 1]
+    assert got.token_ids == right.argmax(-1).tolist()
+    if len(got.logits) == len(got.token_ids):
+        assert (torch.stack(got.logits) - right).abs().max() < 1e-5 * right.abs().max()
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {},
+        {"kv_cache_memory": 300 << 10},  # so little that sequences give up their places
+        {"deterministic": True},
+        {"prefix_caching": False},
+        {"burst_seconds": 1.0},
+    ],
+    ids=lambda options: next(iter(options), "plain"),
+)
+def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference, options: dict[str, Any]) -> None:
+    core = core_of(model, **options)
+    requests = [greedy(str(i), prompt, 40) for i, prompt in enumerate(PROMPTS)]
+    found = run(core, requests, every_logit="burst_seconds" not in options)
+    for i, prompt in enumerate(PROMPTS):
+        check(reference, prompt, found[str(i), 0])
+    assert (core.scheduler.counters.num_preemptions > 0) == ("kv_cache_memory" in options)
+
+
+def test_the_next_turn_begins_where_the_last_one_ended(model: Path, reference: Reference) -> None:
+    core = core_of(model)
+    prompt = PROMPTS[5]
+    first = run(core, [greedy("first", prompt, 30)])["first", 0]
+    turn = [*prompt, *first.token_ids, 9, 8, 7]
+    again = [*prompt, 5, 6, 7]  # as where what was thought is left out
+    found = run(core, [greedy("turn", turn, 8), greedy("again", again, 8)])
+    for name, tokens, cached in (("turn", turn, 112), ("again", again, 80)):
+        assert found[name, 0].outputs[-1].cached_tokens == cached
+        check(reference, tokens, found[name, 0])
+
+
+def test_samples_of_a_prompt_go_apart(model: Path, reference: Reference) -> None:
+    core = core_of(model)
+    prompt = PROMPTS[4]
+    found = run(core, [greedy("three", prompt, 20, n=3, temperature=1.0)])
+    drawn = [found["three", index] for index in range(3)]
+    assert len({tuple(one.token_ids) for one in drawn}) == 3
+    for one in drawn:
+        right = reference.logits([*prompt, *one.token_ids])[len(prompt) - 1 : -1]
+        assert (torch.stack(one.logits) - right).abs().max() < 1e-5 * right.abs().max()
+
+
+def test_company_changes_no_bit_of_a_deterministic_stream(model: Path) -> None:
+    alone = run(core_of(model, deterministic=True), [greedy("a", PROMPTS[5], 12)])["a", 0]
+    requests = [greedy("a", PROMPTS[5], 12), *(greedy(str(i), prompt, 20) for i, prompt in enumerate(PROMPTS))]
+    together = run(core_of(model, deterministic=True, max_num_batched_tokens=96), requests)["a", 0]
+    assert all(torch.equal(one, other) for one, other in zip(alone.logits, together.logits, strict=True))
+
+
+def test_scalings_side_by_side_and_keys_that_turn(model: Path) -> None:
+    """Frequencies change under `rotate` while states stay: greedy tokens are those of the engine's own scorer."""
+    core = core_of(model)
+    scalings = {
+        "yarn": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64},
+        "linear": {"rope_type": "linear", "factor": 3.0},
+        "dynamic": {"rope_type": "dynamic", "factor": 4.0},
+    }
+    requests = [
+        greedy(name, PROMPTS[4], 30, rope_scaling=RopeScaling.from_dict(fields), rope_update=policy)
+        for (name, fields), policy in zip(scalings.items(), (None, None, "rotate"), strict=True)
+    ]
+    plans = {request.request_id: core.plan_rotation(request) for request in requests}
+    found = run(core, requests)
+    scorer = Scorer(core.runner.decoder, torch.float32)
+    for name, plan in plans.items():
+        got = found[name, 0]
+        right = scorer.logits([*PROMPTS[4], *got.token_ids], plan, prompt=len(PROMPTS[4]))[len(PROMPTS[4]) - 1 : -1]
+        assert (torch.stack(got.logits) - right).abs().max() < 1e-5 * right.abs().max()
+    assert len({tuple(found[name, 0].token_ids) for name in scalings}) == 3
+
+
+def test_endings_are_read_behind_the_same_text(model: Path, reference: Reference) -> None:
+    core = core_of(model)
+    text, endings = PROMPTS[3], [[4], [5, 6, 7], [4, 9]]
+    plan = core.plan_rotation(greedy("any", text))
+    found = Scorer(core.runner.decoder, torch.float32).endings(text, endings, plan)
+    for ending, entries in zip(endings, found, strict=True):
+        right = reference.logits([*text, *ending]).log_softmax(-1)[len(text) - 1 : -1]
+        for row, token, entry in zip(right, ending, entries, strict=True):
+            assert entry.logprob == pytest.approx(float(row[token]), abs=1e-4)
+
+
+@ON_A_CPU
+def test_states_come_back_from_files(model: Path, reference: Reference, tmp_path: Path) -> None:
+    prompt = PROMPTS[5]
+    with keeping(model, tmp_path, max_num_batched_tokens=40, max_model_len=256) as core:
+        first = run(core, [greedy("first", prompt, 8)])["first", 0]
+    with keeping(model, tmp_path, max_num_batched_tokens=40, max_model_len=256) as core:
+        second = run(core, [greedy("second", prompt, 8)])["second", 0]
+    assert second.outputs[-1].cached_tokens == 80
+    assert all(torch.equal(one, other) for one, other in zip(first.logits, second.logits, strict=True))
+    check(reference, prompt, second)
+
+
+def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
+    core = core_of(model)
+    request = greedy("a", PROMPTS[5], 4, reuse=PassageReuse(32, scope="me"))
+    with pytest.raises(RequestError, match=r"cache_reuse: .* carry a state from token to token") as caught:
+        core.add(request)
+    assert caught.value.param == "cache_reuse"
+    with pytest.raises(LoadError, match=r"`scheduling.speculation.num_tokens`: .* leave it out"):
+        core_of(model, speculative_ngram=4)
+    with pytest.raises(LoadError, match=r"needs .* of KV cache beside keys"):
+        core_of(model, kv_cache_memory=20 << 10)
+    assert core.info.num_states == 17 and core.info.state_bytes

@@ -1,0 +1,174 @@
+"""Operands of layers that carry a state, and what becomes of them by the formulas, in float64 and number by number."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from windlass.kernels import StateRows
+
+ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
+
+
+def state_rows(blocks: Sequence[int], tokens: Sequence[int], begins: Sequence[bool]) -> StateRows:
+    """Sequences with so many tokens in this step; those that do not begin have had five before."""
+    starts = [0]
+    for count in tokens:
+        starts.append(starts[-1] + count)
+    lengths = [count if fresh else count + 5 for count, fresh in zip(tokens, begins, strict=True)]
+    return StateRows(*(torch.tensor(numbers, dtype=torch.int64) for numbers in (blocks, starts, lengths)))
+
+
+def some_rows() -> StateRows:
+    """Prompts that begin and go on, one of them longer than what kernels take at once, single tokens, and one without any.
+    Blocks 1 and 4 of 6 are nobody's."""
+    return state_rows([3, 0, 5, 2, 0], [1, 70, 3, 2, 0], [False, True, False, True, True])
+
+
+def beginning(rows: StateRows) -> list[int]:
+    """Blocks that a sequence begins with."""
+    starts, found = rows.starts.tolist(), []
+    for s, block in enumerate(rows.blocks.tolist()):
+        if rows.lengths[s] == starts[s + 1] - starts[s] > 0:
+            found.append(block)
+    return found
+
+
+def some_of(rows: StateRows, first: int, end: int) -> StateRows:
+    """The same sequences in a step that has their tokens first .. end only."""
+    starts = rows.starts.clamp(first, end)
+    behind = rows.starts[1:] - starts[1:]
+    return StateRows(rows.blocks, starts - first, rows.lengths - behind)
+
+
+@dataclass(frozen=True)
+class Convolution:
+    """Operands of `short_convolution`, beside other columns; the window of who begins holds NaN."""
+
+    x: Tensor
+    weight: Tensor
+    window: Tensor
+
+    @classmethod
+    def random(cls, rows: StateRows, channels: int, width: int, dtype: torch.dtype = torch.float32) -> Convolution:
+        x = torch.randn(int(rows.starts[-1]), channels + 5).to(dtype)[:, 2 : channels + 2]
+        window = torch.randn(6, width - 1, channels)
+        window[beginning(rows)] = torch.nan
+        return cls(x, torch.randn(channels, width), window)
+
+    def copy(self) -> Convolution:
+        return replace(self, window=self.window.clone())
+
+    def part(self, first: int, end: int) -> Convolution:
+        return replace(self, x=self.x[first:end])
+
+    def operands(self, rows: StateRows) -> tuple[Tensor, Tensor, Tensor, StateRows]:
+        return self.x, self.weight, self.window, rows
+
+    @property
+    def state(self) -> Tensor:
+        return self.window
+
+    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """What it returns, and the window after it, float64."""
+        width, window = self.weight.shape[1], self.window.double()
+        out = torch.full(self.x.shape, torch.nan, dtype=torch.float64)
+        starts = rows.starts.tolist()
+        for s, block in enumerate(rows.blocks.tolist()):
+            if starts[s] == starts[s + 1]:
+                continue
+            past = list(torch.zeros_like(window[block]) if block in beginning(rows) else window[block])
+            for t in range(starts[s], starts[s + 1]):
+                past.append(self.x[t].double())
+                total = torch.stack(past[-width:]).mul(self.weight.double().T).sum(0)
+                out[t] = total / (1 + torch.exp(-total))
+            window[block] = torch.stack(past[1 - width :])
+        return out, window
+
+
+@dataclass(frozen=True)
+class DeltaRule:
+    """Operands of `gated_delta_rule`, beside other columns; the memory of who begins holds NaN."""
+
+    qkv: Tensor
+    decay: Tensor
+    strength: Tensor
+    rate: Tensor
+    bias: Tensor
+    memory: Tensor
+
+    @classmethod
+    def random(
+        cls,
+        rows: StateRows,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> DeltaRule:
+        tokens, columns = int(rows.starts[-1]), 2 * key_heads * key_dim + heads * value_dim
+        qkv = torch.randn(tokens, columns + 3).to(dtype)[:, 3:]
+        decay, strength = torch.randn(tokens, 2 * heads + 1).to(dtype)[:, :-1].chunk(2, dim=1)
+        memory = torch.randn(6, heads, key_dim, value_dim)
+        memory[beginning(rows)] = torch.nan
+        return cls(qkv, decay, strength, torch.rand(heads) * 2, torch.randn(heads), memory)
+
+    def copy(self) -> DeltaRule:
+        return replace(self, memory=self.memory.clone())
+
+    def part(self, first: int, end: int) -> DeltaRule:
+        pick = slice(first, end)
+        return replace(self, qkv=self.qkv[pick], decay=self.decay[pick], strength=self.strength[pick])
+
+    def operands(self, rows: StateRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows]:
+        return self.qkv, self.decay, self.strength, self.rate, self.bias, self.memory, rows
+
+    @property
+    def state(self) -> Tensor:
+        return self.memory
+
+    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """What it returns, and the memory after it, float64."""
+        memory = self.memory.double()
+        _, heads, key_dim, value_dim = memory.shape
+        key_heads = (self.qkv.shape[1] - heads * value_dim) // (2 * key_dim)
+        out = torch.full((len(self.qkv), heads, value_dim), torch.nan, dtype=torch.float64)
+        starts = rows.starts.tolist()
+        for s, block in enumerate(rows.blocks.tolist()):
+            if starts[s] == starts[s + 1]:
+                continue
+            if block in beginning(rows):
+                memory[block] = 0
+            for t in range(starts[s], starts[s + 1]):
+                for head in range(heads):
+                    own = head * key_heads // heads
+                    q = self._vector(t, own * key_dim, key_dim)
+                    k = self._vector(t, (key_heads + own) * key_dim, key_dim)
+                    v = self._vector(t, 2 * key_heads * key_dim + head * value_dim, value_dim)
+                    q, k = (one / torch.sqrt(one @ one + 1e-6) for one in (q, k))
+                    share = 1 / (1 + math.exp(-float(self.strength[t, head])))
+                    m = memory[block, head] * math.exp(-float(self.rate[head]) * self._softplus(t, head))
+                    m += torch.outer(k, share * (v - m.T @ k))
+                    out[t, head] = m.T @ (q / math.sqrt(key_dim))
+                    memory[block, head] = m
+        return out.flatten(1), memory
+
+    def _vector(self, t: int, first: int, size: int) -> Tensor:
+        return self.qkv[t, first : first + size].double()
+
+    def _softplus(self, t: int, head: int) -> float:
+        x = float(self.decay[t, head]) + float(self.bias[head])
+        return x if x > 500 else math.log1p(math.exp(x))
+
+
+def assert_near(found: Tensor, expected: Tensor, slack: float = 3e-6) -> None:
+    """slack: of float32 sums, beside the rounding to the type. NaN only where it is expected."""
+    assert torch.equal(found.isnan(), expected.isnan())
+    difference = (found.double() - expected).nan_to_num().abs()
+    allowed = slack + ROUNDING[found.dtype] * 1.01 * expected.abs().nan_to_num()
+    assert (difference <= allowed).all(), difference.max()

@@ -1,0 +1,72 @@
+"""Layers that carry a state in plain torch: float64 formulas, and transformers' forms of the gated delta rule."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from helpers.recurrences import Convolution, DeltaRule, assert_near, some_of, some_rows, state_rows
+from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
+
+from windlass.kernels.torch import recurrence
+
+TYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+@pytest.mark.parametrize("width", [2, 4, 8])
+def test_convolution(dtype: torch.dtype, width: int) -> None:
+    rows = some_rows()
+    own = Convolution.random(rows, 40, width, dtype)
+    expected, state = own.expected(rows)
+    assert_near(recurrence.short_convolution(*own.operands(rows)), expected)
+    assert torch.equal(own.window, state.float())
+
+
+@pytest.mark.parametrize("dtype", TYPES)
+def test_delta_rule(dtype: torch.dtype) -> None:
+    rows = some_rows()
+    own = DeltaRule.random(rows, 2, 4, 12, 20, dtype)
+    expected, state = own.expected(rows)
+    assert_near(recurrence.gated_delta_rule(*own.operands(rows)), expected)
+    assert_near(own.memory, state)
+
+
+def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
+    rows = some_rows()
+    spans = [(0, 1), (1, 30), (30, 73), (73, 76)]
+    for own, call in (
+        (Convolution.random(rows, 40, 4), recurrence.short_convolution),
+        (DeltaRule.random(rows, 2, 4, 12, 20), recurrence.gated_delta_rule),
+    ):
+        whole = own.copy()
+        expected = call(*whole.operands(rows))
+        parts = [call(*own.part(*span).operands(some_of(rows, *span))) for span in spans]
+        assert torch.equal(torch.cat(parts), expected)
+        assert torch.equal(own.state.nan_to_num(), whole.state.nan_to_num())
+
+
+@pytest.mark.parametrize(
+    "form", [theirs.torch_recurrent_gated_delta_rule, theirs.torch_chunk_gated_delta_rule], ids=["recurrent", "chunks"]
+)
+def test_transformers_agree(form: Callable[..., tuple[torch.Tensor, torch.Tensor]]) -> None:
+    """A prompt of more than a chunk behind tokens that the memory has."""
+    heads, key_heads, key_dim, value_dim, tokens = 6, 2, 16, 24, 150
+    rows = state_rows([1], [tokens], [False])
+    own = DeltaRule.random(rows, key_heads, heads, key_dim, value_dim)
+    parts = own.qkv.split([key_heads * key_dim, key_heads * key_dim, heads * value_dim], dim=1)
+    q, k, v = (part.reshape(1, tokens, -1, dim) for part, dim in zip(parts, (key_dim, key_dim, value_dim), strict=True))
+    q, k = (one.repeat_interleave(heads // key_heads, dim=2) for one in (q, k))
+    g = -own.rate * torch.nn.functional.softplus(own.decay + own.bias)
+    expected, state = form(
+        *(q, k, v),
+        g=g[None],
+        beta=own.strength.sigmoid()[None],
+        initial_state=own.memory[1:2],
+        output_final_state=True,
+        use_qk_l2norm_in_kernel=True,
+    )
+    found = recurrence.gated_delta_rule(*own.operands(rows))
+    assert_near(found, expected[0].flatten(1).double(), 1e-5)
+    assert_near(own.memory[1], state[0].double(), 1e-5)
