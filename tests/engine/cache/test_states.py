@@ -15,6 +15,7 @@ from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.picture import draw_cache
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.errors import LoadError
 from windlass.engine.scheduling.chunk_cuts import ChunkCuts
@@ -172,6 +173,18 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
     parked = blocks.park(a.cache)
     assert parked[1] == (0,)
     assert blocks.unpark(a.cache)[1] == (0,) and len(a.state) == 1
+
+
+def test_they_are_shown_as_what_they_are() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(9)))
+    a.start()
+    a.compute(8)
+    a.compute()
+    pages, states = draw_cache(blocks, [a.cache])
+    assert (pages.states, sum(pages.held)) == (False, 3)
+    assert (states.states, states.window, sum(states.held), sum(states.idle)) == (True, None, 1, 1)
+    assert states.owners[1] == 0
 
 
 def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
