@@ -93,7 +93,7 @@ def _last_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str
 def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
     """The spec of a plain decoder with what its layers have besides."""
     count, shared = len(spec.layers), read_count(config, "num_kv_shared_layers", 0)
-    owners = _owners([layer.mixer.window for layer in spec.layers], shared)
+    owners = _owners([mixer.window for mixer in spec.attention.values()], shared)
     own_input = read_count(config, "hidden_size_per_layer_input", 256)
     doubled = read_flag(config, "use_double_wide_mlp")
     beside = None

@@ -121,7 +121,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         names["attn_qkv"] = attention.qkv
     if isinstance(mixer := spec.layers[0].mixer, LatentSpec):
         names |= _latent_names(mixer.names)
-    elif mixer.sinks:
+    elif isinstance(mixer, AttentionSpec) and mixer.sinks:
         names["attn_sinks"] = attention.sinks
     names |= _further_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}

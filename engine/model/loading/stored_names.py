@@ -73,8 +73,8 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
 
 
 def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
-    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows], or each in
-    tensors of its own.
+    """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows], or with
+    each in tensors of its own.
 
     Writers of the same class have differed in that. spec: under the names that the files have.
     """

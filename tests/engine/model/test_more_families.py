@@ -35,9 +35,11 @@ SWITCHES = [
     ("llama4", "attn_scale", 0.1),
     ("llama4", "floor_scale", 20),
     ("llama4", "use_qk_norm", False),
+    ("qwen3_next", "norm_topk_prob", True),
+    ("qwen3_5", "rms_norm_eps", 0.01),
 ]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "llama4", "nanochat", "olmo", "persimmon"]
+OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "llama4", "nanochat", "olmo", "persimmon", "qwen3_5"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -20,7 +20,7 @@ from windlass.engine.model.loading.row_order import half_split_order, row_order,
 from windlass.engine.model.loading.weights import load_weights
 from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.engine.model.weight_spec import FusedHeads, StoredTensor
+from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, PartsByTurns, StoredTensor
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split
@@ -66,6 +66,27 @@ def test_fused_heads_are_taken_apart(fused: FusedHeads, names: str) -> None:
     stored = names.split()
     order = row_order(StoredTensor("qkv", len(stored), fused=fused))
     assert order is not None and [stored[row] for row in order] == sorted(stored, key=lambda name: "qkv".index(name[0]))
+
+
+@pytest.mark.parametrize(
+    ("turns", "names", "wanted"),
+    [
+        (PartsByTurns(2, (1, 1)), "q0 g0 q1 g1", "q0 q1 g0 g1"),
+        (PartsByTurns(2, (2, 1, 3)), "a0 a1 b0 c0 c1 c2 a2 a3 b1 c3 c4 c5", "a0 a1 a2 a3 b0 b1 c0 c1 c2 c3 c4 c5"),
+        (PartsByTurns(1, (3, 2)), "a0 a1 a2 b0 b1", "a0 a1 a2 b0 b1"),
+    ],
+)
+def test_parts_by_turns_are_taken_apart(turns: PartsByTurns, names: str, wanted: str) -> None:
+    stored = names.split()
+    order = row_order(StoredTensor("parts", len(stored), by_turns=turns))
+    assert order is not None and [stored[row] for row in order] == wanted.split()
+
+
+def test_pairs_within_parts_by_turns() -> None:
+    """As a file has them whose rotated pairs are interleaved: of the first part, head by head."""
+    pairs = InterleavedHeads(2, 4, 4)
+    order = row_order(StoredTensor("q", 16, pairs, by_turns=PartsByTurns(2, (4, 4))))
+    assert order is not None and order.tolist() == [0, 2, 1, 3, 8, 10, 9, 11, 4, 5, 6, 7, 12, 13, 14, 15]
 
 
 def test_the_order_goes_head_by_head() -> None:
