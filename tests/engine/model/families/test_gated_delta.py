@@ -185,7 +185,10 @@ def test_scalings_of_the_layers_that_attend() -> None:
         ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is no convolution"),
         ({"linear_conv_kernel_dim": None, "linear_num_key_heads": 8}, "4 is not a multiple of linear_num_key_heads 8"),
         ({"num_experts": 8}, "num_experts=8"),
-        ({"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 1]}}, "must add up to the 4 rotated pairs"),
+        (
+            {"rope_parameters": {"rope_type": "default", "mrope_section": [2, 2, 1]}},
+            "must add up to the 4 rotated pairs",
+        ),
     ],
 )
 def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
