@@ -19,9 +19,9 @@ from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
+from windlass.kernels.operations.recurrence import StateRows
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Graphs
-from windlass.kernels.recurrence import StateRows
-from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.triton import (

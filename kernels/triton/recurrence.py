@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import Tensor
 
-from windlass.kernels.recurrence import StateRows
+from windlass.kernels.operations.recurrence import StateRows
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import recurrence as programs
 
