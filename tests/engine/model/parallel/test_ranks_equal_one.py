@@ -74,6 +74,13 @@ def test_a_family_comes_to_the_logits_of_one_rank(tmp_path: Path, family: str) -
         assert_equal(run(core, requests()), expected)
 
 
+def test_gates_of_queries_go_with_their_heads(tmp_path: Path) -> None:
+    directory = make_model("qwen3_5", tmp_path / "model", layer_types=["full_attention"] * 5)
+    expected = run(make_core(directory, threads=1), requests())
+    with ranked(directory, 2) as core:
+        assert_equal(run(core, requests()), expected)
+
+
 @pytest.fixture(scope="module")
 def llama(tmp_path_factory: pytest.TempPathFactory) -> Path:
     wide = {"hidden_size": 96, "num_attention_heads": 6, "num_key_value_heads": 3, "vocab_size": 200}
