@@ -137,6 +137,24 @@ def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
     assert gone == [[9, 13, 17, 21], [9, 13, 21], [9, 21], [21]]
 
 
+def test_of_a_prompt_states_at_long_intervals_and_the_last_stay() -> None:
+    blocks = manager(states=40, pages=1000)
+    a = Held(blocks, list(range(3000)))
+    a.start()
+    for _ in range(29):
+        a.compute(100)
+    a.compute(96)
+    a.compute(4)
+    a.tokens += [1, 2, 3, 4, 5]
+    for _ in range(5):
+        a.compute(1)
+    blocks.free(a.cache)
+    lengths = {digest: SIZE * (i + 1) for i, digest in enumerate(a.cache.chain.digests)}
+    digests = [blocks.pools[1].digests[block] for block in blocks.pools[1]._idle]  # in the order of their eviction
+    order = [lengths[digest] for digest in digests if digest is not None]
+    assert len(order) == 32 and order[-4:] == [1100, 2100, 3000, 3004]
+
+
 def test_a_lone_sequence_goes_on_with_two_states() -> None:
     blocks = manager(states=2)
     a = Held(blocks, list(range(40)))
