@@ -7,7 +7,8 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class CacheGroup:
-    """The pages of one KV group, by cells of `blocks_per_cell` blocks; see `CachePages` in the server's description."""
+    """The pages of one KV group, by cells of `blocks_per_cell` blocks; see `CachePages` in the server's description. states: its
+    blocks are no pages, but what layers carry of a sequence from token to token."""
 
     num_blocks: int
     num_shown: int
@@ -17,6 +18,7 @@ class CacheGroup:
     shared: tuple[int, ...] = ()
     idle: tuple[int, ...] = ()
     owners: tuple[int, ...] = ()
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -231,8 +231,9 @@ class Model:
 
     context: what holds for requests that do not say (`context_overflow`, `keep_tokens`, `attention_window`, `attention_sinks`,
     `cache_reuse`), and `shift_context`, `max_total_tokens`, `shift_refusal` and `reuse_refusal`. parent, adapter: of a LoRA
-    adapter the model that it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate, infill (a `suffix`), embed,
-    score, classify, token_classify. scored_by: what scores of pairs come from: "answer", "head" or "vectors".
+    adapter the model that it changes, and its `rank`, `targets` and `num_bytes`. tasks: what it can be asked for: generate,
+    infill (a `suffix`), embed, score, classify, token_classify. scored_by: what scores of pairs come from: "answer", "head" or
+    "vectors".
     rotary_auto: what `rope_scaling="auto"` chooses from: whether it is the `default`, and `steps`.
     embedding: `dimensions`, `pooling` and `normalize` of its vectors; classes: `labels`, `activation` and `per_token` of one that
     classifies.

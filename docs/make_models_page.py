@@ -84,6 +84,26 @@ bits. On a GPU it is refused.
   of E2B. `--quantization` makes 8 or 6 bits of its numbers.
 * **Experts beside the feed-forward** (26B A4B), which see the stream itself.
 
+## Layers that carry a state
+
+Three of four layers of Qwen 3.5, Qwen 3.6 and Qwen3-Next read no keys. Such a layer (Gated DeltaNet,
+[2412.06464](https://arxiv.org/abs/2412.06464)) has a state of each sequence, of one size however long that is: the last inputs
+of a short convolution, and a matrix for each head, which each token lets fade and corrects. It is float32, whatever weights and
+pages are. The other layers attend as everywhere: their scaling is set per server and per request.
+
+* **Memory.** In the shape of Qwen 3.5 0.8B a state takes 19 MiB, and a token 12 KiB of pages in bfloat16. There are states for
+  twice as many sequences as run at once (`--max-num-seqs`), in half of `--kv-cache-memory` at most. Where that is less, fewer
+  run at once.
+* **The prefix cache.** A prompt begins where a state was kept, which is a copy of it: where a piece of an earlier prompt ended
+  (pieces end with blocks), at the last full block of an earlier prompt, and at that of its answer. So the next turn of a chat
+  goes on from the last one, also where its thoughts are left out. When room is short, of a prompt one state in 1,024 tokens and
+  the last are kept longest. `--kv-persist` and `--kv-host-memory` keep states as they do pages.
+* **Contexts that drop tokens**, windows and distances of their own concern the layers that attend. A state keeps what dropped
+  tokens have left in it.
+* **Refused:** `cache_reuse`, as a state belongs to all that was read before, proposed tokens (`--speculative-ngram`,
+  `--speculative-model`), which could not be taken back, and `--tensor-parallel`.
+* **On a GPU** steps of such models are not captured. Their programs were tested in Triton's interpreter and have run on no GPU.
+
 ## Encoders
 
 Each token of an encoder sees those after it too. Such a model generates nothing. It makes

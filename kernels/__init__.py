@@ -30,9 +30,9 @@ from windlass.kernels.memory.copies import Copies, CopyQueue
 from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
 from windlass.kernels.memory.marks import Mark
 from windlass.kernels.memory.weights import SharedWeights
+from windlass.kernels.operations.recurrence import StatePages, StateRows
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Graphs, Recorder, Recording
-from windlass.kernels.recurrence import StatePages, StateRows
-from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsAhead, RowsFiller, StepRows
 
 __all__ = [

@@ -36,10 +36,10 @@ from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.memory.copies import Copies, copies_of
 from windlass.kernels.memory.device import memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
-from windlass.kernels.pointwise import Pointwise
+from windlass.kernels.operations.pointwise import Pointwise
+from windlass.kernels.operations.recurrence import Recurrences
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import RepeatsSteps
-from windlass.kernels.recurrence import Recurrences
-from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 
 Activations: TypeAlias = Literal["int8", "float32"]

@@ -46,7 +46,7 @@ class CacheGroupPicture:
     holds, that several do, and that nobody holds but a later prompt may take up again; the rest is free. owners: the index
     into `CachePicture.sequences` of one that holds a block of the cell, -1 where none of those listed does.
     num_shown: blocks that the cells stand for; those behind them are free. window: as in the model's attention, None for all.
-    engine: the number of its engine, where there are several.
+    engine: the number of its engine, where there are several. states: a block is what layers carry of a sequence, and no pages.
     """
 
     num_blocks: int
@@ -58,6 +58,7 @@ class CacheGroupPicture:
     idle: tuple[int, ...]
     owners: tuple[int, ...]
     engine: int = 0
+    states: bool = False
 
 
 @dataclass(frozen=True, slots=True)

@@ -164,11 +164,11 @@ class BlockManager:
         Blocks that have become full are offered to the prefix cache. Those that no query still to come can see are
         released, and so is room for proposed tokens that were rejected. under_way: tokens behind them that are being computed.
         """
-        drew = num_computed_tokens - handle.num_computed_tokens < self.block_size
+        advanced = num_computed_tokens - handle.num_computed_tokens
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
         if not under_way and self.enable_prefix_caching:
-            self._states.keep(handle, self.block_size, self._keeper, drew=drew)
+            self._states.keep(handle, self.block_size, self._keeper, advanced)
         if self._window_groups:
             self._drop_outside_window(handle)
         needed = -(-(handle.num_slots + under_way) // self.block_size)

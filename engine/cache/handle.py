@@ -40,7 +40,8 @@ class CacheHandle:
     or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
     num_committed_blocks: digests of the full blocks before, and how many of them were offered to later prompts. passages:
     those that it holds and will take up, in order. num_reused_passages, num_reused_tokens: those it has.
-    drawn_state: digest of the last state that it left in the cache while it drew tokens.
+    passing_state: digest of the last state that it left in the cache, if that is worth little once there is another, and whether
+    it was drawing then.
     far: where the specs have keys stand a second time, as they seem from far away: what holds those, slot by slot the same
     tokens; None elsewhere. The block manager does to it what it does to this.
     """
@@ -62,9 +63,9 @@ class CacheHandle:
         "_specs",
         "_tables",
         "_trail",
-        "drawn_state",
         "far",
         "floor",
+        "passing_state",
         "sinks_window",
     )
 
@@ -95,7 +96,7 @@ class CacheHandle:
         self._trail: Trail | None = None
         self._parked: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
-        self.drawn_state: bytes | None = None
+        self.passing_state: tuple[bytes, bool] | None = None
         self.far = self._new_far()
 
     # -- read by everybody -----------------------------------------------------------------------------------------

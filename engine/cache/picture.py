@@ -42,11 +42,12 @@ def _draw(pool: BlockPool, group: int, listed: Sequence[CacheHandle]) -> CacheGr
         num_blocks=pool.num_blocks,
         num_shown=shown,
         blocks_per_cell=per_cell,
-        window=pool.window,
+        window=None if pool.holds_states else pool.window,
         held=count(counts == 1),
         shared=count(counts > 1),
         idle=count((counts == 0) & known),
         owners=tuple(owners.tolist()),
+        states=pool.holds_states,
     )
 
 

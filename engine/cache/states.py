@@ -14,6 +14,8 @@ from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey
 from windlass.engine.cache.pool import BlockPool
 
+_STRIDE = 1024  # tokens
+
 
 class StateBlocks:
     """groups: those of `pools` that hold states."""
@@ -40,21 +42,25 @@ class StateBlocks:
                 copies.append(BlockCopy(group, source, target))
         return copies
 
-    def keep(self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, *, drew: bool) -> None:
-        """Offer the state of a handle that stands at the end of a block of tokens, all of which are settled. drew: it came there
-        by drawing tokens."""
-        count, rest = divmod(handle.num_slots, block_size)
-        if not self.groups or rest or not count or handle.private:
+    def keep(self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int) -> None:
+        """Offer the state of a handle that stands at the end of a block of tokens, all of which are settled.
+
+        advanced: tokens that brought it there. Of a prompt's states the last stays and one in every `_STRIDE` tokens, of those of
+        its answer the last; the others are the first to be evicted.
+        """
+        slots = handle.num_slots
+        if not self.groups or not slots or slots % block_size or handle.private:
             return
-        digest = handle.chain.digests[count - 1]
+        count, drew = slots // block_size, advanced < block_size
+        digest, passing = handle.chain.digests[count - 1], handle.passing_state
         for group in self.groups:
             pool, block = self._pools[group], handle.tables[group].blocks[0]
             if pool.register(block, digest) and keeper is not None:
                 keeper.offer(BlockKey(group, digest), block, count - 1)
-            if drew and handle.drawn_state in pool.cached:
-                pool.evict_first(pool.cached[handle.drawn_state])
-        if drew:
-            handle.drawn_state = digest
+            if passing is not None and passing[1] == drew and passing[0] in pool.cached:
+                pool.evict_first(pool.cached[passing[0]])
+        stays = not drew and slots // _STRIDE > (slots - advanced) // _STRIDE
+        handle.passing_state = None if stays else (digest, drew)
 
 
 def window_of(pool: BlockPool, handle: CacheHandle) -> int | None:

@@ -48,9 +48,9 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
+from windlass.kernels.operations.recurrence import StateRows
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Recorder
-from windlass.kernels.recurrence import StateRows
-from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.step_rows import RowsFiller, StepRows
 from windlass.kernels.torch import batched, routed
 from windlass.kernels.torch import linear as torch_linear

@@ -17,7 +17,7 @@ from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeight, ExpertWeights
 from windlass.kernels.layouts.panels import PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
-from windlass.kernels.routing import Routed, Routing
+from windlass.kernels.operations.routing import Routed, Routing
 
 _SCORES = {"softmax": 0, "sigmoid": 1, "sparsemixer": 2}
 MOST_EXPERTS = 4096  # that a router of experts.h chooses from

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu import elementwise, ops
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.pointwise import Pointwise
+from windlass.kernels.operations.pointwise import Pointwise
 
 
 class CompiledPointwise(Pointwise):

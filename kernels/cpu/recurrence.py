@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library
-from windlass.kernels.recurrence import StateRows
+from windlass.kernels.operations.recurrence import StateRows
 
 WIDTHS = range(2, 9)  # of convolutions
 

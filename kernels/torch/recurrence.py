@@ -8,7 +8,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.recurrence import StateRows
+from windlass.kernels.operations.recurrence import StateRows
 
 _LENGTH_EPS = 1e-6
 

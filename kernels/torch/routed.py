@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.routing import Routed, Routing
+from windlass.kernels.operations.routing import Routed, Routing
 
 Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # as `Backend.linear`
 

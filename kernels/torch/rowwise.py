@@ -17,7 +17,7 @@ from torch import Tensor
 from windlass.kernels.attention_call import AttentionCall
 from windlass.kernels.layouts.blocks import BlockWeight
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.routing import Routed, Routing
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.torch import batched, blocks, reference, routed
 
 _PANEL_BYTES = 8 << 20

@@ -19,11 +19,23 @@ from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
+from windlass.kernels.operations.recurrence import StateRows
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Graphs
-from windlass.kernels.routing import Routed, Routing
 from windlass.kernels.torch import logprobs
 from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.triton import attention, drawing, grouped, in_order, norms, pointwise, products, rotary, thin
+from windlass.kernels.triton import (
+    attention,
+    drawing,
+    grouped,
+    in_order,
+    norms,
+    pointwise,
+    products,
+    recurrence,
+    rotary,
+    thin,
+)
 from windlass.kernels.triton import routing as routes
 from windlass.kernels.triton.graphs import CudaGraphs
 from windlass.kernels.triton.launch import Device
@@ -108,6 +120,14 @@ class TritonBackend(TorchBackend):
 
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return pointwise.soft_cap(x, cap)
+
+    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+        return recurrence.short_convolution(x, weight, window, rows)
+
+    def gated_delta_rule(
+        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    ) -> Tensor:
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):

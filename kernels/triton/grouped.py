@@ -10,7 +10,7 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.routing import Routed
+from windlass.kernels.operations.routing import Routed
 from windlass.kernels.triton.launch import Device, launch, power_of_two, strided
 from windlass.kernels.triton.pointwise import check_activation, sum_of_experts
 from windlass.kernels.triton.products import AddressedExperts, Tile

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from windlass.kernels.routing import Routed, Routing
+from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.triton.launch import launch, power_of_two
 from windlass.kernels.triton.programs import routing as programs
 

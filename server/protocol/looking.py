@@ -26,6 +26,9 @@ class CacheGroup(StrictModel):
     idle: Annotated[list[int], Field(description="Blocks that nobody holds and an equal prompt may take up again.")]
     owners: Annotated[list[int], Field(description="Index into `sequences` of one that holds a block of it, or -1.")]
     engine: Annotated[int, Field(description="The number of the replica whose cache it is part of.")] = 0
+    states: Annotated[
+        bool, Field(description="Whether a block is what layers carry of a sequence from token to token, and no pages.")
+    ] = False
 
 
 class CacheSequence(StrictModel):

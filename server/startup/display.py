@@ -87,6 +87,10 @@ class Sized(Protocol):
     @property
     def num_kv_blocks(self) -> tuple[int, ...]: ...
     @property
+    def num_states(self) -> int: ...
+    @property
+    def state_bytes(self) -> int: ...
+    @property
     def block_size(self) -> int: ...
     @property
     def max_model_len(self) -> int: ...
@@ -196,7 +200,8 @@ def _room(info: Sized) -> str:
     longest = f"{whole:,} {'stream' if whole == 1 else 'streams'} of {info.max_model_len:,}"
     each = min(tokens // info.max_num_seqs, info.max_model_len)
     shared = f", or {info.max_num_seqs:,} of {each:,}" if whole < info.max_num_seqs else ""
-    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): room for {longest}{shared}"
+    states = f"; {info.num_states:,} states of {size(info.state_bytes)}" if info.num_states else ""
+    return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): room for {longest}{shared}{states}"
 
 
 def count(number: int) -> str:

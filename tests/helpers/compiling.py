@@ -20,6 +20,7 @@ import triton
 from helpers.block_weights import random_blocks
 from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase
+from helpers.recurrences import Convolution, DeltaRule, state_rows
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -123,6 +124,7 @@ def everything(capability: int) -> None:
             for kind in (dtype, torch.int8, torch.float8_e4m3fn):
                 _rotation(dtype, kind, dim)
         _by_element(dtype)
+        _states(dtype)
         _products(dtype)
         if capability == 90 and dtype != torch.float32:
             _prompts(dtype)
@@ -232,6 +234,19 @@ def _by_element(dtype: torch.dtype) -> None:
     pointwise.gate_by_sigmoid(x, x[:, :1])
     pointwise.soft_cap(x.float(), 30.0)
     pointwise.sum_of_experts(x, torch.ones(10, 2))
+
+
+def _states(dtype: torch.dtype) -> None:
+    """Qwen 3.5's shapes, and a smaller one."""
+    from windlass.kernels.triton import recurrence
+
+    for key_heads, heads, dim in ((16, 32, 128), (2, 2, 64)):
+        rows = state_rows([1, 0], [1, 9], [False, True])
+        own = DeltaRule.random(rows, key_heads, heads, dim, dim, dtype)
+        recurrence.gated_delta_rule(*own.operands(rows))
+        recurrence.short_convolution(
+            *Convolution.random(rows, 2 * dim * (key_heads + heads // 2), 4, dtype).operands(rows)
+        )
 
 
 def _products(dtype: torch.dtype) -> None:

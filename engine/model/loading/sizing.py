@@ -64,6 +64,8 @@ class ModelSize:
     sees_whole_texts: bool
     free: int | None
     num_kv_blocks: tuple[int, ...]
+    num_states: int
+    state_bytes: int
     kv_cache_bytes: int
     max_model_len: int
     refusal: str | None
@@ -106,6 +108,8 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
         sees_whole_texts=spec.sees_whole_texts,
         free=free,
         num_kv_blocks=plan.num_blocks,
+        num_states=plan.num_states,
+        state_bytes=0 if spec.state_group is None else spec.state_group.block_bytes,
         kv_cache_bytes=plan.num_bytes,
         max_model_len=plan.max_model_len,
         refusal=refusal,

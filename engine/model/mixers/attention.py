@@ -249,7 +249,7 @@ class Attention:
             backend.scale_rows(projected[:, : (heads + kv_heads) * dim], inputs.growths[spec.rotary_group or 0])
         if self._q_norm is not None:
             if spec.qk_norm == "all heads":
-                q, k = q.flatten(1), k.flatten(1)
+                q, k = q.view(q.shape[0], -1), k.view(k.shape[0], -1)
             q = self._q_norm(q).view(-1, heads, dim)
         if self._k_norm is not None:
             k = self._k_norm(k).view(-1, kv_heads, dim)
@@ -276,7 +276,7 @@ class Attention:
                 changes.add("gate", gate, x)
             backend.gate_by_sigmoid(attended, gate)
         if spec.gated_queries:
-            backend.gate_by_sigmoid(attended, gates.flatten(1))
+            backend.gate_by_sigmoid(attended, gates.view(attended.shape))
         out = backend.linear(attended, w.out, w.out_bias)
         if changes is not None:
             changes.add("out", out, attended)

@@ -18,7 +18,7 @@ from windlass.kernels import Backend, StatePages, StateRows, Weight
 
 @dataclass(slots=True)
 class DeltaWeights:
-    """As `GatedDeltaSpec.weights` lists them. Hk heads of keys of D numbers, H of values of V, C = 2 Hk D + H V channels."""
+    """As `GatedDeltaSpec.weights` lists them. Hk heads of keys of D numbers, H of values of V; C = 2 Hk D + H V channels."""
 
     projections: Weight  # [C + H V + 2 H, hidden]: queries, keys and values, gates, strengths, decays
     convolution: Tensor  # [C, width] float32

@@ -1,7 +1,7 @@
 // The gated delta rule (2412.06464): a matrix per head that each token lets fade, corrects and reads, in float32.
 //
-// Columns of such a matrix M have nothing to do with each other, given a token's query q, key k and gates g and b. So a unit of work
-// is a panel of columns that stays in the first cache over many tokens; and one pass over it is enough for a token: it makes
+// Columns of such a matrix M have nothing to do with each other, given a token's query q, key k and gates g and b. So a unit of
+// work is a panel of columns that stays in the first cache over many tokens; and one pass over it is enough for a token: it makes
 // M = g' M + k' d', what the token before has left to do, on its way, and sums M^T k and M^T q of what it made. Then
 // d = b (v - g M^T k), and the token reads (g M + k d^T)^T q = g M^T q + (k q) d.
 // Every number takes the same steps however a sequence is cut, so its bits are the same.
@@ -24,12 +24,22 @@ namespace delta_rule {
 constexpr int NV = W >= 8 ? 2 : 4;  // vectors of a panel: two sums for each and what the last token left fit into the registers
 constexpr long PANEL = NV * W;      // columns
 constexpr long SLICE = 64;          // tokens whose keys and gates lie ready at once
-constexpr long ROWS_AHEAD = 8;      // that are fetched before they are read
+constexpr long LINE = 16;           // numbers
 constexpr float LENGTH_EPS = 1e-6f;
 
-struct Sizes {
-    long heads, key_heads, key_dim, value_dim;
-    INLINE_MEMBER long panels() const { return ceil_div(value_dim, PANEL); }
+// What the caller gives, see gated_delta_rule.
+template <class T> struct Operands {
+    const T *qkv; long qkv_row;
+    const T *decay; long decay_row;
+    const T *strength; long strength_row;
+    const float *rate, *bias;
+    float *memory;
+    T *out;
+    StateRows rows;
+    long key_heads, heads, key_dim, value_dim;
+    INLINE_MEMBER const T *keys(long token) const { return qkv + token * qkv_row + key_heads * key_dim; }
+    INLINE_MEMBER const T *values(long token) const { return qkv + token * qkv_row + 2 * key_heads * key_dim; }
+    INLINE_MEMBER float *of_head(int64_t block, long head) const { return memory + (block * heads + head) * key_dim * value_dim; }
 };
 
 // What the tokens of a slice bring, but for their values.
@@ -39,7 +49,7 @@ struct Slice {
     float *kept, *share;    // [SLICE][heads], g and b
 };
 
-// Tokens first .. end of the slice, of one sequence.
+// Tokens first .. end, of one sequence and in one slice.
 struct Run {
     long first, end;
     int64_t block;
@@ -79,13 +89,12 @@ struct Sums {
     }
 };
 
-// Takes n columns of a memory [dim] with rows `row` apart into the panel. Its first panel fetches whole rows, as memory likes it.
-static NOINLINE Sums enter(const float *memory, long row, long n, bool whole_rows, const float *key, const float *query, long dim,
-                           float *panel) {
+// Takes n columns of a memory [dim] with rows `row` apart into the panel, and fetches as many numbers of what comes after.
+static NOINLINE Sums enter(const float *memory, long row, long n, const float *next, const float *key, const float *query,
+                           long dim, float *panel) {
     Sums sums;
-    for (long i = 0; i < dim; i++, memory += row, panel += PANEL) {
-        if (whole_rows && i + ROWS_AHEAD < dim)
-            for (long j = 0; j < row; j += 16) __builtin_prefetch(memory + ROWS_AHEAD * row + j, 1);
+    for (long i = 0; i < dim; i++, memory += row, panel += PANEL, next += PANEL) {
+        for (long j = 0; j < PANEL; j += LINE) __builtin_prefetch(next + j, 1, 2);
         vf m[NV];
         load_columns(memory, n, m);
         store_columns(panel, PANEL, m);
@@ -94,7 +103,8 @@ static NOINLINE Sums enter(const float *memory, long row, long n, bool whole_row
     return sums;
 }
 
-static NOINLINE Sums pass(float *panel, const Change &change, const float *key, const float *query, long dim) {
+static NOINLINE Sums pass(float *panel, const Change &last, const float *key, const float *query, long dim) {
+    const Change change = last;  // or all of it would be read again after each number that is written
     Sums sums;
     for (long i = 0; i < dim; i++, panel += PANEL) {
         vf m[NV];
@@ -107,7 +117,8 @@ static NOINLINE Sums pass(float *panel, const Change &change, const float *key, 
     return sums;
 }
 
-static NOINLINE void leave(const float *panel, const Change &change, long dim, float *memory, long row, long n) {
+static NOINLINE void leave(const float *panel, const Change &last, long dim, float *memory, long row, long n) {
+    const Change change = last;
     for (long i = 0; i < dim; i++, memory += row, panel += PANEL) {
         vf m[NV];
         for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change, i, v);
@@ -115,32 +126,32 @@ static NOINLINE void leave(const float *panel, const Change &change, long dim, f
     }
 }
 
-// One panel of a head over a run. values, out: of the slice's first token, at the panel; rows of them so far apart.
+// The panel of a head that begins with this column over a run. slice: of tokens `begin` on. next: what the thread walks afterwards.
 template <class T>
-static NOINLINE void walk(const Slice &slice, const Sizes &sizes, const Run &run, long head, bool first_panel, long n, float *memory,
-                          const T *values, long value_row, T *out, float *panel) {
-    const long dim = sizes.key_dim, out_row = sizes.heads * sizes.value_dim;
-    const long key_head = head / (sizes.heads / sizes.key_heads);
+static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, const Run &run, long head, long column,
+                          const float *next, float *panel) {
+    const long dim = p.key_dim, n = min_of(PANEL, p.value_dim - column);
+    const long key_head = head / (p.heads / p.key_heads);
+    float *const memory = p.of_head(run.block, head) + column;
     Change change;
     for (long t = run.first; t < run.end; t++) {
-        const long at = t * sizes.key_heads + key_head;
+        const long own = (t - begin) * p.heads + head, at = (t - begin) * p.key_heads + key_head;
         const float *key = slice.keys + at * dim, *query = slice.queries + at * dim;
         Sums sums;
         if (t > run.first) sums = pass(panel, change, key, query, dim);
-        else if (!run.begins) sums = enter(memory, sizes.value_dim, n, first_panel, key, query, dim, panel);
+        else if (!run.begins) sums = enter(memory, p.value_dim, n, next + column * dim, key, query, dim, panel);
         else
             for (long i = 0; i < dim * PANEL; i += W) store(panel + i, vf{});
-        const float kept = slice.kept[t * sizes.heads + head], share = slice.share[t * sizes.heads + head];
         vf value[NV], read[NV];
-        load_columns(values + t * value_row, n, value);
-        change.kept = kept, change.key = key;
+        load_columns(p.values(t) + head * p.value_dim + column, n, value);
+        change.kept = slice.kept[own], change.key = key;
         for (int v = 0; v < NV; v++) {
-            change.delta[v] = add_product(value[v], sums.of_key[v], splat(-kept)) * share;
-            read[v] = add_product(sums.of_query[v] * kept, change.delta[v], splat(slice.meets[at]));
+            change.delta[v] = add_product(value[v], sums.of_key[v], splat(-change.kept)) * slice.share[own];
+            read[v] = add_product(sums.of_query[v] * change.kept, change.delta[v], splat(slice.meets[at]));
         }
-        store_columns(out + t * out_row, n, read);
+        store_columns(p.out + (t * p.heads + head) * p.value_dim + column, n, read);
     }
-    leave(panel, change, dim, memory, sizes.value_dim, n);
+    leave(panel, change, dim, memory, p.value_dim, n);
 }
 
 // to = from times `scale`, of length 1 before it.
@@ -166,22 +177,60 @@ INLINE float product(const float *a, const float *b, long dim) {
 
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
 
-// What token t of a slice brings; qkv: its row.
-template <class T> static NOINLINE void prepare(const Slice &slice, const Sizes &sizes, long t, const T *qkv) {
-    const long dim = sizes.key_dim;
+// What a token brings to a slice, in its place there.
+template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slice &slice, long token, long place) {
+    const long dim = p.key_dim;
     const float scale = 1.0f / __builtin_sqrtf(float(dim));
-    for (long h = 0; h < sizes.key_heads; h++) {
-        const long at = t * sizes.key_heads + h;
+    for (long h = 0; h < p.key_heads; h++) {
+        const long at = place * p.key_heads + h;
         float *query = slice.queries + at * dim, *key = slice.keys + at * dim;
-        unit(qkv + h * dim, dim, scale, query);
-        unit(qkv + (sizes.key_heads + h) * dim, dim, 1.0f, key);
+        unit(p.qkv + token * p.qkv_row + h * dim, dim, scale, query);
+        unit(p.keys(token) + h * dim, dim, 1.0f, key);
         slice.meets[at] = product(key, query, dim);
+    }
+    for (long h = 0; h < p.heads; h++) {
+        const long at = place * p.heads + h;
+        slice.kept[at] = std::exp(-p.rate[h] * softplus(widen(p.decay[token * p.decay_row + h]) + p.bias[h]));
+        slice.share[at] = 1.0f / (1.0f + std::exp(-widen(p.strength[token * p.strength_row + h])));
+    }
+}
+
+// The runs of tokens begin .. end. s: the sequence of the last slice's last token, then of this one's.
+static long find_runs(const StateRows &rows, long begin, long end, long &s, Run (&runs)[SLICE]) {
+    long count = 0;
+    for (; s < rows.count && rows.starts[s] < end; s++) {
+        const long first = max_of(rows.starts[s], begin), last = min_of(rows.starts[s + 1], end);
+        if (first < last) runs[count++] = {first, last, rows.blocks[s], first == rows.starts[s] && rows.begins(s)};
+        if (rows.starts[s + 1] > end) break;
+    }
+    return count;
+}
+
+template <class T> static void all_tokens(const Operands<T> &p, const Slice &slice, long tokens, float *panels_of_threads) {
+    const long panels = ceil_div(p.value_dim, PANEL), of_run = p.heads * panels;
+    long s = 0;
+    for (long begin = 0; begin < tokens; begin += SLICE) {
+        const long end = min_of(begin + SLICE, tokens), size = end - begin;
+        for_units(size, threads_for(size * p.key_heads * p.key_dim, size), [&](long t) { prepare(p, slice, begin + t, t); });
+        Run runs[SLICE];
+        const long count = find_runs(p.rows, begin, end, s, runs), units = count * of_run;
+        const long threads = threads_for(size * p.heads * p.key_dim * p.value_dim, units);
+        Shares shares(units, threads);
+        on_threads(threads, [&](long thread) {
+            shares.take(thread, [&](long unit) {
+                const long r = unit / of_run, head = unit / panels % p.heads, column = unit % panels * PANEL;
+                // Behind the last memory there may be nothing: fetching reads nothing.
+                const bool same = head + 1 < p.heads || r + 1 == count;
+                const float *next = same ? p.of_head(runs[r].block, head + 1) : p.of_head(runs[r + 1].block, 0);
+                walk(p, slice, begin, runs[r], head, column, next, panels_of_threads + thread * p.key_dim * PANEL);
+            });
+        });
     }
 }
 
 // qkv: [T][2 key_heads key_dim + heads value_dim], decay, strength: [T][heads], all of the type, rows so far apart. rate, bias:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. out: [T][heads value_dim] of the type. Returns 1 when
-// out of memory or a code of StateRows::refusal; it has written nothing then.
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. out: [T][heads value_dim] of the type. Returns 1
+// when out of memory or a code of StateRows::refusal; it has written nothing then.
 EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int type, const void *decay, long decay_row,
                                            const void *strength, long strength_row, const float *rate, const float *bias,
                                            float *memory, long num_blocks, long key_heads, long heads, long key_dim,
@@ -189,56 +238,21 @@ EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int ty
                                            long sequences, void *out, long tokens) {
     const StateRows rows = {blocks, starts, lengths, sequences};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
-    if (!tokens) return 0;
-    const Sizes sizes = {heads, key_heads, key_dim, value_dim};
-    const long panels = sizes.panels(), most = min_of(SLICE, tokens), threads = most_threads();
-    const long own = key_dim * PANEL;  // numbers of a thread's panel, whole lines
-    const long count = threads * own + most * (key_heads * (2 * key_dim + 1) + 2 * heads);
-    void *memory_of_all;
-    if (posix_memalign(&memory_of_all, 64, count * sizeof(float))) return 1;
-    float *const space = (float *)memory_of_all;
+    const long at_once = min_of(SLICE, tokens), keys = at_once * key_heads * key_dim, gates = at_once * heads;
+    const long panels = most_threads() * key_dim * PANEL;  // each of whole lines
+    void *space;
+    if (posix_memalign(&space, 64, (panels + 2 * keys + at_once * key_heads + 2 * gates) * sizeof(float))) return 1;
     Slice slice;
-    slice.keys = space + threads * own;
-    slice.queries = slice.keys + most * key_heads * key_dim;
-    slice.meets = slice.queries + most * key_heads * key_dim;
-    slice.kept = slice.meets + most * key_heads;
-    slice.share = slice.kept + most * heads;
+    slice.keys = (float *)space + panels;
+    slice.queries = slice.keys + keys;
+    slice.kept = slice.queries + keys;
+    slice.share = slice.kept + gates;
+    slice.meets = slice.share + gates;
     with_type(type, [&](auto *element) {
         typedef __typeof__(*element) T;
-        long s = 0;  // the sequence of the slice's first token
-        for (long begin = 0; begin < tokens; begin += SLICE) {
-            const long size = min_of(SLICE, tokens - begin);
-            for_units(size, threads_for(size * key_heads * key_dim, size), [&](long t) {
-                prepare(slice, sizes, t, (const T *)qkv + (begin + t) * qkv_row);
-                for (long h = 0; h < heads; h++) {
-                    const float fades = rate[h] * softplus(::element(decay, type, (begin + t) * decay_row + h) + bias[h]);
-                    slice.kept[t * heads + h] = std::exp(-fades);
-                    slice.share[t * heads + h] =
-                        1.0f / (1.0f + std::exp(-::element(strength, type, (begin + t) * strength_row + h)));
-                }
-            });
-            Run runs[SLICE];
-            long num_runs = 0;
-            while (rows.starts[s + 1] <= begin) s++;
-            for (long next = s; next < sequences && rows.starts[next] < begin + size; next++) {
-                const long first = max_of(rows.starts[next], begin), end = min_of(rows.starts[next + 1], begin + size);
-                if (first == end) continue;
-                runs[num_runs++] = {first - begin, end - begin, rows.blocks[next], first == rows.starts[next] && rows.begins(next)};
-            }
-            const long units = num_runs * heads * panels;
-            const long together = threads_for(size * heads * key_dim * value_dim, units);
-            Shares shares(units, together);
-            on_threads(together, [&](long thread) {
-                shares.take(thread, [&](long unit) {
-                    const Run &run = runs[unit / (heads * panels)];
-                    const long head = unit / panels % heads, column = unit % panels * PANEL;
-                    float *own_memory = memory + (run.block * heads + head) * key_dim * value_dim + column;
-                    const auto *values = (const T *)qkv + begin * qkv_row + 2 * key_heads * key_dim + head * value_dim + column;
-                    walk(slice, sizes, run, head, column == 0, min_of(PANEL, value_dim - column), own_memory, values, qkv_row,
-                         (T *)out + (begin * heads + head) * value_dim + column, space + thread * own);
-                });
-            });
-        }
+        const Operands<T> p = {(const T *)qkv, qkv_row, (const T *)decay, decay_row, (const T *)strength, strength_row, rate, bias,
+                               memory, (T *)out, rows, key_heads, heads, key_dim, value_dim};
+        all_tokens(p, slice, tokens, (float *)space);
     });
     free(space);
     return 0;

@@ -15,6 +15,7 @@ from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.picture import draw_cache
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.errors import LoadError
 from windlass.engine.scheduling.chunk_cuts import ChunkCuts
@@ -136,6 +137,24 @@ def test_of_what_a_stream_leaves_behind_the_last_stays_longest() -> None:
     assert gone == [[9, 13, 17, 21], [9, 13, 21], [9, 21], [21]]
 
 
+def test_of_a_prompt_states_at_long_intervals_and_the_last_stay() -> None:
+    blocks = manager(states=40, pages=1000)
+    a = Held(blocks, list(range(3000)))
+    a.start()
+    for _ in range(29):
+        a.compute(100)
+    a.compute(96)
+    a.compute(4)
+    a.tokens += [1, 2, 3, 4, 5]
+    for _ in range(5):
+        a.compute(1)
+    blocks.free(a.cache)
+    lengths = {digest: SIZE * (i + 1) for i, digest in enumerate(a.cache.chain.digests)}
+    digests = [blocks.pools[1].digests[block] for block in blocks.pools[1]._idle]  # in the order of their eviction
+    order = [lengths[digest] for digest in digests if digest is not None]
+    assert len(order) == 32 and order[-4:] == [1100, 2100, 3000, 3004]
+
+
 def test_a_lone_sequence_goes_on_with_two_states() -> None:
     blocks = manager(states=2)
     a = Held(blocks, list(range(40)))
@@ -172,6 +191,18 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
     parked = blocks.park(a.cache)
     assert parked[1] == (0,)
     assert blocks.unpark(a.cache)[1] == (0,) and len(a.state) == 1
+
+
+def test_they_are_shown_as_what_they_are() -> None:
+    blocks = manager()
+    a = Held(blocks, list(range(9)))
+    a.start()
+    a.compute(8)
+    a.compute()
+    pages, states = draw_cache(blocks, [a.cache])
+    assert (pages.states, sum(pages.held)) == (False, 3)
+    assert (states.states, states.window, sum(states.held), sum(states.idle)) == (True, None, 1, 1)
+    assert states.owners[1] == 0
 
 
 def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:

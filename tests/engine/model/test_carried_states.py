@@ -16,6 +16,7 @@ from helpers.tiny_models import Reference, make_model
 from windlass.engine.api.context import PassageReuse
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.evaluation.attention import attention_weights
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -67,6 +68,7 @@ def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference
     for i, prompt in enumerate(PROMPTS):
         check(reference, prompt, found[str(i), 0])
     assert (core.scheduler.counters.num_preemptions > 0) == ("kv_cache_memory" in options)
+    assert core.runner.replay.num_repeated > 20 or core.runner.decoder.device.type != "cpu"
 
 
 def test_the_next_turn_begins_where_the_last_one_ended(model: Path, reference: Reference) -> None:
@@ -155,3 +157,11 @@ def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     with pytest.raises(LoadError, match=r"needs .* of KV cache beside keys"):
         core_of(model, kv_cache_memory=20 << 10)
     assert core.info.num_states == 17 and core.info.state_bytes
+
+
+def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
+    scorer = Scorer(core_of(model).runner.decoder, torch.float32)
+    weights = attention_weights(scorer, PROMPTS[1], 2)
+    assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:2]))
+    with pytest.raises(RequestError, match=r"layer 1 attends to nothing, as it carries a state: ask for one of 2, 4"):
+        attention_weights(scorer, PROMPTS[1], 1)

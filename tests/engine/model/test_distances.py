@@ -132,6 +132,15 @@ def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dic
     check(got, right_logits(core, models[family], request, PROMPT + got.token_ids))
 
 
+@pytest.mark.slow
+def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None:
+    model = make_model("qwen3_5", tmp_path, max_position_embeddings=TRAINED)
+    core = core_of(model, max_num_batched_tokens=20)
+    request = asked("dual chunk")
+    got = run(core, [request])["a", 0]
+    check(got, right_logits(core, model, request, PROMPT + got.token_ids))
+
+
 @pytest.mark.parametrize("name", SCALINGS)
 @pytest.mark.parametrize("budget", [7, pytest.param(2048, marks=pytest.mark.slow)])
 def test_every_rule_in_any_chunks(name: str, budget: int, models: dict[str, Path]) -> None:

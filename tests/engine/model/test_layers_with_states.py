@@ -1,4 +1,4 @@
-"""Files of models with layers that carry a state: as writers have them, quantized, cached, changed by adapters."""
+"""Files of models with layers that carry a state: in all forms that writers give them, quantized, cached, changed by adapters."""
 
 from __future__ import annotations
 

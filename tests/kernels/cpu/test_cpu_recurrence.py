@@ -256,6 +256,29 @@ def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> 
         assert torch.equal(mixed.window, result[1]) and torch.equal(rule.memory, result[2])
 
 
+def test_a_team_of_threads_has_the_bits_of_one(recorded: CompiledBackend) -> None:
+    rows, before = some_rows(), torch.get_num_threads()
+    mixed, rule = Convolution.random(rows, 1000, 4), DeltaRule.random(rows, 2, 8, 32, 96)
+    states = mixed.window.clone(), rule.memory.clone()
+    try:
+        torch.set_num_threads(1)
+        with torch.inference_mode(), recorded.record(cpu.Arena(1 << 20)) as recording:
+            found = recorded.short_convolution(*mixed.operands(rows)), recorded.gated_delta_rule(*rule.operands(rows))
+        named = *found, mixed.window[rows.blocks], rule.memory[rows.blocks]
+        expected = [one.clone() for one in named]
+        for threads in (2, 3, 5):
+            torch.set_num_threads(threads)
+            for _ in range(5):
+                mixed.window.copy_(states[0]), rule.memory.copy_(states[1])
+                for one in found:
+                    one.fill_(torch.nan)
+                assert recording.repeat()
+                named = *found, mixed.window[rows.blocks], rule.memory[rows.blocks]
+                assert all(map(torch.equal, named, expected))
+    finally:
+        torch.set_num_threads(before)
+
+
 def test_a_recorded_call_refuses_a_block_that_there_is_not(recorded: CompiledBackend) -> None:
     rows = state_rows([2, 0], [2, 1], [False, False])
     for own, call in (

@@ -12,7 +12,7 @@ from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, StackedWeight
-from windlass.kernels.routing import Routed
+from windlass.kernels.operations.routing import Routed
 from windlass.kernels.torch import blocks, latent, reference, routed
 from windlass.kernels.triton import grouped, products
 from windlass.kernels.triton.launch import SMALL, Device

@@ -10,7 +10,7 @@ from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.routing import Routing
+from windlass.kernels.operations.routing import Routing
 from windlass.kernels.torch import routed
 from windlass.kernels.triton import routing as routes
 from windlass.kernels.triton.backend import TritonBackend

@@ -89,6 +89,15 @@ def test_layers_with_a_window(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "one number for each kind of layer" in said(capsys, str(window), "--kv-cache-memory", "4MiB")[0]
 
 
+def test_layers_with_states(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    model = make_model("qwen3_5", tmp_path / "states")
+    given = str(model), "--kv-cache-memory", "4MiB", "--max-num-seqs", "8"
+    numbers = told(capsys, *given)
+    assert f"; 17 states of {numbers['state_bytes'] / 1024:.1f} KiB" in said(capsys, *given)[0]  # type: ignore[operator]
+    pages = numbers["num_kv_blocks"][0] * 16 * numbers["kv_bytes_per_token"]  # type: ignore[index]
+    assert pages + 17 * numbers["state_bytes"] == numbers["kv_cache_bytes"]  # type: ignore[operator]
+
+
 def test_the_help_says_that_a_known_name_is_fetched_whole(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

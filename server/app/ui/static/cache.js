@@ -166,7 +166,7 @@ class Pages extends Component {
   render({ group, name }) {
     const [held, shared, idle] = [group.held, group.shared, group.idle].map(sum);
     const kind = group.window === null ? "" : `, layers that see ${whole(group.window)} tokens`;
-    const title = `Pages${name}${kind}`;
+    const title = group.states ? `States${name}, one for each request` : `Pages${name}${kind}`;
     const text = `${whole(held)} held by one request, ${whole(shared)} by several, ${whole(idle)} kept, of ${whole(group.num_blocks)}`;
     return html`<figure class="chart pages">
       <figcaption>${title}</figcaption>

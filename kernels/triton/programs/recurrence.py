@@ -1,0 +1,134 @@
+"""Layers that carry a state. Which tokens a program walks, and whose block it changes, lies on the device."""
+
+import triton
+import triton.language as tl
+
+from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.pointwise import sigmoid
+
+LENGTH_EPS = tl.constexpr(1e-6)
+
+
+@triton.jit
+def span(starts, blocks, lengths, num_blocks, sequence):
+    """Of a sequence its first token, the one behind its last, its block, whether that is one, and whether the sequence begins."""
+    first = tl.load(starts + sequence)
+    end = tl.load(starts + sequence + 1)
+    block = tl.load(blocks + sequence)
+    return first, end, block, (block >= 0) & (block < num_blocks), tl.load(lengths + sequence) == end - first
+
+
+@triton.jit
+def inputs(x, stride, window, first, row, begins, column, ok, columns, PAST: tl.constexpr):
+    """A row of what the window of a sequence and its tokens are one after the other. window: at the sequence's block."""
+    old = row < PAST
+    kept = tl.load(window + row * columns + column, mask=ok & old & (begins == 0), other=0.0)
+    given = tl.load(x + (first + row - PAST) * stride + column, mask=ok & (row >= PAST), other=0.0)
+    return tl.where(old, kept, given.to(tl.float32))
+
+
+@triton.jit
+def short_convolution(
+    x,
+    stride,
+    weight,
+    window,
+    blocks,
+    starts,
+    lengths,
+    num_blocks,
+    out,
+    columns,
+    WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `keep_inputs` changes it.
+    Rows of a sequence without a block become NaN."""
+    follow()
+    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = (column < columns) & known
+    own = window + block * (WIDTH - 1) * columns
+    for t in range(first + tl.program_id(2), end, tl.num_programs(2)):
+        total = tl.zeros([BLOCK], tl.float32)
+        for i in tl.static_range(WIDTH):
+            tap = tl.load(weight + column * WIDTH + i, mask=column < columns, other=0.0)
+            total += inputs(x, stride, own, first, t - first + i, begins, column, ok, columns, WIDTH - 1) * tap
+        found = tl.where(known, total * sigmoid(total), float("nan"))
+        tl.store(out + t * columns + column, found.to(out.dtype.element_ty), mask=column < columns)
+
+
+@triton.jit
+def keep_inputs(
+    x, stride, window, blocks, starts, lengths, num_blocks, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """Program (sequence, part of the columns): the last inputs become the window."""
+    follow()
+    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    ok = (column < columns) & known & (end > first)
+    own = window + block * (WIDTH - 1) * columns
+    # Rows move towards the front, and a thread moves its own columns: none is written before it was read.
+    for i in tl.static_range(WIDTH - 1):
+        kept = inputs(x, stride, own, first, end - first + i, begins, column, ok, columns, WIDTH - 1)
+        tl.store(own + i * columns + column, kept, mask=ok)
+
+
+@triton.jit
+def unit(x):
+    """x of length 1."""
+    return x * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(x * x, 0) + LENGTH_EPS))
+
+
+@triton.jit
+def gated_delta_rule(
+    qkv,
+    stride,
+    decay,
+    decay_stride,
+    strength,
+    strength_stride,
+    rate,
+    bias,
+    memory,
+    blocks,
+    starts,
+    lengths,
+    num_blocks,
+    out,
+    scale,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
+    block become NaN."""
+    follow()
+    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    head = tl.program_id(1)
+    key = tl.arange(0, KEYS)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    ok = is_key[:, None] & is_column[None, :] & known & (end > first)
+    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + column[None, :]
+    m = tl.load(at, mask=ok & (begins == 0), other=0.0)
+    fades = tl.load(rate + head)
+    shift = tl.load(bias + head)
+    of_key = head // (HEADS // KEY_HEADS) * KEY_DIM + key
+    for t in range(first, end):
+        row = qkv + t * stride
+        q = unit(tl.load(row + of_key, mask=is_key, other=0.0).to(tl.float32)) * scale
+        k = unit(tl.load(row + KEY_HEADS * KEY_DIM + of_key, mask=is_key, other=0.0).to(tl.float32))
+        of_value = 2 * KEY_HEADS * KEY_DIM + head * VALUE_DIM + column
+        v = tl.load(row + of_value, mask=is_column, other=0.0).to(tl.float32)
+        x = tl.load(decay + t * decay_stride + head).to(tl.float32) + shift
+        share = sigmoid(tl.load(strength + t * strength_stride + head).to(tl.float32))
+        m *= tl.exp(-fades * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x))))
+        m += k[:, None] * (share * (v - tl.sum(m * k[:, None], 0)))[None, :]
+        read = tl.where(known, tl.sum(m * q[:, None], 0), float("nan"))
+        to = out + (t * HEADS + head) * VALUE_DIM + column
+        tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
+    tl.store(at, m, mask=ok)

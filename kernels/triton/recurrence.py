@@ -1,0 +1,61 @@
+"""Layers that carry a state: the arguments of their programs."""
+
+from __future__ import annotations
+
+from torch import Tensor
+
+from windlass.kernels.operations.recurrence import StateRows
+from windlass.kernels.triton.launch import launch, power_of_two, strided
+from windlass.kernels.triton.programs import recurrence as programs
+
+_CHANNELS = 512
+_TOKENS, _MOST_PARTS = (
+    4,
+    64,
+)  # of a sequence: the tokens of a program, if they are spread evenly, and how many walk them
+_COLUMNS = 16  # of a memory
+
+
+def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+    """See `Recurrences.short_convolution`; rows of a block that the window lacks become NaN."""
+    x = strided(x)
+    (tokens, channels), width, sequences = x.shape, weight.shape[1], rows.blocks.shape[0]
+    out = x.new_empty(tokens, channels)
+    block = min(_CHANNELS, power_of_two(channels))
+    grid = sequences, -(-channels // block)
+    parts = min(_MOST_PARTS, max(1, tokens // max(1, sequences * _TOKENS)))
+    whose = rows.blocks, rows.starts, rows.lengths, window.shape[0]
+    launch(
+        programs.short_convolution,
+        (*grid, parts),
+        x,
+        *(x, x.stride(0), weight, window, *whose, out, channels),
+        WIDTH=width,
+        BLOCK=block,
+    )
+    launch(programs.keep_inputs, grid, x, x, x.stride(0), window, *whose, channels, WIDTH=width, BLOCK=block)
+    return out
+
+
+def gated_delta_rule(
+    qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+) -> Tensor:
+    """See `Recurrences.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
+    qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
+    blocks, heads, key_dim, value_dim = memory.shape
+    out = qkv.new_empty(qkv.shape[0], heads * value_dim)
+    block = min(_COLUMNS, power_of_two(value_dim))
+    launch(
+        programs.gated_delta_rule,
+        (rows.blocks.shape[0], heads, -(-value_dim // block)),
+        qkv,
+        *(qkv, qkv.stride(0), decay, decay.stride(0), strength, strength.stride(0), rate, bias),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, out, key_dim**-0.5),
+        KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
+        HEADS=heads,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEYS=power_of_two(key_dim),
+        BLOCK=block,
+    )
+    return out
