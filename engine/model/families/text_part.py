@@ -45,6 +45,7 @@ MULTIMODAL = (
     Multimodal("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
     Multimodal("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
     Multimodal("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
+    Multimodal("Lfm2VlForConditionalGeneration", "LFM2-VL", "lfm2", tied=True),
     Multimodal("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
     Multimodal("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
     Multimodal("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
@@ -91,6 +92,7 @@ _OF_THE_WHOLE = (
 _SIZES = {
     "cohere2": (256_000, 22_528),
     "gemma3_text": (262_208, 9216),
+    "lfm2": (65_536, 12_288),
     "llama": (32_000, 11_008),
     "mistral": (32_000, 14_336),
     "ministral3": (131_072, 14_336),
