@@ -141,6 +141,7 @@ def text_part(config: Config) -> LanguageConfig:
     found |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     found |= {"architectures": [family.architecture], "model_type": model_type}
     found["tie_word_embeddings"] = _is_tied(config, own, kind)
+    found.pop("tie_embedding", None)
     return LanguageConfig(found, of_multimodal=True)
 
 
@@ -171,8 +172,9 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
 
 def _is_tied(config: Config, own: Config, kind: Multimodal) -> bool:
     """Whether config.json says that the head is the embedding."""
-    if config.get("tie_word_embeddings") is not None:
-        return read_flag(config, "tie_word_embeddings")
+    for key in ("tie_embedding", "tie_word_embeddings"):  # the first as LFM2 has it
+        if config.get(key) is not None:
+            return read_flag(config, key)
     return read_flag(own, "tie_word_embeddings") or kind.tied
 
 
