@@ -15,7 +15,7 @@ from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionPicture, At
 from windlass.engine.errors import RequestError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.mixers.attention import Attention
-from windlass.engine.model.mixers.delta import GatedDelta
+from windlass.engine.model.decoder import StateMixer
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage, joint_fingerprint
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import Backend
@@ -83,7 +83,7 @@ def _plain_mixer(scorer: Scorer, layer: int, stage: RotaryStage) -> Attention:
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
     moved = any(not spec.distances.is_plain for spec in stage.specs)
-    if isinstance(mixer, GatedDelta):
+    if isinstance(mixer, StateMixer):
         found = ", ".join(str(i) for i, one in enumerate(layers) if isinstance(one.mixer, Attention))
         raise RequestError(f"layer {layer} attends to nothing, as it carries a state: ask for one of {found}", "layer")
     if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or moved:

@@ -31,12 +31,15 @@ from windlass.engine.model.mixers.delta import GatedDelta
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolution
+from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
 
 FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
+StateMixer: TypeAlias = GatedDelta | ShortConvolution
 
 
 @dataclass(slots=True)
@@ -49,7 +52,7 @@ class DecoderLayer:
     """
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention | GatedDelta
+    mixer: Attention | LatentAttention | StateMixer
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
     feed_forward: FeedForward
@@ -136,10 +139,12 @@ class Decoder:
 
     def _mixer(
         self, index: int, layer: LayerSpec, weights: Mapping[str, Any]
-    ) -> Attention | LatentAttention | GatedDelta:
+    ) -> Attention | LatentAttention | StateMixer:
         spec = layer.mixer
         if isinstance(spec, GatedDeltaSpec):
             return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
+        if isinstance(spec, ShortConvolutionSpec):
+            return ShortConvolution(spec, weights, self.backend)
         if isinstance(spec, LatentSpec):
             return LatentAttention(spec, weights, self._kinds[index], self.backend)
         return Attention(spec, weights, self.spec.norm_eps, self._kinds[index], self.backend)
@@ -277,7 +282,7 @@ def _mixed(
     changes: LayerChanges | None,
 ) -> Tensor:
     """What the mixer of the layer of this index makes of its input, both [T, hidden]."""
-    if isinstance(layer.mixer, GatedDelta):
+    if isinstance(layer.mixer, StateMixer):
         rows = batch.state_rows
         assert rows is not None
         return layer.mixer.forward(normed, rows, cache.states(index), changes)

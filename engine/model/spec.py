@@ -21,11 +21,13 @@ from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 FeedForwardSpec: TypeAlias = GatedSpec | PlainSpec | ExpertsSpec
+StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec  # what carries a state from token to token
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,7 +75,7 @@ class LayerSpec:
     the name of a tensor of one number by which the stream is multiplied at the end.
     """
 
-    mixer: AttentionSpec | LatentSpec | GatedDeltaSpec
+    mixer: AttentionSpec | LatentSpec | StateMixerSpec
     feed_forward: FeedForwardSpec
     norms: LayerNorms = LayerNorms()
     beside: BesideSpec | None = None
@@ -182,7 +184,7 @@ class ModelSpec:
     def attention(self) -> dict[int, AttentionSpec | LatentSpec]:
         """Of the layers that read cached keys, by their indices; the others carry a state."""
         mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
-        return {index: mixer for index, mixer in mixers.items() if not isinstance(mixer, GatedDeltaSpec)}
+        return {index: mixer for index, mixer in mixers.items() if not isinstance(mixer, StateMixerSpec)}
 
     @property
     def has_chunks(self) -> bool:

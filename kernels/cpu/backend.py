@@ -12,6 +12,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -193,8 +194,16 @@ class CompiledBackend(CompiledPointwise, Backend):
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
-    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
-        return recurrence.short_convolution(x, weight, window, rows, library=self._library)
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return recurrence.short_convolution(x, weight, window, rows, activation, bias, library=self._library)
 
     def gated_delta_rule(
         self,

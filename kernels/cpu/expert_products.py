@@ -128,6 +128,7 @@ def route(
         int(routing.normalized),
         routing.scale,
         routing.least_sum,
+        routing.sum_eps,
         routing.jitter,
         chosen.data_ptr(),
         weights.data_ptr(),

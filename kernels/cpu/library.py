@@ -141,7 +141,7 @@ SIGNATURES: dict[str, list[type]] = {
     "route_experts": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _LONG),  # logits, bias, scales, experts
         *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
-        *(_INT, _INT, _INT, _FLOAT, _FLOAT, _FLOAT),  # scores, two largest, normalized, scale, least sum, jitter
+        *(_INT, _INT, _INT, _FLOAT, _FLOAT, _FLOAT, _FLOAT),  # scores, two largest, normalized, scale, least sum, sum eps, jitter
         *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
     ],
     "linear_of_experts": [
@@ -162,7 +162,7 @@ SIGNATURES: dict[str, list[type]] = {
     "scale_columns": [*_TENSOR2, _POINTER, _POINTER, _LONG, _LONG],
     "multiply": [*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _LONG],  # by rows, by one factor
     "short_convolution": [
-        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG),  # x, weight, window
+        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _INT, _POINTER, _LONG),  # x, weight, bias, activation, window
         *(*_STATE_ROWS, _POINTER, _LONG, _LONG),  # rows, out
     ],
     "gated_delta_rule": [

@@ -6,6 +6,8 @@ something else when a recorded call is repeated.
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -16,7 +18,16 @@ from windlass.kernels.operations.recurrence import StateRows
 WIDTHS = range(2, 9)  # of convolutions
 
 
-def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows, *, library: Library) -> Tensor:
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    rows: StateRows,
+    activation: Literal["silu"] | None = None,
+    bias: Tensor | None = None,
+    *,
+    library: Library,
+) -> Tensor:
     """See `Recurrences.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
 
     Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
@@ -33,9 +44,15 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows
         f"short_convolution: window is {window.dtype} {tuple(window.shape)}, not float32 [N, {width - 1}, {channels}], "
         "contiguous",
     )
+    check(
+        bias is None or vector_ok(bias, torch.float32, channels),
+        f"short_convolution: bias must be float32 [{channels}], contiguous",
+    )
+    check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
     out = torch.empty((tokens, channels), dtype=x.dtype)
     code = library.short_convolution(
-        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width, window.data_ptr(), window.shape[0]),
+        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width),
+        *(None if bias is None else bias.data_ptr(), int(activation is not None), window.data_ptr(), window.shape[0]),
         *_addressed(rows, "short_convolution"),
         *(out.data_ptr(), tokens, channels),
     )

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from torch import Tensor
 
@@ -37,11 +37,19 @@ class Recurrences(ABC):
     cut into steps."""
 
     @abstractmethod
-    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
-        """silu of the causal convolution of each channel with its own weights.
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The causal convolution of each channel with its own weights, and the activation of it, if there is one.
 
         x: [T, C], any row stride. weight: [C, W] float32, the last of a row for the token itself. window: as in `StatePages`,
-        changed in place. Returns [T, C] in x's dtype, contiguous; sums are float32.
+        changed in place. bias: [C] float32, what sums begin with. Returns [T, C] in x's dtype, contiguous; sums are float32.
         """
 
     @abstractmethod

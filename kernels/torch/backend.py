@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -117,8 +118,16 @@ class TorchBackend(Backend):
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps)
 
-    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
-        return recurrence.short_convolution(x, weight, window, rows)
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return recurrence.short_convolution(x, weight, window, rows, activation, bias)
 
     def gated_delta_rule(
         self,

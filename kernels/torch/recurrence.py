@@ -5,6 +5,8 @@ Elementary functions and sums have the shape of one token: torch's own bits may 
 
 from __future__ import annotations
 
+from typing import Literal
+
 import torch
 from torch import Tensor
 
@@ -13,17 +15,24 @@ from windlass.kernels.operations.recurrence import StateRows
 _LENGTH_EPS = 1e-6
 
 
-def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    rows: StateRows,
+    activation: Literal["silu"] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
     width = weight.shape[1]
     for block, first, end, fresh in _spans(rows):
         before = torch.zeros_like(window[block]) if fresh else window[block]
         inputs = torch.cat((before, x[first:end].float()))  # [W - 1 + n, C]
         for t in range(end - first):
-            total = torch.zeros_like(inputs[0])
+            total = torch.zeros_like(inputs[0]) if bias is None else bias.clone()
             for i in range(width):
                 total += inputs[t + i] * weight[:, i]
-            out[first + t] = torch.nn.functional.silu(total)
+            out[first + t] = total if activation is None else torch.nn.functional.silu(total)
         window[block] = inputs[end - first :]
     return out
 

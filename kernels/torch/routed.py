@@ -35,7 +35,7 @@ def _largest(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
     chosen = _best(ranked, routing.top_k)
     weights = scores.gather(1, chosen)
     if routing.normalized:
-        weights = weights / weights.sum(dim=-1, keepdim=True).clamp(min=routing.least_sum)
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.sum_eps).clamp(min=routing.least_sum)
     return Routed(chosen, weights * routing.scale)
 
 

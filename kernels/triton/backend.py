@@ -8,6 +8,7 @@ device.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -121,8 +122,16 @@ class TritonBackend(TorchBackend):
     def soft_cap(self, x: Tensor, cap: float) -> Tensor:
         return pointwise.soft_cap(x, cap)
 
-    def short_convolution(self, x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
-        return recurrence.short_convolution(x, weight, window, rows)
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return recurrence.short_convolution(x, weight, window, rows, activation, bias)
 
     def gated_delta_rule(
         self,

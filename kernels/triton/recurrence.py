@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Literal
+
 from torch import Tensor
 
 from windlass.kernels.operations.recurrence import StateRows
@@ -16,7 +18,14 @@ _TOKENS, _MOST_PARTS = (
 _COLUMNS = 16  # of a memory
 
 
-def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows) -> Tensor:
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    rows: StateRows,
+    activation: Literal["silu"] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
     """See `Recurrences.short_convolution`; rows of a block that the window lacks become NaN."""
     x = strided(x)
     (tokens, channels), width, sequences = x.shape, weight.shape[1], rows.blocks.shape[0]
@@ -29,7 +38,9 @@ def short_convolution(x: Tensor, weight: Tensor, window: Tensor, rows: StateRows
         programs.short_convolution,
         (*grid, parts),
         x,
-        *(x, x.stride(0), weight, window, *whose, out, channels),
+        *(x, x.stride(0), weight, weight if bias is None else bias, window, *whose, out, channels),
+        HAS_BIAS=bias is not None,
+        SILU=activation is not None,
         WIDTH=width,
         BLOCK=block,
     )

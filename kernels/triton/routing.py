@@ -35,6 +35,7 @@ def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: 
         chosen,
         weights,
         routing.least_sum,
+        routing.sum_eps,
         routing.scale,
         EXPERTS=experts,
         TOP_K=routing.top_k,

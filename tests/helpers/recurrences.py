@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -52,6 +53,8 @@ class Convolution:
     x: Tensor
     weight: Tensor
     window: Tensor
+    activation: Literal["silu"] | None = "silu"
+    bias: Tensor | None = None
 
     @classmethod
     def random(cls, rows: StateRows, channels: int, width: int, dtype: torch.dtype = torch.float32) -> Convolution:
@@ -60,14 +63,21 @@ class Convolution:
         window[beginning(rows)] = torch.nan
         return cls(x, torch.randn(channels, width), window)
 
+    @property
+    def plain(self) -> Convolution:
+        """The same without an activation, whose sums begin with a bias."""
+        return replace(self, activation=None, bias=torch.randn(len(self.weight)))
+
     def copy(self) -> Convolution:
         return replace(self, window=self.window.clone())
 
     def part(self, first: int, end: int) -> Convolution:
         return replace(self, x=self.x[first:end])
 
-    def operands(self, rows: StateRows) -> tuple[Tensor, Tensor, Tensor, StateRows]:
-        return self.x, self.weight, self.window, rows
+    def operands(
+        self, rows: StateRows
+    ) -> tuple[Tensor, Tensor, Tensor, StateRows, Literal["silu"] | None, Tensor | None]:
+        return self.x, self.weight, self.window, rows, self.activation, self.bias
 
     @property
     def state(self) -> Tensor:
@@ -85,7 +95,9 @@ class Convolution:
             for t in range(starts[s], starts[s + 1]):
                 past.append(self.x[t].double())
                 total = torch.stack(past[-width:]).mul(self.weight.double().T).sum(0)
-                out[t] = total / (1 + torch.exp(-total))
+                if self.bias is not None:
+                    total += self.bias.double()
+                out[t] = total if self.activation is None else total / (1 + torch.exp(-total))
             window[block] = torch.stack(past[1 - width :])
         return out, window
 

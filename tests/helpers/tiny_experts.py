@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from helpers.tiny_families import DELTA
+from helpers.tiny_families import CONVOLUTIONS, DELTA
 
 # Ends of names of parameters and buffers that are zero unless they are filled.
 BIASES = ("e_score_correction_bias", "expert_bias", "proj_bias", "router.bias")
@@ -68,6 +68,22 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
             "num_experts": 6,
             "shared_expert_intermediate_size": 32,
             "decoder_sparse_step": 2,
+        },
+    ),
+    "lfm2_moe": (
+        "Lfm2Moe",
+        {**CONVOLUTIONS, **_SPARSE, "num_experts": 6, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+    ),
+    "lfm2_moe_unbiased": (
+        "Lfm2Moe",
+        {
+            **CONVOLUTIONS,
+            **_SPARSE,
+            "num_experts": 6,
+            "num_experts_per_tok": 3,
+            "num_dense_layers": 2,
+            "use_expert_bias": False,
+            "norm_topk_prob": False,
         },
     ),
     "olmoe": ("Olmoe", {"num_experts": 6, "num_experts_per_tok": 3}),

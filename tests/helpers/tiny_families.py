@@ -75,6 +75,12 @@ DELTA = {
     "linear_conv_kernel_dim": 4,
     "partial_rotary_factor": 0.5,
 }
+CONVOLUTIONS = {
+    "num_hidden_layers": 5,
+    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "conv_L_cache": 3,
+    "norm_eps": 1e-3,
+}
 
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
@@ -202,6 +208,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "deepseek_v3_half": ("DeepseekV3", {**_LATENT, **_EXPERTS, "first_k_dense_replace": 4, "rope_interleave": False}),
     "youtu": ("Youtu", _LATENT),
     "glm4_moe_lite": ("Glm4MoeLite", {**_LATENT, **_EXPERTS, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 4}),
+    "lfm2": (  # whose feed-forwards are not of the width that is given
+        "Lfm2",
+        {**CONVOLUTIONS, "conv_bias": True, "block_multiple_of": 8, "block_ffn_dim_multiplier": 1.3},
+    ),
+    "lfm2_plain": (
+        "Lfm2",
+        {**CONVOLUTIONS, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+    ),
     "qwen3_5": ("Qwen3_5", {**DELTA, "attention_bias": True}),
     "minicpm3": (
         "MiniCPM3",

@@ -179,7 +179,7 @@ class Reference:
             return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
 
         for name, module in self.model.named_modules():
-            if name.endswith("rotary_emb") and not hasattr(module, "embed_positions"):
+            if name.endswith(("rotary_emb", "pos_emb")) and not hasattr(module, "embed_positions"):
                 module.forward = rotary
             if hasattr(module, "embed_positions"):  # GPT-J, CodeGen: a table of sines, then cosines, of every position
                 count = module.embed_positions.shape[0]

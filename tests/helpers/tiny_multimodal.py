@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 import transformers
-from helpers.tiny_families import DELTA
+from helpers.tiny_families import CONVOLUTIONS, DELTA
 from helpers.tiny_models import SIZES
 from transformers import AutoConfig, AutoModelForImageTextToText
 
@@ -71,6 +71,8 @@ MODELS: dict[str, dict[str, Any]] = {
     "idefics3": {},
     "internvl": {},
     "internvl qwen3": {},
+    "lfm2_vl": CONVOLUTIONS,
+    "lfm2_vl lfm2_moe": {**CONVOLUTIONS, **_EXPERTS, "num_experts": 8},
     "llama4": {
         "intermediate_size": 32,
         "intermediate_size_mlp": 96,
@@ -135,7 +137,7 @@ def make_multimodal(name: str, directory: Path) -> Path:
                 offset = model_type in _OFFSET_NORMS and not key.endswith("linear_attn.norm.weight")
                 parameter.normal_(0.0, 0.3).add_(0.0 if offset else 1.0)
         for key, tensor in (*model.named_buffers(), *model.named_parameters()):
-            if key.endswith("e_score_correction_bias"):  # zeros otherwise
+            if key.endswith(("e_score_correction_bias", "expert_bias")):  # zeros otherwise
                 tensor.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     return directory

@@ -39,9 +39,6 @@ _KINDS = {
     "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,": frozenset(
         "bamba falconh1 jamba kimilinear minimax nemotronh olmohybrid recurrentgemma zamba zamba2".split()
     ),
-    "a hybrid of attention and convolutions, whose state is no cache of keys and values,": frozenset(
-        {"lfm2", "lfm2moe"}
-    ),
     "a model whose attention looks at chosen keys only (sparse attention)": frozenset(
         {"deepseekv32", "deepseekv4", "glmmoedsa"}
     ),

@@ -10,6 +10,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
@@ -17,8 +18,7 @@ from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.fields import shown
-from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 LINEAR_ATTENTION = "linear_attention"
 _SIZES = {
@@ -49,23 +49,12 @@ def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
 def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Those that attend see everything; all of these rotate alike."""
     kinds = _kinds(config, facts.count, facts.given)
-    if SLIDING_ATTENTION in kinds:
-        raise LoadError(
-            f"config.json: layer_types has {SLIDING_ATTENTION!r}: this model_type has {FULL_ATTENTION} and {LINEAR_ATTENTION}"
-        )
-    if FULL_ATTENTION not in kinds:
-        raise LoadError(
-            f"config.json: no layer is {FULL_ATTENTION}: a model that carries states alone, and caches no keys, is not supported"
-        )
-    return kinds, [FULL_ATTENTION] * facts.count
+    return checked_kinds(kinds, LINEAR_ATTENTION), [FULL_ATTENTION] * facts.count
 
 
 def _as_published(family: Family, config: Config) -> Family:
     """The family. Raises LoadError for what would make another model of it."""
-    for key, known in _ALWAYS.items():
-        found = config.get(key)
-        if known is not None and found is not None and found not in known:
-            raise LoadError(f"config.json sets {key}={shown(found)}, which changes the model and is not supported")
+    refuse_other_values(config, _ALWAYS)
     return family
 
 
@@ -73,23 +62,12 @@ def _with_states(names: DeltaNames) -> Callable[[ModelSpec, Config], ModelSpec]:
     """From the spec of a decoder all of whose layers attend to that with the layers that carry a state in their places."""
 
     def refine(spec: ModelSpec, config: Config) -> ModelSpec:
-        delta, kinds = _delta(config, names), _kinds(config, len(spec.layers), config.get("layer_types"))
         layers = []
-        for layer, kind in zip(spec.layers, kinds, strict=True):
+        for layer in spec.layers:
             assert isinstance(layer.mixer, AttentionSpec)
-            attention = replace(layer.mixer, gated_queries=True)
-            layers.append(replace(layer, mixer=attention if kind == FULL_ATTENTION else delta))
-        attending, others = (
-            tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted)
-            for wanted in (True, False)
-        )
-        (group,) = spec.kv_groups
-        return replace(
-            spec,
-            layers=tuple(layers),
-            kv_groups=(replace(group, layers=attending),),
-            state_group=delta.state_group(others) if others else None,
-        )
+            layers.append(replace(layer, mixer=replace(layer.mixer, gated_queries=True)))
+        kinds = _kinds(config, len(layers), config.get("layer_types"))
+        return with_states(replace(spec, layers=tuple(layers)), kinds, _delta(config, names))
 
     return refine
 

@@ -30,6 +30,7 @@ from windlass.engine.model.families.latent_attention import (
     YOUTU,
 )
 from windlass.engine.model.families.layer_norms import GPT_NEOX, JAIS2, NEMOTRON, PERSIMMON, PHI, STABLELM, STARCODER2
+from windlass.engine.model.families.lfm2 import LFM2, LFM2_MOE
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama4 import LLAMA4
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
@@ -123,6 +124,8 @@ FAMILIES = (
     QWEN3_5,
     QWEN3_5_MOE,
     QWEN3_NEXT,
+    LFM2,
+    LFM2_MOE,
     GPT2,
     BLOOM,
     MODERNBERT,

@@ -45,6 +45,7 @@ MULTIMODAL = (
     Multimodal("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
     Multimodal("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
     Multimodal("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
+    Multimodal("Lfm2VlForConditionalGeneration", "LFM2-VL", "lfm2", tied=True),
     Multimodal("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
     Multimodal("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
     Multimodal("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
@@ -91,6 +92,7 @@ _OF_THE_WHOLE = (
 _SIZES = {
     "cohere2": (256_000, 22_528),
     "gemma3_text": (262_208, 9216),
+    "lfm2": (65_536, 12_288),
     "llama": (32_000, 11_008),
     "mistral": (32_000, 14_336),
     "ministral3": (131_072, 14_336),
@@ -139,6 +141,7 @@ def text_part(config: Config) -> LanguageConfig:
     found |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
     found |= {"architectures": [family.architecture], "model_type": model_type}
     found["tie_word_embeddings"] = _is_tied(config, own, kind)
+    found.pop("tie_embedding", None)
     return LanguageConfig(found, of_multimodal=True)
 
 
@@ -169,8 +172,9 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
 
 def _is_tied(config: Config, own: Config, kind: Multimodal) -> bool:
     """Whether config.json says that the head is the embedding."""
-    if config.get("tie_word_embeddings") is not None:
-        return read_flag(config, "tie_word_embeddings")
+    for key in ("tie_embedding", "tie_word_embeddings"):  # the first as LFM2 has it
+        if config.get(key) is not None:
+            return read_flag(config, key)
     return read_flag(own, "tie_word_embeddings") or kind.tied
 
 

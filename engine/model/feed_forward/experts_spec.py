@@ -23,6 +23,7 @@ class RouterSpec:
     normalized: bool = True
     scale: float = 1.0
     least_sum: float = 0.0
+    sum_eps: float = 0.0
     groups: int = 1
     top_groups: int = 1
     group_score: Literal["largest", "two largest"] = "two largest"

@@ -19,9 +19,8 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec, StateMixerSpec
 
 INDEX = "gguf.json"
 VERSION = 1
@@ -110,7 +109,7 @@ class GgufIndex:
             return spec
         layers = []
         for layer in spec.layers:
-            if isinstance(layer.mixer, GatedDeltaSpec):
+            if isinstance(layer.mixer, StateMixerSpec):
                 layers.append(layer)
                 continue
             group = layer.mixer.rotary_group

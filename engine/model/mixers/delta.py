@@ -47,7 +47,7 @@ class GatedDelta:
         if changes is not None:
             changes.add("projections", projected, x)
         qkv, gate, strength, decay = projected.split_with_sizes(spec.projected, 1)
-        qkv = backend.short_convolution(qkv, w.convolution, states.window, rows)
+        qkv = backend.short_convolution(qkv, w.convolution, states.window, rows, "silu")
         gates = decay, strength, w.rate, w.decay_bias
         read = backend.gated_delta_rule(qkv, *gates, states.memory, rows, in_turns=spec.in_turns)  # [T, H V]
         normed = backend.rms_norm(read.view(-1, spec.heads, spec.value_dim), w.norm, self._norm_eps).view(read.shape)

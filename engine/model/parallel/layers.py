@@ -14,10 +14,9 @@ from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.parallel.shares import Run, WeightSlice, share
-from windlass.engine.model.spec import FeedForwardSpec
+from windlass.engine.model.spec import FeedForwardSpec, StateMixerSpec
 
 OPTION = "`compute.tensor_parallel`"
 
@@ -35,13 +34,13 @@ UnitOf = Callable[[str], int]
 
 
 def split_attention(
-    spec: AttentionSpec | LatentSpec | GatedDeltaSpec, seat: RankPlace, unit_of: UnitOf
+    spec: AttentionSpec | LatentSpec | StateMixerSpec, seat: RankPlace, unit_of: UnitOf
 ) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
     """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
     whole. Raises LoadError."""
     if isinstance(spec, LatentSpec):
         raise refusal("latent attention is not split")
-    if isinstance(spec, GatedDeltaSpec):
+    if isinstance(spec, StateMixerSpec):
         raise refusal("a layer that carries a state is not split")
     if reason := _attention_refusal(spec):
         raise refusal(f"{reason} is not split")

@@ -54,7 +54,7 @@ struct Choice {
     long count, top_k, groups, top_groups;
     int scores;  // 0 softmax, 1 sigmoid, 2 sparsemixer
     bool two_largest, normalized;
-    float scale, least_sum, jitter;
+    float scale, least_sum, sum_eps, jitter;
 };
 
 // The first of the largest that is not taken yet; NaN counts as the smallest.
@@ -134,6 +134,7 @@ static void choose(const Choice &p, const float *logits, int64_t *chosen, float 
         chosen[k] = best, weights[k] = scores[best], taken[best] = true;
         total += scores[best];
     }
+    total += p.sum_eps;
     if (total < p.least_sum) total = p.least_sum;
     for (long k = 0; k < p.top_k; k++) weights[k] = (p.normalized ? weights[k] / total : weights[k]) * p.scale;
 }
@@ -179,9 +180,10 @@ static ExpertPart some_of(ExpertPart p, long begin, long columns, long K) {
 // logits: [rows][count] float32, bias and scales: [count] or null. chosen, weights: [rows][top_k].
 EXPORT int WINDLASS_NAME(route_experts)(const float *logits, long logits_row, const float *bias, const float *scales, long count,
                                         long top_k, long groups, long top_groups, int scores, int two_largest, int normalized,
-                                        float scale, float least_sum, float jitter, int64_t *chosen, float *weights, long rows) {
+                                        float scale, float least_sum, float sum_eps, float jitter, int64_t *chosen,
+                                        float *weights, long rows) {
     const Choice choice = {bias,          count,           top_k, groups,    top_groups, scores,
-                           !!two_largest, !!normalized, scale, least_sum, jitter};
+                           !!two_largest, !!normalized, scale, least_sum, sum_eps, jitter};
     for_units(rows, threads_for(rows * count * 8, rows), [&](long r) {
         int64_t *own = chosen + r * top_k;
         float *weight = weights + r * top_k;

@@ -1,4 +1,4 @@
-// silu of short causal convolutions, channel by channel, whose last inputs stay from step to step.
+// Short causal convolutions, channel by channel, whose last inputs stay from step to step, and silu of them.
 
 #pragma once
 
@@ -22,6 +22,8 @@ template <class T> struct Piece {
     T *out; long out_row;
     long tokens, channels;
     bool begins;
+    const float *bias;  // NULL: none
+    bool activated;
 };
 
 // taps[i][c] of weight[c][i].
@@ -66,11 +68,13 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
         for (long c = 0; c < p.channels; c += W) {
             const long n = min_of(W, p.channels - c);
             vf total = {};
+            if (p.bias) total = n == W ? load(p.bias + c) : load_some(p.bias + c, n);
             for (long i = 0; i < width; i++)
                 total = add_product(total, input(p, t + i, past, c, n), n == W ? load(taps[i] + c) : load_some(taps[i] + c, n));
+            if (p.activated) total = silu(total);
             T *target = p.out + t * p.out_row + c;
-            if (n == W) store(target, silu(total));
-            else store_some(target, silu(total), n);
+            if (n == W) store(target, total);
+            else store_some(target, total, n);
         }
     }
     // Rows move towards the front: none is written before it was read.
@@ -85,10 +89,10 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
     }
 }
 
-// x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. window: [num_blocks][width - 1][C], changed in place.
-// out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
-EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, float *window,
-                                            long num_blocks, const int64_t *blocks, const int64_t *starts,
+// x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. bias: [C], or NULL. activation: 0 none, 1 silu.
+// window: [num_blocks][width - 1][C], changed in place. out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
+EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, const float *bias,
+                                            int activation, float *window, long num_blocks, const int64_t *blocks, const int64_t *starts,
                                             const int64_t *lengths, long sequences, void *out, long tokens, long channels) {
     const StateRows rows = {blocks, starts, lengths, sequences};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
@@ -101,7 +105,8 @@ EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type,
             const long first = rows.starts[s];
             const Piece<T> p = {
                 (const T *)x + first * x_row + c, x_row, window + rows.blocks[s] * (width - 1) * channels + c, channels,
-                (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.begins(s)};
+                (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.begins(s),
+                bias ? bias + c : bias, activation != 0};
             (width == 4 ? convolve<T, 4> : convolve<T, 0>)(p, weight + c * width, width);
         });
     });

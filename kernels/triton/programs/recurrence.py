@@ -32,6 +32,7 @@ def short_convolution(
     x,
     stride,
     weight,
+    bias,
     window,
     blocks,
     starts,
@@ -39,6 +40,8 @@ def short_convolution(
     num_blocks,
     out,
     columns,
+    HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -51,10 +54,14 @@ def short_convolution(
     own = window + block * (WIDTH - 1) * columns
     for t in range(first + tl.program_id(2), end, tl.num_programs(2)):
         total = tl.zeros([BLOCK], tl.float32)
+        if HAS_BIAS:
+            total += tl.load(bias + column, mask=column < columns, other=0.0)
         for i in tl.static_range(WIDTH):
             tap = tl.load(weight + column * WIDTH + i, mask=column < columns, other=0.0)
             total += inputs(x, stride, own, first, t - first + i, begins, column, ok, columns, WIDTH - 1) * tap
-        found = tl.where(known, total * sigmoid(total), float("nan"))
+        if SILU:
+            total = total * sigmoid(total)
+        found = tl.where(known, total, float("nan"))
         tl.store(out + t * columns + column, found.to(out.dtype.element_ty), mask=column < columns)
 
 

@@ -21,6 +21,7 @@ def route(
     chosen,
     weights,
     least_sum,
+    sum_eps,
     scale,
     EXPERTS: tl.constexpr,
     TOP_K: tl.constexpr,
@@ -78,7 +79,7 @@ def route(
         taken = tl.where(place == k, best, taken)
         weight = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weight)
     if NORMALIZED:
-        weight = weight / tl.maximum(tl.sum(weight, 0), least_sum, propagate_nan=tl.PropagateNan.ALL)
+        weight = weight / tl.maximum(tl.sum(weight, 0) + sum_eps, least_sum, propagate_nan=tl.PropagateNan.ALL)
     weight *= scale
     if SCALES:
         weight *= tl.load(scales + taken)

@@ -155,7 +155,7 @@ def test_ends_are_those_of_the_whole_model(gemma: Path, tmp_path: Path) -> None:
     assert make_core(other).info.eos_token_ids == (1, 106)
 
 
-SPARSE = ["cohere2", "gemma3_text", "llama", "mistral", "ministral3", "qwen2", "qwen3"]
+SPARSE = ["cohere2", "gemma3_text", "lfm2", "llama", "mistral", "ministral3", "qwen2", "qwen3"]
 
 
 @pytest.mark.parametrize("model_type", SPARSE)

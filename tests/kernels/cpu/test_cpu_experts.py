@@ -18,6 +18,7 @@ ROUTINGS = {
     "deepseek v2": Routing(3, normalized=False, scale=16.0, groups=4, top_groups=2, group_score="largest"),
     "deepseek v3": Routing(3, "sigmoid", least_sum=1e-20, scale=2.5, groups=4, top_groups=2),
     "least sum": Routing(2, "softmax", least_sum=0.9),
+    "sum eps": Routing(3, "sigmoid", sum_eps=0.4, scale=1.5),
     "phi": Routing(2, "sparsemixer", normalized=False, jitter=0.3),
 }
 

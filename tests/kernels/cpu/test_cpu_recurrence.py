@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -35,12 +36,13 @@ def some_operands(rows: StateRows) -> list[Operands]:
 @pytest.mark.parametrize(("channels", "width"), [(1, 2), (77, 3), (600, 4), (33, 8)])
 def test_convolution(form: Library, dtype: torch.dtype, channels: int, width: int) -> None:
     rows = some_rows()
-    own = Convolution.random(rows, channels, width, dtype)
-    expected, state = own.expected(rows)
-    found = recurrence.short_convolution(*own.operands(rows), library=form)
-    assert found.dtype == dtype and found.is_contiguous()
-    assert_near(found, expected)
-    assert torch.equal(own.window, state.float())  # inputs as they are, and what is nobody's
+    operands = Convolution.random(rows, channels, width, dtype)
+    for own in (operands, replace(operands.copy(), activation=None), operands.copy().plain):
+        expected, state = own.expected(rows)
+        found = recurrence.short_convolution(*own.operands(rows), library=form)
+        assert found.dtype == dtype and found.is_contiguous()
+        assert_near(found, expected)
+        assert torch.equal(own.window, state.float())  # inputs as they are, and what is nobody's
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -139,8 +141,10 @@ def test_bits_are_the_same_at_any_number_of_threads(form: Library, which: int) -
 def test_nothing_outside_is_read(form: Library) -> None:
     rows = state_rows([5, 0], [3, 2], [False, False])
     rows = StateRows(*map(at_the_end_of_memory, rows))
-    own = Convolution.random(rows, 37, 4)
-    end = Convolution(*map(at_the_end_of_memory, (own.x, own.weight, own.window)))
+    own = Convolution.random(rows, 37, 4).plain
+    assert own.bias is not None
+    x, weight, window, bias = map(at_the_end_of_memory, (own.x, own.weight, own.window, own.bias))
+    end = Convolution(x, weight, window, None, bias)
     expected = recurrence.short_convolution(*own.operands(rows), library=form)
     assert torch.equal(recurrence.short_convolution(*end.operands(rows), library=form), expected)
     rule = DeltaRule.random(rows, 1, 3, 10, 19)
@@ -183,7 +187,8 @@ def test_rows_that_are_none_change_nothing(
 def test_operands_that_do_not_fit_are_refused() -> None:
     library = kernels("generic")
     rows = state_rows([2, 0], [3, 2], [False, False])
-    x, weight, window, _ = Convolution.random(rows, 8, 4).operands(rows)
+    x, weight, window, *_ = Convolution.random(rows, 8, 4).operands(rows)
+    bias = torch.ones(8)
     for operands, message in (
         ((x.double(), weight, window, rows), "x is"),
         ((x[:, ::2], weight, window, rows), "adjacent"),
@@ -195,6 +200,9 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window.transpose(1, 2).contiguous().transpose(1, 2), rows), "contiguous"),
         ((x, weight, window, rows._replace(lengths=rows.lengths[:1])), "blocks, starts and lengths"),
         ((x, weight, window, rows._replace(starts=rows.starts.int())), "blocks, starts and lengths"),
+        ((x, weight, window, rows, None, bias[:7]), "bias must be"),
+        ((x, weight, window, rows, None, bias.bfloat16()), "bias must be"),
+        ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
     ):
         with pytest.raises(ValueError, match=message):
             recurrence.short_convolution(*operands, library=library)
@@ -222,6 +230,7 @@ def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.
     rows = some_rows()
     for own, found, reference in (
         (Convolution.random(rows, 40, 4), backend.short_convolution, plain.short_convolution),
+        (Convolution.random(rows, 40, 3).plain, backend.short_convolution, plain.short_convolution),
         (DeltaRule.random(rows, 2, 4, 16, 24), backend.gated_delta_rule, plain.gated_delta_rule),
     ):
         copy = own.copy()
@@ -240,7 +249,7 @@ def recorded(form: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> None:
     """Other inputs, other blocks, other cuts between sequences, another one that begins."""
     rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])
-    mixed, rule = Convolution.random(rows, 56, 4), DeltaRule.random(rows, 1, 2, 12, 16)
+    mixed, rule = Convolution.random(rows, 56, 4).plain, DeltaRule.random(rows, 1, 2, 12, 16)
 
     def work() -> torch.Tensor:
         qkv = recorded.short_convolution(*mixed.operands(rows))
@@ -293,6 +302,7 @@ def test_a_recorded_call_refuses_a_block_that_there_is_not(recorded: CompiledBac
     rows = state_rows([2, 0], [2, 1], [False, False])
     for own, call in (
         (Convolution.random(rows, 20, 4), recorded.short_convolution),
+        (Convolution.random(rows, 20, 3).plain, recorded.short_convolution),
         (DeltaRule.random(rows, 1, 2, 4, 4), recorded.gated_delta_rule),
     ):
         with recorded.record(cpu.Arena(1 << 16)) as recording:

@@ -18,10 +18,10 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16)
 @pytest.mark.parametrize("width", [2, 4, 8])
 def test_convolution(dtype: torch.dtype, width: int) -> None:
     rows = some_rows()
-    own = Convolution.random(rows, 40, width, dtype)
-    expected, state = own.expected(rows)
-    assert_near(recurrence.short_convolution(*own.operands(rows)), expected)
-    assert torch.equal(own.window, state.float())
+    for own in (Convolution.random(rows, 40, width, dtype), Convolution.random(rows, 40, width, dtype).plain):
+        expected, state = own.expected(rows)
+        assert_near(recurrence.short_convolution(*own.operands(rows)), expected)
+        assert torch.equal(own.window, state.float())
 
 
 @pytest.mark.parametrize("dtype", TYPES)

@@ -54,9 +54,10 @@ def test_widths_of_a_convolution(width: int) -> None:
     """More channels than a program takes, and sequences of fewer tokens than the width."""
     rows = rows_of_a_step()
     own = Convolution.random(rows, 530, width)
-    expected, state = own.expected(rows)
-    assert_near(change(own, rows), expected)
-    assert_near(own.state, state)
+    for each in (own, own.copy().plain):
+        expected, state = each.expected(rows)
+        assert_near(change(each, rows), expected)
+        assert_near(each.state, state)
 
 
 @pytest.mark.parametrize("which", [0, 1])

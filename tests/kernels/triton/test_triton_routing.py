@@ -22,6 +22,7 @@ RULES: list[dict[str, Any]] = [
     {"top_k": 2, "normalized": False, "scale": 2.5},
     {"top_k": 1, "scores": "sigmoid", "normalized": False},
     {"top_k": 3, "scores": "sigmoid", "least_sum": 1e-20, "scale": 1.7},
+    {"top_k": 4, "scores": "sigmoid", "sum_eps": 0.4},
     {"top_k": 4, "groups": 4, "top_groups": 2, "group_score": "largest", "normalized": False},
     {"top_k": 6, "groups": 8, "top_groups": 3, "scores": "sigmoid", "least_sum": 5.0},
 ]

@@ -21,7 +21,6 @@ REASONS = {
     "JambaForCausalLM": RECURRENT,
     "RecurrentGemmaForCausalLM": RECURRENT,
     "Zamba2ForCausalLM": RECURRENT,
-    "Lfm2ForCausalLM": "a hybrid of attention and convolutions, whose state is no cache of keys and values,",
     "Gemma3nForCausalLM": "a model whose layers share keys and have embeddings of their own (Gemma 3n)",
     "MptForCausalLM": "a model without rotary attention (ALiBi)",
     "OPTForCausalLM": "a model without rotary attention (learned or sinusoidal positions)",

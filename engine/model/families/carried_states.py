@@ -1,0 +1,50 @@
+"""What families share most of whose layers carry a state in place of reading cached keys: which layers do, and their places."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.spec import ModelSpec, StateMixerSpec
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+
+
+def checked_kinds(kinds: list[str], other: str) -> list[str]:
+    """The kinds of a model's layers, of which some attend and see everything. other: what those are called that carry a state.
+
+    Raises LoadError.
+    """
+    if SLIDING_ATTENTION in kinds:
+        raise LoadError(
+            f"config.json: layer_types has {SLIDING_ATTENTION!r}: this model_type has {FULL_ATTENTION} and {other}"
+        )
+    if FULL_ATTENTION not in kinds:
+        raise LoadError(
+            f"config.json: no layer is {FULL_ATTENTION}: a model that carries states alone, and caches no keys, is not supported"
+        )
+    return kinds
+
+
+def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> ModelSpec:
+    """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds."""
+    attending, others = (
+        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted) for wanted in (True, False)
+    )
+    layers = [replace(layer, mixer=mixer) if i in others else layer for i, layer in enumerate(spec.layers)]
+    (group,) = spec.kv_groups
+    return replace(
+        spec,
+        layers=tuple(layers),
+        kv_groups=(replace(group, layers=attending),),
+        state_group=mixer.state_group(others) if others else None,
+    )
+
+
+def refuse_other_values(config: Config, known: dict[str, tuple[object, ...] | None]) -> None:
+    """LoadError for what would make another model of it. known: values that change nothing; None: any."""
+    for key, values in known.items():
+        found = config.get(key)
+        if values is not None and found is not None and found not in values:
+            raise LoadError(f"config.json sets {key}={shown(found)}, which changes the model and is not supported")

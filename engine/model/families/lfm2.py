@@ -1,0 +1,171 @@
+"""LFM2, dense and of experts: short convolutions between gates in most layers, in the others attention with normed heads."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.experts_rules import ExpertsRules, first_layers_dense
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION
+
+CONVOLUTION = "conv"
+_MOST_WIDTH = 8  # of convolutions that kernels have
+# What config.json says of what always holds, or of how weights began; None: any.
+_ALWAYS: dict[str, tuple[object, ...] | None] = {
+    "block_use_swiglu": (True,),
+    "use_pos_enc": (True,),
+    "hidden_act": ("silu", "swish"),
+    "block_use_xavier_init": None,
+    "block_mlp_init_scale": None,
+    "block_out_init_scale": None,
+    "conv_use_xavier_init": None,
+}
+# Second names of what other keys say.
+_AGAIN = {
+    "block_dim": "hidden_size",
+    "conv_dim": "hidden_size",
+    "conv_dim_out": "hidden_size",
+    "num_heads": "num_attention_heads",
+    "block_norm_eps": "norm_eps",
+    "theta": "rope_theta",
+}
+_READ = frozenset({*_ALWAYS, *_AGAIN, "conv_bias", "conv_L_cache", "full_attn_idxs"})
+
+
+def _renamed(config: Config) -> dict[str, Any]:
+    """The config in the names that other families have; of two names the older counts, as in transformers."""
+    found = dict(config)
+    for older, name in {"tie_embedding": "tie_word_embeddings", "block_ff_dim": "intermediate_size"}.items():
+        given = found.pop(older, None)
+        found[name] = found.get(name) if given is None else given
+    return found
+
+
+def _adjusted(config: Config) -> dict[str, Any]:
+    """The same with the width that feed-forwards have: two thirds of what is given, times a factor, in whole steps."""
+    found = _renamed(config)
+    adjusts = read_flag(found, "block_auto_adjust_ff_dim", default=True)
+    step = read_size(found, "block_multiple_of", 256)
+    factor = read_number(found, "block_ffn_dim_multiplier")
+    is_null = "block_ffn_dim_multiplier" in found and factor is None
+    for key in ("block_auto_adjust_ff_dim", "block_multiple_of", "block_ffn_dim_multiplier"):
+        found.pop(key, None)
+    if adjusts and found["intermediate_size"] is not None:
+        width = int(2 * read_size(found, "intermediate_size") / 3)
+        if not is_null:
+            width = step * ((int((factor or 1.0) * width) + step - 1) // step)
+        found["intermediate_size"] = width
+    return found
+
+
+def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
+    """`layer_types` says it layer by layer, `full_attn_idxs` which layers attend; where neither is there, all do."""
+    attending = config.get("full_attn_idxs")
+    if attending is None:
+        return given or [FULL_ATTENTION] * count
+    if not isinstance(attending, list) or any(
+        isinstance(index, bool) or not isinstance(index, int) or not 0 <= index < count for index in attending
+    ):
+        raise LoadError(f"config.json: full_attn_idxs must be a list of the numbers of layers, 0 to {count - 1}")
+    kinds = [FULL_ATTENTION if index in attending else CONVOLUTION for index in range(count)]
+    if given not in (None, kinds):
+        raise LoadError("config.json: layer_types and full_attn_idxs name different layers: keep one")
+    return kinds
+
+
+def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Those that attend see everything; all of these rotate alike."""
+    return checked_kinds(_kinds(config, facts.count, facts.given), CONVOLUTION), [FULL_ATTENTION] * facts.count
+
+
+def _as_published(family: Family, config: Config) -> Family:
+    """The family. Raises LoadError for what would make another model of it."""
+    refuse_other_values(config, _ALWAYS)
+    for again, name in _AGAIN.items():
+        if None not in (found := (config.get(again), config.get(name))) and found[0] != found[1]:
+            raise LoadError(f"config.json: {name} is {shown(found[1])} and {again} is {shown(found[0])}: keep one")
+    return family
+
+
+def _with_convolutions(spec: ModelSpec, config: Config) -> ModelSpec:
+    width = read_size(config, "conv_L_cache", 3)
+    if not 2 <= width <= _MOST_WIDTH:
+        raise LoadError(f"config.json: conv_L_cache {width} is not supported: it may be 2 to {_MOST_WIDTH}")
+    mixer = ShortConvolutionSpec(spec.hidden_size, width, read_flag(config, "conv_bias"))
+    return with_states(spec, _kinds(config, len(spec.layers), config.get("layer_types")), mixer)
+
+
+LFM2 = Family(
+    architecture="Lfm2ForCausalLM",
+    title="LFM2",
+    model_type="lfm2",
+    rules=ConfigRules(
+        layer_pattern=_some_attend,
+        max_position_embeddings=128_000,
+        hidden_size=2560,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=1_000_000.0,
+        other_layers=(CONVOLUTION,),
+        rewrite=_adjusted,
+    ),
+    qk_norm="before",
+    norm_eps_key="norm_eps",
+    attention_names=AttentionNames(
+        out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
+    ),
+    feed_forward_names=GatedNames("feed_forward.w1", "feed_forward.w3", down="feed_forward.w2"),
+    norms=LayerNorms(mixer="operator_norm", feed_forward="ffn_norm"),
+    outer_names=OuterNames(final_norm="model.embedding_norm"),
+    variant=_as_published,
+    refine=_with_convolutions,
+    reads=_READ,
+)
+
+
+def _biased_where_told(family: Family, config: Config) -> Family:
+    """Experts are chosen by a bias beside their scores, unless config.json says that there is none."""
+    family = _as_published(family, config)
+    if read_flag(config, "use_expert_bias", default=True) or family.experts is None:
+        return family
+    return replace(family, experts=replace(family.experts, names=replace(family.experts.names, choice_bias=None)))
+
+
+LFM2_MOE = replace(
+    LFM2,
+    architecture="Lfm2MoeForCausalLM",
+    title="LFM2 MoE",
+    model_type="lfm2_moe",
+    rules=replace(LFM2.rules, hidden_size=2048, rewrite=_renamed),
+    variant=_biased_where_told,
+    experts=ExpertsRules(
+        experts=32,
+        top_k=4,
+        width=1792,
+        router=RouterSpec(scores="sigmoid", sum_eps=1e-6),
+        normalized_key="norm_topk_prob",
+        scale_key="routed_scaling_factor",
+        dense=first_layers_dense("num_dense_layers", 2),
+        names=ExpertsNames(
+            router="feed_forward.gate",
+            experts="feed_forward.experts",
+            expert=GatedNames("w1", "w3", down="w2"),
+            choice_bias="feed_forward.expert_bias",
+            stacks=ExpertStacks("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
+        ),
+        more_keys=frozenset({"num_dense_layers", "use_expert_bias"}),
+    ),
+)
