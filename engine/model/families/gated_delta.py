@@ -29,7 +29,7 @@ _SIZES = {
     "linear_conv_kernel_dim": 4,
 }
 # What their config.json says of what always holds, or of parts that are not loaded, and what values that may have; None: any.
-_ALWAYS = {
+_ALWAYS: dict[str, tuple[object, ...] | None] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
     "hidden_act": ("silu", "swish"),
