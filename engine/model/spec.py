@@ -234,9 +234,17 @@ class ModelSpec:
 
     def adapted_parts(self) -> tuple[tuple[str, tuple[WeightSpec, ...]], ...]:
         """What adapters may change: the matrices of each layer, then those around them, with the prefix of their tensors."""
-        layers = [(f"{self.names.layers}.{i}.", layer.weights(self.hidden_size)) for i, layer in enumerate(self.layers)]
+        layers = [(f"{self.names.layers}.{i}.", self._adapted(layer)) for i, layer in enumerate(self.layers)]
         parts = [*layers, ("", self.outer_weights())]
         return tuple((prefix, tuple(one for one in weights if one.kind == "matrix")) for prefix, weights in parts)
+
+    def _adapted(self, layer: LayerSpec) -> tuple[WeightSpec, ...]:
+        """The weights of a layer among which are those that adapters may change."""
+        found = layer.weights(self.hidden_size)
+        if not isinstance(layer.mixer, GatedDeltaSpec) or not layer.mixer.in_turns:
+            return found
+        own = layer.mixer.weights(self.hidden_size)
+        return tuple(weight for weight in found if weight not in own)
 
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Those around the layers. A head that is the embedding is not listed beside it."""

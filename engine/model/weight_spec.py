@@ -109,7 +109,7 @@ class StoredTensor:
     rotary_last: RotaryLast | None = None
     by_turns: PartsByTurns | None = None
     channels: bool = False
-    made: Literal["exp"] | None = None
+    made: Literal["exp", "negative"] | None = None
 
 
 @dataclass(frozen=True, slots=True)

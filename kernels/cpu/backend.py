@@ -206,9 +206,19 @@ class CompiledBackend(CompiledPointwise, Backend):
         return recurrence.short_convolution(x, weight, window, rows, activation, bias, library=self._library)
 
     def gated_delta_rule(
-        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        in_turns: bool = False,
     ) -> Tensor:
-        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, library=self._library)
+        operands = qkv, decay, strength, rate, bias, memory, rows
+        return recurrence.gated_delta_rule(*operands, in_turns=in_turns, library=self._library)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)

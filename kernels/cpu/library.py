@@ -167,7 +167,7 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "gated_delta_rule": [
         *(*_TENSOR2, _POINTER, _LONG, _POINTER, _LONG, _POINTER, _POINTER),  # qkv, decay, strength, rate, bias
-        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims, in turns
         *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
     ],
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],

@@ -69,6 +69,7 @@ def gated_delta_rule(
     memory: Tensor,
     rows: StateRows,
     *,
+    in_turns: bool = False,
     library: Library,
 ) -> Tensor:
     """See `Recurrences.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
@@ -101,7 +102,7 @@ def gated_delta_rule(
     code = library.gated_delta_rule(
         *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
-        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(in_turns)),
         *_addressed(rows, "gated_delta_rule"),
         *(out.data_ptr(), tokens),
     )

@@ -54,7 +54,16 @@ class Recurrences(ABC):
 
     @abstractmethod
     def gated_delta_rule(
-        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        in_turns: bool = False,
     ) -> Tensor:
         """What queries read of a memory that each token first lets fade and then corrects (2412.06464), in float32.
 
@@ -62,6 +71,6 @@ class Recurrences(ABC):
         g = exp(-rate softplus(decay + bias)) and b = sigmoid(strength): M = g M; M = M + k (b (v - M^T k))^T; out = M^T q.
 
         qkv: [T, 2 Hk Dk + Hv Dv], of each token the queries, keys and values, any row stride; head h of the Hv meets query and
-        key h // (Hv / Hk). decay, strength: [T, Hv] in qkv's dtype, any row stride. rate, bias: [Hv] float32. memory: as in
-        `StatePages`, changed in place. Returns [T, Hv Dv] in qkv's dtype, contiguous.
+        key h // (Hv / Hk), or h mod Hk if these serve in turns. decay, strength: [T, Hv] in qkv's dtype, any row stride. rate,
+        bias: [Hv] float32. memory: as in `StatePages`, changed in place. Returns [T, Hv Dv] in qkv's dtype, contiguous.
         """

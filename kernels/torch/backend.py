@@ -130,9 +130,18 @@ class TorchBackend(Backend):
         return recurrence.short_convolution(x, weight, window, rows, activation, bias)
 
     def gated_delta_rule(
-        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        in_turns: bool = False,
     ) -> Tensor:
-        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         # Elsewhere the host does not know how long sequences are.

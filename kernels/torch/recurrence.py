@@ -38,17 +38,27 @@ def short_convolution(
 
 
 def gated_delta_rule(
-    qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    in_turns: bool = False,
 ) -> Tensor:
     _, heads, key_dim, value_dim = memory.shape
     key_width = (qkv.shape[1] - heads * value_dim) // 2
-    shared = heads * key_dim // key_width
+    key_heads = key_width // key_dim
+    head = torch.arange(heads, device=qkv.device)
+    of_head = head % key_heads if in_turns else head // (heads // key_heads)
     out = torch.empty((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     for block, first, end, fresh in _spans(rows):
         m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
         for t in range(first, end):
             q, k, v = qkv[t].float().split_with_sizes([key_width, key_width, heads * value_dim])
-            q, k = (_unit(part.reshape(-1, key_dim)).repeat_interleave(shared, dim=0) for part in (q, k))  # [Hv, Dk]
+            q, k = (_unit(part.reshape(-1, key_dim))[of_head] for part in (q, k))  # [Hv, Dk]
             m *= torch.exp(-rate * torch.nn.functional.softplus(decay[t].float() + bias))[:, None, None]
             known = (m * k[:, :, None]).sum(1)  # [Hv, Dv]
             share = torch.sigmoid(strength[t].float())

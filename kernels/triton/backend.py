@@ -134,9 +134,18 @@ class TritonBackend(TorchBackend):
         return recurrence.short_convolution(x, weight, window, rows, activation, bias)
 
     def gated_delta_rule(
-        self, qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        in_turns: bool = False,
     ) -> Tensor:
-        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows)
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):

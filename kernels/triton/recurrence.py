@@ -49,7 +49,15 @@ def short_convolution(
 
 
 def gated_delta_rule(
-    qkv: Tensor, decay: Tensor, strength: Tensor, rate: Tensor, bias: Tensor, memory: Tensor, rows: StateRows
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    in_turns: bool = False,
 ) -> Tensor:
     """See `Recurrences.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
     qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
@@ -64,6 +72,7 @@ def gated_delta_rule(
         *(memory, rows.blocks, rows.starts, rows.lengths, blocks, out, key_dim**-0.5),
         KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
+        IN_TURNS=in_turns,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEYS=power_of_two(key_dim),

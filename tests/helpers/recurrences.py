@@ -130,6 +130,18 @@ class DeltaRule:
         memory[beginning(rows)] = torch.nan
         return cls(qkv, decay, strength, torch.rand(heads) * 2, torch.randn(heads), memory)
 
+    def in_turns(self) -> tuple[DeltaRule, list[int]]:
+        """The same with the heads of values in such an order that they meet those of keys by turns, and that order."""
+        _, heads, key_dim, value_dim = self.memory.shape
+        keys = self.qkv.shape[1] - heads * value_dim
+        key_heads = keys // (2 * key_dim)
+        order = [k * (heads // key_heads) + turn for turn in range(heads // key_heads) for k in range(key_heads)]
+        values = self.qkv[:, keys:].unflatten(1, (heads, value_dim))[:, order].flatten(1)
+        gates = {name: getattr(self, name)[..., order] for name in ("decay", "strength", "rate", "bias")}
+        return replace(
+            self, qkv=torch.cat((self.qkv[:, :keys], values), dim=1), memory=self.memory[:, order], **gates
+        ), order
+
     def copy(self) -> DeltaRule:
         return replace(self, memory=self.memory.clone())
 

@@ -16,6 +16,7 @@ from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
 from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.gemma4 import GEMMA4
@@ -39,6 +40,7 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from windlass.engine.model.gguf.delta import DELTA_KEYS, gated_delta, without_dense_layers
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
@@ -76,9 +78,10 @@ class Architecture:
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts: see `GgufIndex`. rope: the rotation of layers
-    that see everything, from what the keys that all share say of it; rotation: of all kinds of layers, in place of that.
-    plain: of keys that differ from layer to layer, with the number of those, the ones that the plain sizes of config.json are.
+    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns: see `GgufIndex`. rope:
+    the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of layers, in
+    place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain sizes of
+    config.json are.
     """
 
     family: Family
@@ -91,6 +94,7 @@ class Architecture:
     told_by: Callable[[Mapping[str, PlacedTensor]], dict[str, Any]] = lambda tensors: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     fused_in_parts: bool = False
+    values_in_turns: bool = False
     rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
     rotation: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None
     plain: Callable[[ArchitectureKeys, int], ArchitectureKeys] = _as_they_are
@@ -128,6 +132,10 @@ def _qwen2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
 def _qwen3_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The file does not say so, but llama.cpp divides weights by their sum."""
     return {**_experts(keys, config), "norm_topk_prob": True}
+
+
+def _delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {**gated_delta(keys, config), **_qwen2_moe(keys, config), "norm_topk_prob": True}
 
 
 def _llama(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -225,6 +233,13 @@ def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return local_and_global(4)(keys, config) if keys.count(WINDOW) else {}
 
 
+_DELTA: dict[str, Any] = {"norms_with_offset": True, "aliases": {"post_attention_norm": "ffn_norm"}}
+_DELTA_WITH_EXPERTS: dict[str, Any] = {
+    "more": _delta_with_experts,
+    "reads": (*DELTA_KEYS, *_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH),
+    "plain": without_dense_layers,
+}
+
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         LLAMA,
@@ -246,6 +261,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(QWEN3),
     "qwen2moe": Architecture(QWEN2_MOE, more=_qwen2_moe, reads=(*_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH)),
     "qwen3moe": Architecture(QWEN3_MOE, more=_qwen3_moe, reads=(*_EXPERTS, _EXPERT_WIDTH)),
+    "qwen35": Architecture(QWEN3_5, more=gated_delta, reads=DELTA_KEYS, values_in_turns=True, **_DELTA),
+    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **_DELTA, **_DELTA_WITH_EXPERTS),
+    "qwen3next": Architecture(QWEN3_NEXT, **_DELTA, **_DELTA_WITH_EXPERTS),
     "olmoe": Architecture(OLMOE, more=_experts, reads=_EXPERTS),
     "gemma3": Architecture(
         GEMMA3,

@@ -82,6 +82,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "norms_with_offset": facts.architecture.norms_with_offset,
         "fused_in_parts": facts.architecture.fused_in_parts,
         "latent_in_parts": in_parts,
+        "values_in_turns": facts.architecture.values_in_turns,
     }
     metadata = headers[0].metadata
     told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)

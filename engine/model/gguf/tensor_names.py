@@ -16,6 +16,7 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown_key
@@ -31,7 +32,11 @@ _LAYER_INPUTS = {
 _LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias|scale)")
 _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gate_up)_exps")
 # Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
-_BARE = ("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale")
+_BARE = (
+    *("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
+    *("ssm_a", "ssm_dt"),
+)
+_WITHOUT_ENDING = (".ssm_a", ".ssm_dt")  # nor in a file, some writers' of the second
 _OF_HEADS = ("attn_k_b", "attn_v_b")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
@@ -115,14 +120,17 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     }
     if isinstance(feed_forward, GatedNames):
         names |= {"ffn_gate": feed_forward.gate, "ffn_up": feed_forward.gate_up or feed_forward.up}
-    if getattr(spec.layers[0].mixer, "qk_norm", None) is not None:
+    mixer = next(iter(spec.attention.values()))
+    if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
         names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
     if attention.qkv is not None:
         names["attn_qkv"] = attention.qkv
-    if isinstance(mixer := spec.layers[0].mixer, LatentSpec):
+    if isinstance(mixer, LatentSpec):
         names |= _latent_names(mixer.names)
-    elif isinstance(mixer, AttentionSpec) and mixer.sinks:
+    elif mixer.sinks:
         names["attn_sinks"] = attention.sinks
+    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec)), None)
+    names |= {} if delta is None else _delta_names(delta.names)
     names |= _further_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
 
@@ -158,6 +166,19 @@ def _latent_names(own: LatentNames) -> dict[str, str]:
     }
 
 
+def _delta_names(own: DeltaNames) -> dict[str, str]:
+    joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+    return joined | {
+        "attn_qkv": own.qkv,
+        "attn_gate": own.gate,
+        "ssm_conv1d": own.convolution,
+        "ssm_a": own.rate,
+        "ssm_dt": own.decay_bias,
+        "ssm_norm": own.norm,
+        "ssm_out": own.out,
+    }
+
+
 def _renamed(
     name: str,
     tensor: PlacedTensor,
@@ -170,7 +191,7 @@ def _renamed(
     if name in outer:
         yield outer[name], tensor
         return
-    matched = _LAYER.fullmatch(name)
+    matched = _LAYER.fullmatch(f"{name}.weight" if name.endswith(_WITHOUT_ENDING) else name)
     if matched is None:
         raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
     layer, what, suffix = int(matched[1]), matched[2], matched[3]

@@ -64,7 +64,8 @@ class GgufIndex:
 
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
-    latent_in_parts: what makes keys and what makes values of latent attention are two tensors.
+    latent_in_parts: what makes keys and what makes values of latent attention are two tensors. values_in_turns: heads of values
+    of layers with a state meet those of keys by turns.
     """
 
     files: tuple[Path, ...]
@@ -74,6 +75,7 @@ class GgufIndex:
     norms_with_offset: bool
     fused_in_parts: bool = False
     latent_in_parts: bool = False
+    values_in_turns: bool = False
 
     def types(self) -> list[str]:
         """The types of the matrices, that of most numbers first."""
@@ -87,9 +89,18 @@ class GgufIndex:
         """Whether matrices are something else than plain numbers."""
         return any(name not in PLAIN for name in self.types())
 
+    def with_heads(self, spec: ModelSpec) -> ModelSpec:
+        """The spec with heads of values in the order that the files have."""
+
+        def turned(layer: LayerSpec) -> LayerSpec:
+            mixer = layer.mixer
+            return replace(layer, mixer=replace(mixer, in_turns=True)) if isinstance(mixer, GatedDeltaSpec) else layer
+
+        return replace(spec, layers=tuple(map(turned, spec.layers))) if self.values_in_turns else spec
+
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""
-        spec = as_gguf_holds(spec, latent_in_parts=self.latent_in_parts)
+        spec = as_gguf_holds(self.with_heads(spec), latent_in_parts=self.latent_in_parts)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.fused_in_parts:
@@ -122,6 +133,9 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
             layer = replace(layer, beside=replace(layer.beside, experts=layer.beside.experts.apart))
         if isinstance(layer.mixer, LatentSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_parts=latent_in_parts))
+        if isinstance(layer.mixer, GatedDeltaSpec):
+            names = replace(layer.mixer.names, qkvz=None)
+            layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 
@@ -204,6 +218,7 @@ def _parsed(content: dict[str, Any]) -> GgufIndex:
         bool(content["norms_with_offset"]),
         bool(content.get("fused_in_parts", False)),
         bool(content.get("latent_in_parts", False)),
+        bool(content.get("values_in_turns", False)),
     )
 
 

@@ -61,7 +61,7 @@ class _WeightTarget:
     by_head: int | None = None
     columns: Run | None = None
     zeros: bool = False
-    made: Literal["exp"] | None = None
+    made: Literal["exp", "negative"] | None = None
 
     @property
     def wants_whole(self) -> bool:
@@ -103,6 +103,8 @@ class _WeightTarget:
             view.add_(self.offset)
         if self.made == "exp":
             view.exp_()
+        elif self.made == "negative":
+            view.neg_()
 
 
 def _rows_of(view: Tensor | _Rows, first: int, count: int) -> Tensor | _Rows:

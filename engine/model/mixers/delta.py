@@ -43,11 +43,13 @@ class GatedDelta:
         """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         projected = backend.linear(x, w.projections)
+        changes = None if spec.in_turns else changes
         if changes is not None:
             changes.add("projections", projected, x)
         qkv, gate, strength, decay = projected.split_with_sizes(spec.projected, 1)
         qkv = backend.short_convolution(qkv, w.convolution, states.window, rows, "silu")
-        read = backend.gated_delta_rule(qkv, decay, strength, w.rate, w.decay_bias, states.memory, rows)  # [T, H V]
+        gates = decay, strength, w.rate, w.decay_bias
+        read = backend.gated_delta_rule(qkv, *gates, states.memory, rows, in_turns=spec.in_turns)  # [T, H V]
         normed = backend.rms_norm(read.view(-1, spec.heads, spec.value_dim), w.norm, self._norm_eps).view(read.shape)
         backend.multiply(normed, backend.activation(gate, "silu"))
         out = backend.linear(normed, w.out)

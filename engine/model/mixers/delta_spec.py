@@ -15,8 +15,8 @@ from windlass.engine.model.weight_spec import PartsByTurns, StoredTensor, Weight
 class DeltaNames:
     """Of a checkpoint's tensors, within their layer.
 
-    qkv, gate, strength, decay: what is projected, a tensor each; or qkvz and ba, which hold of each head of keys its query, its
-    key, and the values and gates of the heads that share it, and the strengths and decays of those.
+    qkv, gate, strength, decay: what is projected, a tensor each; or qkvz in place of two, which holds of each head of keys its
+    query, its key, and the values and gates of the heads that share it, and ba of the others, the strengths and decays of those.
     """
 
     qkv: str = "linear_attn.in_proj_qkv"
@@ -36,7 +36,8 @@ class DeltaNames:
 class GatedDeltaSpec:
     """One layer. heads: of its memory, each with values of value_dim; they share key_heads heads of queries and keys of key_dim.
 
-    width: of the convolution, in tokens.
+    width: of the convolution, in tokens. in_turns: heads of values meet those of keys by turns, see `Backend.gated_delta_rule`;
+    adapters are made for the other order, and change nothing here. in_gguf: a file has rates and not their logarithms, negative.
     """
 
     key_heads: int
@@ -45,6 +46,8 @@ class GatedDeltaSpec:
     value_dim: int
     width: int
     names: DeltaNames = field(default_factory=DeltaNames)
+    in_turns: bool = False
+    in_gguf: bool = False
 
     @property
     def channels(self) -> int:
@@ -69,25 +72,22 @@ class GatedDeltaSpec:
         """The fields of `DeltaWeights`. Strengths and decays, a row for each head, have no role: they keep more bits."""
         names = self.names
         channels, values, strengths, decays = self.projected
-        if names.qkvz is not None and names.ba is not None:
-            shared = self.heads // self.key_heads
-            wide = PartsByTurns(self.key_heads, (self.key_dim, self.key_dim, *[shared * self.value_dim] * 2))
-            stored = [
-                StoredTensor(names.qkvz, channels + values, role="q k v", by_turns=wide),
-                StoredTensor(names.ba, strengths + decays, by_turns=PartsByTurns(self.key_heads, (shared, shared))),
-            ]
+        shared = self.heads // self.key_heads
+        stored = [StoredTensor(names.qkv, channels, role="q k v"), StoredTensor(names.gate, values, role="gate")]
+        if names.qkvz is not None:
+            turns = PartsByTurns(self.key_heads, (self.key_dim, self.key_dim, *[shared * self.value_dim] * 2))
+            stored = [StoredTensor(names.qkvz, channels + values, role="q k v", by_turns=turns)]
+        if names.ba is not None:
+            turns = PartsByTurns(self.key_heads, (shared, shared))
+            stored += [StoredTensor(names.ba, strengths + decays, by_turns=turns)]
         else:
-            stored = [
-                StoredTensor(names.qkv, channels, role="q k v"),
-                StoredTensor(names.gate, values, role="gate"),
-                StoredTensor(names.strength, strengths),
-                StoredTensor(names.decay, decays),
-            ]
-        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=True)
+            stored += [StoredTensor(names.strength, strengths), StoredTensor(names.decay, decays)]
+        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)
+        rate = StoredTensor(names.rate, self.heads, made="negative" if self.in_gguf else "exp")
         return (
             *projection("projections", stored, hidden_size, bias=False),
             WeightSpec("convolution", "score", (channels, self.width), (taps,)),
-            WeightSpec("rate", "shift", (self.heads,), (StoredTensor(names.rate, self.heads, made="exp"),)),
+            WeightSpec("rate", "shift", (self.heads,), (rate,)),
             WeightSpec("decay_bias", "shift", (self.heads,), (StoredTensor(names.decay_bias, self.heads),)),
             WeightSpec("norm", "shift", (self.value_dim,), (StoredTensor(f"{names.norm}.weight", self.value_dim),)),
             *projection("out", [StoredTensor(names.out, hidden_size, role="out")], values, bias=False),

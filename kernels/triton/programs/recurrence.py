@@ -106,6 +106,7 @@ def gated_delta_rule(
     scale,
     KEY_HEADS: tl.constexpr,
     HEADS: tl.constexpr,
+    IN_TURNS: tl.constexpr,
     KEY_DIM: tl.constexpr,
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
@@ -124,7 +125,7 @@ def gated_delta_rule(
     m = tl.load(at, mask=ok & (begins == 0), other=0.0)
     fades = tl.load(rate + head)
     shift = tl.load(bias + head)
-    of_key = head // (HEADS // KEY_HEADS) * KEY_DIM + key
+    of_key = (head % KEY_HEADS if IN_TURNS else head // (HEADS // KEY_HEADS)) * KEY_DIM + key
     for t in range(first, end):
         row = qkv + t * stride
         q = unit(tl.load(row + of_key, mask=is_key, other=0.0).to(tl.float32)) * scale

@@ -63,6 +63,16 @@ def test_delta_rule(
     assert torch.equal(own.memory[[1, 4]], before[[1, 4]])
 
 
+def test_heads_of_keys_met_in_turns(form: Library) -> None:
+    rows = some_rows()
+    own = DeltaRule.random(rows, 2, 6, 12, 20)
+    turned, order = own.in_turns()
+    expected = recurrence.gated_delta_rule(*own.operands(rows), library=form)
+    found = recurrence.gated_delta_rule(*turned.operands(rows), in_turns=True, library=form)
+    assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
+    assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
+
+
 def test_gates_at_their_ends(form: Library) -> None:
     """Large arguments overflow nowhere; a query and a key of length 0 read and write nothing."""
     rows = state_rows([0], [6], [False])

@@ -33,6 +33,16 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     assert_near(own.memory, state)
 
 
+def test_heads_of_keys_met_in_turns() -> None:
+    rows = some_rows()
+    own = DeltaRule.random(rows, 2, 6, 12, 20)
+    turned, order = own.in_turns()
+    expected = recurrence.gated_delta_rule(*own.operands(rows))
+    found = recurrence.gated_delta_rule(*turned.operands(rows), in_turns=True)
+    assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
+    assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
+
+
 def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
     rows = some_rows()
     spans = [(0, 1), (1, 30), (30, 73), (73, 76)]

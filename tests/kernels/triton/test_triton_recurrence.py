@@ -72,6 +72,17 @@ def test_bits_of_a_row_are_its_sequences(which: int) -> None:
     assert torch.equal(own.state[[0, 3, 5]], whole.state[[0, 3, 5]])
 
 
+def test_heads_of_keys_met_in_turns() -> None:
+    rows = rows_of_a_step()
+    own = DeltaRule.random(rows, 2, 6, 12, 20)
+    turned, order = own.in_turns()
+    backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
+    expected = backend.gated_delta_rule(*own.operands(rows))
+    found = backend.gated_delta_rule(*turned.operands(rows), in_turns=True)
+    assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
+    assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
+
+
 def test_gates_at_their_ends() -> None:
     rows = state_rows([0], [6], [False])
     own = DeltaRule.random(rows, 1, 2, 8, 8)
