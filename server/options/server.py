@@ -40,6 +40,7 @@ TOOL_CALL_PARSERS = (
     "hermes",
     "qwen3_coder",
     "llama3_json",
+    "lfm2",
     "pythonic",
     "mistral",
     "mistral_args",

@@ -77,7 +77,7 @@ DELTA = {
 }
 CONVOLUTIONS = {
     "num_hidden_layers": 5,
-    "layer_types": ["conv", "full_attention", "conv", "conv", "full_attention"],
+    "layer_types": ["conv", "conv", "full_attention", "conv", "full_attention"],
     "conv_L_cache": 3,
     "norm_eps": 1e-3,
 }

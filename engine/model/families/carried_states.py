@@ -30,7 +30,8 @@ def checked_kinds(kinds: list[str], other: str) -> list[str]:
 def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> ModelSpec:
     """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds."""
     attending, others = (
-        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted) for wanted in (True, False)
+        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted)
+        for wanted in (True, False)
     )
     layers = [replace(layer, mixer=mixer) if i in others else layer for i, layer in enumerate(spec.layers)]
     (group,) = spec.kv_groups

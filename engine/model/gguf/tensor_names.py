@@ -18,11 +18,15 @@ from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
+from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LAYER_TABLE = "per_layer_token_embd.weight"
+_MISNAMED = (
+    "model.embedding_norm"  # the final norm of LFM2, which is called after embeddings in its checkpoints and in files
+)
 # What is given to the layers, by the names of weights in a spec.
 _LAYER_INPUTS = {
     LAYER_TABLE: "layer_inputs_table",
@@ -85,10 +89,12 @@ def rename(
         "output_norm": names.final_norm or "",
         "output": names.head,
     }
+    if names.final_norm == _MISNAMED:
+        outer["token_embd_norm"] = names.final_norm
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
     stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
     outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
-    layer_names = _layer_names(family, spec)
+    layer_names = _layer_names(family, spec) | _convolution_names(spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         layer_names |= {name: layer_names[known] for name, known in aliases.items()}
     for name, tensor in tensors.items():
@@ -149,6 +155,14 @@ def _further_names(layer: LayerSpec) -> dict[str, str]:
             "ffn_down_exps.scale": layer.beside.expert_scale,
         }
     return names if layer.scalar is None else {**names, "layer_output_scale": layer.scalar}
+
+
+def _convolution_names(spec: ModelSpec) -> dict[str, str]:
+    """Of layers that are short convolutions, if there are any."""
+    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
+    if own is None:
+        return {}
+    return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
 
 
 def _latent_names(own: LatentNames) -> dict[str, str]:

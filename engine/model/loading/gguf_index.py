@@ -21,6 +21,7 @@ from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec, StateMixerSpec
 
 INDEX = "gguf.json"
@@ -137,6 +138,8 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
         if isinstance(layer.mixer, GatedDeltaSpec):
             names = replace(layer.mixer.names, qkvz=None)
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
+        if isinstance(layer.mixer, ShortConvolutionSpec):
+            layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
 

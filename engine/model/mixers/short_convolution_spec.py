@@ -22,12 +22,16 @@ class ShortConvolutionNames:
 
 @dataclass(frozen=True, slots=True)
 class ShortConvolutionSpec:
-    """One layer. width: of the convolution, in tokens. bias: on both projections and the convolution."""
+    """One layer. width: of the convolution, in tokens. bias: on both projections and the convolution.
+
+    in_gguf: the tensor of its weights is [channels, width], as GGUF files have it.
+    """
 
     channels: int
     width: int
     bias: bool = False
     names: ShortConvolutionNames = ShortConvolutionNames()
+    in_gguf: bool = False
 
     def state_group(self, layers: tuple[int, ...]) -> StateGroupSpec:
         """The states of these layers, all of this kind: inputs of convolutions alone."""
@@ -36,7 +40,7 @@ class ShortConvolutionSpec:
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `ShortConvolutionWeights`."""
         names, channels = self.names, self.channels
-        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=True)
+        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)
         shift = WeightSpec(
             "convolution_bias", "shift", (channels,), (StoredTensor(f"{names.convolution}.bias", channels),)
         )

@@ -48,7 +48,7 @@ class JsonCallParser(StreamParser):
             if key is None or not (yield from self.literal(":")):
                 return head.begun
             yield from self.space()
-            if not (yield from self._value(key, head, known_only)):
+            if not (yield from self._member(key, head, known_only)):
                 return head.begun
             yield from self.space()
             if not (yield from self.literal(",")):
@@ -63,7 +63,7 @@ class JsonCallParser(StreamParser):
             self.end_call()
         return True
 
-    def _value(self, key: str, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
+    def _member(self, key: str, head: _CallHead, known_only: bool) -> Generator[None, None, bool]:
         character = yield from self.peek()
         if key == "name":
             name = yield from self.string()
@@ -75,14 +75,14 @@ class JsonCallParser(StreamParser):
         if key not in ("arguments", "parameters") or head.begun or head.arguments is not None:
             return (yield from self._skip(character))
         if character == "{":
-            return (yield from self._arguments(head))
+            return (yield from self._members_of_arguments(head))
         if character == '"':  # JSON within JSON
             inner = yield from self.string()
             head.arguments = None if inner is None else [inner.strip() or "{}"]
             return inner is not None and inner.lstrip()[:1] in ("{", "")
         return bool((yield from self.literal("null")))
 
-    def _arguments(self, head: _CallHead) -> Generator[None, None, bool]:
+    def _members_of_arguments(self, head: _CallHead) -> Generator[None, None, bool]:
         if head.name is None:
             head.arguments = []
             return (yield from self.bracketed(head.arguments.append))
@@ -105,6 +105,10 @@ class JsonCallParser(StreamParser):
         if (yield from self.peek()) != "[":
             return (yield from self.call_object(known_only))
         self.take(1)
+        return (yield from self.rest_of_list(known_only))
+
+    def rest_of_list(self, known_only: bool = False) -> Generator[None, None, bool]:
+        """The same behind the bracket that opens an array."""
         made = False
         while True:
             yield from self.space()

@@ -20,14 +20,14 @@ from windlass.engine.evaluation.attention import attention_weights
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 
-FAMILY = "qwen3_5"
+FAMILIES = ["qwen3_5", "lfm2"]  # with a memory, and without one
 _generator = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, 128, (count,), generator=_generator).tolist() for count in (5, 16, 17, 33, 60, 90)]
 
 
-@pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return make_model(FAMILY, tmp_path_factory.mktemp(FAMILY))
+@pytest.fixture(scope="module", params=FAMILIES)
+def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model(request.param, tmp_path_factory.mktemp(request.param))
 
 
 @pytest.fixture(scope="module")
@@ -155,7 +155,7 @@ def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     with pytest.raises(LoadError, match=r"`scheduling.speculation.num_tokens`: .* leave it out"):
         core_of(model, speculative_ngram=4)
     with pytest.raises(LoadError, match=r"needs .* of KV cache beside keys"):
-        core_of(model, kv_cache_memory=20 << 10)
+        core_of(model, kv_cache_memory=4 << 10)
     assert core.info.num_states == 17 and core.info.state_bytes
 
 

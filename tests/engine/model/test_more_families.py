@@ -37,9 +37,12 @@ SWITCHES = [
     ("llama4", "use_qk_norm", False),
     ("qwen3_next", "norm_topk_prob", True),
     ("qwen3_5", "rms_norm_eps", 0.01),
+    ("lfm2", "norm_eps", 0.01),
+    ("lfm2_moe", "routed_scaling_factor", 1.0),
+    ("lfm2_moe", "norm_topk_prob", False),
 ]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "llama4", "nanochat", "olmo", "persimmon", "qwen3_5"]
+OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "lfm2", "llama4", "nanochat", "olmo", "persimmon", "qwen3_5"]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

@@ -281,7 +281,7 @@ def test_a_team_of_threads_has_the_bits_of_one(recorded: CompiledBackend) -> Non
     states = mixed.window.clone(), rule.memory.clone()
     try:
         torch.set_num_threads(1)
-        with torch.inference_mode(), recorded.record(cpu.Arena(1 << 20)) as recording:
+        with recorded.record(cpu.Arena(1 << 20)) as recording:
             found = recorded.short_convolution(*mixed.operands(rows)), recorded.gated_delta_rule(*rule.operands(rows))
         named = *found, mixed.window[rows.blocks], rule.memory[rows.blocks]
         expected = [one.clone() for one in named]

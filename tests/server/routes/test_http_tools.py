@@ -355,6 +355,7 @@ TEMPLATES = {
     "hermes": "<tools></tools> return a json object within <tool_call></tool_call> XML tags",
     "qwen3_coder": "<tool_call>\n<function=x>\n<parameter=y>",
     "llama3_json": 'Respond in the format {"name": function name, "parameters": dictionary of argument name and its value}',
+    "lfm2": 'ns.system_prompt + "List of tools: <|tool_list_start|>["',
     "pythonic": "<|python_start|>[func_name1(params_name1=params_value1)]",
     "mistral": "{{ '[TOOL_CALLS] [' }}",
     "mistral_args": "{{ '[TOOL_CALLS]' + name + '[ARGS]' }}",
@@ -371,4 +372,6 @@ def test_the_format_is_found_by_the_template() -> None:
     assert {name: detect(text).name for name, text in TEMPLATES.items()} == {name: name for name in FORMATS}
     assert set(TOOL_CALL_PARSERS) == set(FORMATS)
     assert detect(None).name == "plain_json"
+    for text in ('"List of tools: ["', "List of tools: {{ tools | tojson }} <|tool_call_start|>["):  # of later LFMs
+        assert detect(text).name == "lfm2"
     assert len(FORMATS["mistral"].new_id()) == 9 and FORMATS["mistral"].new_id().isalnum()

@@ -159,10 +159,11 @@ def harmony(forced: Forced) -> str:
     return "\n".join([f"start: ({thought})? call", r"THOUGHT: /(.|\n)*/", *rules])
 
 
-def pythonic(forced: Forced) -> str | None:
+def pythonic(forced: Forced, begin: str = "", end: str = "") -> str | None:
     """A list of calls with named arguments; None where a schema is no plain list of them.
 
-    Nor where the definitions of a schema are too large to stand beside each of its arguments.
+    Nor where the definitions of a schema are too large to stand beside each of its arguments. begin, end: the Lark of what stands
+    around the list.
     """
     call_rules = []
     heads = []
@@ -182,8 +183,14 @@ def pythonic(forced: Forced) -> str | None:
             return None
         heads.append(f"{quoted(name + '(')} first_{number}_0 {quoted(')')}")
         call_rules += _keywords(number, held(schema, strict=name in forced.strict), forced.options(name))
-    rules = [separated(forced, quoted("["), quoted(", "), quoted("]")), f"call: {' | '.join(heads)}", *call_rules]
+    brackets = f"{begin} {quoted('[')}", f"{quoted(']')} {end}"
+    rules = [separated(forced, brackets[0], quoted(", "), brackets[1]), f"call: {' | '.join(heads)}", *call_rules]
     return "\n".join(rules)
+
+
+def lfm2(forced: Forced) -> str | None:
+    """The same between LFM2's markers."""
+    return pythonic(forced, forced.token("<|tool_call_start|>"), forced.token("<|tool_call_end|>"))
 
 
 def definitions(schema: Mapping[str, Any]) -> dict[str, Any]:

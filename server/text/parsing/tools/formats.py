@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from windlass.server.text.parsing.stream import StreamParser
-from windlass.server.text.parsing.tools import deepseek, forced, gemma4, harmony
+from windlass.server.text.parsing.tools import deepseek, forced, gemma4, harmony, lfm2
 from windlass.server.text.parsing.tools.deepseek import CALL, CALL_END, CALLS, CALLS_END, SEPARATOR, DeepSeekParser
 from windlass.server.text.parsing.tools.forced_gemma4 import gemma4 as forced_gemma4
 from windlass.server.text.parsing.tools.mistral import MistralParser
@@ -119,6 +119,14 @@ _ALL = (
         f"<tool_call>\n{_JSON_CALL}\n</tool_call>",
         (("<tool_call>",),),
         _TAGS,
+    ),
+    ToolFormat(
+        "lfm2",
+        lfm2.Lfm2Parser,
+        forced.lfm2,
+        f"{lfm2.BEGIN}[{_NAME}(an argument's name=its value)]{lfm2.END}",
+        ((lfm2.BEGIN,), ("<|tool_list_start|>",), ("List of tools: [",)),
+        lfm2.MARKERS,
     ),
     ToolFormat(
         "pythonic",

@@ -31,16 +31,21 @@ class PythonicParser(StreamParser):
         while True:
             yield from self.space()
             if (yield from self.literal("[")):
-                yield from self._list()
+                yield from self.rest_of_calls(END)
             self.give_back()
             if not (yield from self.until((START,), self.say)):
                 return
 
-    def _list(self) -> Generator[None, None, None]:
+    def is_call(self, name: str) -> bool:
+        """Whether Python that begins with this name and a parenthesis is a call."""
+        return name in self.options.schemas
+
+    def rest_of_calls(self, end: str) -> Generator[None, None, None]:
+        """Take calls behind the bracket that opens their list, and the marker that may close it."""
         while True:
             yield from self.space()
             name = yield from self.run_of(_NAME)
-            if name not in self.options.schemas or not (yield from self.literal("(")):
+            if not self.is_call(name) or not (yield from self.literal("(")):
                 return
             self.begin_call(name)
             if not (yield from self._arguments(name)):
@@ -52,14 +57,14 @@ class PythonicParser(StreamParser):
                 break
         if (yield from self.literal("]")):
             yield from self.space()
-            yield from self.literal(END)
+            yield from self.literal(end)
             self.forget()
 
     def _arguments(self, function: str) -> Generator[None, None, bool]:
         """Read up to the closing parenthesis; False where it does not come."""
         self.argue("{")
         written: set[str] = set()
-        positions = iter(_properties(self.options.schemas[function]))
+        positions = iter(_properties(self.options.schemas.get(function)))
         while True:
             yield from self.space()
             if (yield from self.literal(")")):

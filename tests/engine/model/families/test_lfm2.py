@@ -113,9 +113,9 @@ def test_published_and_written_by_transformers_are_read_alike(name: str, tmp_pat
 
 
 def test_which_layers_attend() -> None:
-    told = read_spec(config(layer_types=None, full_attn_idxs=[4, 1]))
-    assert tuple(told.attention) == (1, 4) and told.state_group == read_spec(config()).state_group
-    assert read_spec(config(full_attn_idxs=[1, 4])).layers == told.layers
+    told = read_spec(config(layer_types=None, full_attn_idxs=[4, 2]))
+    assert tuple(told.attention) == (2, 4) and told.state_group == read_spec(config()).state_group
+    assert read_spec(config(full_attn_idxs=[2, 4])).layers == told.layers
     every = read_spec(config(layer_types=None))
     assert len(every.attention) == 5 and every.state_group is None
 
@@ -179,7 +179,10 @@ def test_a_text_part(written: dict[str, bool] | None) -> None:
         ({"layer_types": [CONV] * 4 + ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"layer_types": [CONV] * 4 + ["linear_attention"]}, "layer_types has 'linear_attention'"),
         ({"full_attn_idxs": [0]}, "layer_types and full_attn_idxs name different layers"),
-        ({"layer_types": None, "full_attn_idxs": [5]}, "full_attn_idxs must be a list of the numbers of layers, 0 to 4"),
+        (
+            {"layer_types": None, "full_attn_idxs": [5]},
+            "full_attn_idxs must be a list of the numbers of layers, 0 to 4",
+        ),
         ({"layer_types": None, "full_attn_idxs": [-1]}, "full_attn_idxs must be"),
         ({"layer_types": None, "full_attn_idxs": [True]}, "full_attn_idxs must be"),
         ({"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be"),

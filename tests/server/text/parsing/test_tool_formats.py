@@ -15,6 +15,7 @@ from windlass.server.text.parsing.stream import MAX_CALLS, CallOptions, StreamPa
 from windlass.server.text.parsing.tools.deepseek import DeepSeekParser
 from windlass.server.text.parsing.tools.gemma4 import Gemma4Parser
 from windlass.server.text.parsing.tools.harmony import HarmonyParser
+from windlass.server.text.parsing.tools.lfm2 import Lfm2Parser
 from windlass.server.text.parsing.tools.mistral import MistralParser
 from windlass.server.text.parsing.tools.plain_json import Llama3JsonParser, PlainJsonParser
 from windlass.server.text.parsing.tools.pythonic import PythonicParser
@@ -24,7 +25,7 @@ from windlass.server.text.parsing.tools.xml_parameters import XmlParametersParse
 ROME = '{"city": "Rome"}'
 LOOK = ("look", ROME)
 FIND = ("find", "{}")
-H, L, P, M, D, G, X, Y, K = (
+H, L, P, M, D, G, X, Y, K, F = (
     TaggedJsonParser,
     Llama3JsonParser,
     PlainJsonParser,
@@ -34,6 +35,7 @@ H, L, P, M, D, G, X, Y, K = (
     XmlParametersParser,
     PythonicParser,
     Gemma4Parser,
+    Lfm2Parser,
 )
 DS = "<｜tool▁call▁begin｜>function<｜tool▁sep｜>look\n```json\n" + ROME + "\n```<｜tool▁call▁end｜>"
 CASES: list[tuple[type[StreamParser], str, Made]] = [
@@ -159,6 +161,19 @@ CASES: list[tuple[type[StreamParser], str, Made]] = [
     (Y, "[1, 2]", ("[1, 2]", "", [])),
     (Y, "[look(city='Rome', days=3], x", ("days=3], x", "", [("look", '{"city": "Rome"')])),
     (Y, "[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
+    # LFM2
+    (F, "<|tool_call_start|>[look(city='Rome'), find()]<|tool_call_end|>Looking.", ("Looking.", "", [LOOK, FIND])),
+    (F, 'So: <|tool_call_start|> [ see(n=[1, "]"]) ] <|tool_call_end|>\n<|tool_call_start|>[find()]<|tool_call_end|>',
+     ("So:", "", [("see", '{"n": [1, "]"]}'), FIND])),
+    (F, f'<|tool_call_start|>[{{"name": "look", "arguments": {ROME}}}, {{"name": "find"}}]<|tool_call_end|> ok',
+     ("ok", "", [LOOK, FIND])),
+    (F, f'<|tool_call_start|>{{"name": "look", "arguments": {ROME}}}<|tool_call_end|>', only(LOOK)),
+    (F, "[find()] is a list", ("[find()] is a list", "", [])),
+    (F, "a <|tool_call_start|> find() <|tool_call_end|> b <|tool_call_st",
+     ("a <|tool_call_start|> find() <|tool_call_end|> b <|tool_call_st", "", [])),
+    (F, "<|tool_call_start|>[1, 2]<|tool_call_end|>", ("<|tool_call_start|>[1, 2]<|tool_call_end|>", "", [])),
+    (F, '<|tool_call_start|>[{"n": 1}]', ('<|tool_call_start|>[{"n": 1}]', "", [])),
+    (F, "<|tool_call_start|>[look(city='Rome', days=3", only(("look", '{"city": "Rome"'))),
 ]  # fmt: skip
 IDS = [f"{case[0].__name__}-{number}" for number, case in enumerate(CASES)]
 
@@ -189,6 +204,8 @@ OPEN = [
     (K, "<|tool_call>call:look{city:Rome]", False),
     (Y, "[look(city='Rome', days=", True),
     (Y, "[look(city='Rome')", False),
+    (F, "<|tool_call_start|>[look(city='Rome', days=", True),
+    (F, "<|tool_call_start|>[look(city='Rome')", False),
 ]
 
 
@@ -247,7 +264,7 @@ def test_strings_in_quotes_of_their_own_are_passed_on_at_once() -> None:
     assert parser.feed('Rome "and" <') == [CallArguments(0, 'Rome \\"and\\" ')]
 
 
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K])
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
 @pytest.mark.parametrize("written", ["\\ud83d", "\\ude00\\ud83d", "\\\\ud83d", "\\ud83d\\ude00", "\\ud83d\\u0041"])
 def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str) -> None:
     """A model may write the escape of half a character anywhere, and what is found must be text that can be sent."""
@@ -264,6 +281,7 @@ def test_no_event_holds_half_a_character(kind: type[StreamParser], written: str)
             G: f"<|channel|>commentary to=functions.{name}<|message|>{value}<|call|>",
             X: f"<function={name}><parameter=city>{value}</parameter></function>",
             Y: f"[look(city={value}, days={{'{written}': '{written}'}})]",
+            F: f"<|tool_call_start|>[{name}(city={value}, days={{'{written}': '{written}'}})]",
             K: f'<|tool_call>call:{name}{{city:{value},"{written}":<|"|>{written}<|"|>}}<tool_call|>',
         }[kind]
         parser = make(kind)
@@ -326,6 +344,8 @@ def test_text_stays_text_where_the_schema_permits_nothing_else(schema: dict[str,
         (HarmonyParser, "<|channel|>commentary to=functions.NAME<|message|>{}<|call|>", "{}"),
         (XmlParametersParser, "<tool_call><function=NAME></function></tool_call>", None),
         (Gemma4Parser, "<|tool_call>call:NAME{}<tool_call|>", None),
+        (Lfm2Parser, "<|tool_call_start|>[NAME()]<|tool_call_end|>", None),
+        (Lfm2Parser, '<|tool_call_start|>{"name": "NAME"}<|tool_call_end|>', None),
     ],
 )
 def test_a_function_that_may_not_be_called_now(kind: type[StreamParser], text: str, content: str | None) -> None:
@@ -367,11 +387,12 @@ LONG = {
     "own quotes": '<|tool_call>call:look{city:<|"|>' + "x{" * 1000 + '<|"|>,days:["a",b' * 125,
     "names of members": "<|tool_call>call:look{" + "x" * 5000,
     "no quotes": "<|tool_call>call:look{a:" + "[" * 2000 + "x " * 1500,
+    "python behind a marker": "<|tool_call_start|>[look(city=" + "[1, " * 1250,
     "one string": "[look(city='" + "x" * 5000,
 }
 
 
-@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K])
+@pytest.mark.parametrize("kind", [H, L, P, M, D, G, X, Y, K, F])
 def test_the_work_grows_with_the_text_only(kind: type[StreamParser]) -> None:
     """Counted, not timed: what is looked at again with each piece must not grow."""
     for name, text in LONG.items():

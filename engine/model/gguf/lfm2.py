@@ -1,0 +1,74 @@
+"""What a GGUF file says of LFM2, in the names of config.json. It opens no file.
+
+Layers without heads of keys are short convolutions. Feed-forwards are as wide as the file says.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.lfm2 import CONVOLUTION
+from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.tensor_names import PlacedTensor
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION
+
+_KV_HEADS, _WIDTH = "attention.head_count_kv", "shortconv.l_cache"
+_EXPERTS, _USED, _EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
+_DENSE, _SCORES = "leading_dense_block_count", "expert_gating_func"
+_SIGMOID = 2  # llama.cpp's number
+
+LFM2_KEYS = (_WIDTH,)
+LFM2_MOE_KEYS = (_WIDTH, _EXPERTS, _USED, _EXPERT_WIDTH, _DENSE, _SCORES)
+
+
+def lfm2_attending(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
+    """The keys of a model all of whose layers attend."""
+    heads = keys.raw(_KV_HEADS)
+    if not isinstance(heads, list):
+        return keys
+    if len(heads) != count:
+        raise LoadError(f"{keys.key(_KV_HEADS)} has {len(heads)} entries for {count} layers: get another conversion")
+    return keys.replaced({_KV_HEADS: [one for one in heads if one != 0] or None})
+
+
+def lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    heads = keys.raw(_KV_HEADS)
+    count = config["num_hidden_layers"]
+    kinds = [CONVOLUTION if one == 0 else FULL_ATTENTION for one in heads] if isinstance(heads, list) else None
+    return {
+        "layer_types": kinds or [FULL_ATTENTION] * count,
+        "conv_L_cache": keys.size(_WIDTH),
+        "block_auto_adjust_ff_dim": False,
+    }
+
+
+def lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The file does not say that weights are divided by their sum and not multiplied; so llama.cpp does it."""
+    scores = keys.raw(_SCORES)
+    if scores not in (None, _SIGMOID):
+        raise LoadError(f"{keys.key(_SCORES)} is {shown(scores)}: experts of LFM2 are chosen by sigmoids ({_SIGMOID})")
+    found = lfm2(keys, config)
+    del found["block_auto_adjust_ff_dim"]
+    return {
+        **found,
+        "num_experts": keys.size(_EXPERTS),
+        "num_experts_per_tok": keys.size(_USED),
+        "moe_intermediate_size": keys.size(_EXPERT_WIDTH),
+        "num_dense_layers": keys.count(_DENSE),
+        "norm_topk_prob": True,
+        "routed_scaling_factor": 1.0,
+    }
+
+
+def lfm2_by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+    """Whether projections and convolutions have biases."""
+    return {"conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in tensors)}
+
+
+def lfm2_moe_by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+    """And whether experts are chosen by a bias beside their scores."""
+    biased = any(name.endswith("exp_probs_b.bias") for name in tensors)
+    return {**lfm2_by_tensors(tensors), "use_expert_bias": biased}
