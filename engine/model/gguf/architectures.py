@@ -41,7 +41,13 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
-from windlass.engine.model.gguf.delta import DELTA_KEYS, gated_delta, without_dense_layers
+from windlass.engine.model.gguf.delta import (
+    DELTA_EXPERTS_KEYS,
+    DELTA_KEYS,
+    delta_with_experts,
+    gated_delta,
+    without_dense_layers,
+)
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
@@ -144,10 +150,6 @@ def _qwen3_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
     return {**_experts(keys, config), "norm_topk_prob": True}
 
 
-def _delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {**gated_delta(keys, config), **_qwen2_moe(keys, config), "norm_topk_prob": True}
-
-
 def _llama(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return {**_window(keys, config), **(_experts(keys, config) if keys.count(_EXPERTS[0]) > 1 else {})}
 
@@ -245,8 +247,8 @@ def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 
 _DELTA: dict[str, Any] = {"norms_with_offset": True, "aliases": {"post_attention_norm": "ffn_norm"}}
 _DELTA_WITH_EXPERTS: dict[str, Any] = {
-    "more": _delta_with_experts,
-    "reads": (*DELTA_KEYS, *_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH),
+    "more": delta_with_experts,
+    "reads": DELTA_EXPERTS_KEYS,
     "plain": without_dense_layers,
 }
 

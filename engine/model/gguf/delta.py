@@ -15,14 +15,13 @@ from windlass.engine.model.gguf.fields import ArchitectureKeys
 _WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES = (
     f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
 )
-_INTERVAL, _FEED_FORWARD, _EXPERT_WIDTH = (
-    "full_attention_interval",
-    "feed_forward_length",
-    "expert_feed_forward_length",
-)
+_INTERVAL, _FEED_FORWARD = "full_attention_interval", "feed_forward_length"
+_COUNT, _USED = "expert_count", "expert_used_count"
+_EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 
 # Sections of a rotation tell apart how images lie, on text all positions are equal.
 DELTA_KEYS = (_WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES, _INTERVAL, "rope.dimension_sections")
+DELTA_EXPERTS_KEYS = (*DELTA_KEYS, _COUNT, _USED, _EXPERT_WIDTH, _SHARED_WIDTH)
 
 
 def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -37,6 +36,18 @@ def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, 
         "linear_num_value_heads": heads,
         "linear_value_head_dim": values // heads,
         "full_attention_interval": keys.size(_INTERVAL, 4),
+    }
+
+
+def delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The same and the sizes of experts, whose weights llama.cpp divides by their sum."""
+    return {
+        **gated_delta(keys, config),
+        "num_experts": keys.size(_COUNT),
+        "num_experts_per_tok": keys.size(_USED),
+        "moe_intermediate_size": keys.size(_EXPERT_WIDTH),
+        "shared_expert_intermediate_size": keys.count(_SHARED_WIDTH),
+        "norm_topk_prob": True,
     }
 
 
