@@ -41,13 +41,7 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
-from windlass.engine.model.gguf.delta import (
-    DELTA_EXPERTS_KEYS,
-    DELTA_KEYS,
-    delta_with_experts,
-    gated_delta,
-    without_dense_layers,
-)
+from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
@@ -245,13 +239,6 @@ def _olmo2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     return local_and_global(4)(keys, config) if keys.count(WINDOW) else {}
 
 
-_DELTA: dict[str, Any] = {"norms_with_offset": True, "aliases": {"post_attention_norm": "ffn_norm"}}
-_DELTA_WITH_EXPERTS: dict[str, Any] = {
-    "more": delta_with_experts,
-    "reads": DELTA_EXPERTS_KEYS,
-    "plain": without_dense_layers,
-}
-
 ARCHITECTURES: dict[str, Architecture] = {
     "llama": Architecture(
         LLAMA,
@@ -273,9 +260,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(QWEN3),
     "qwen2moe": Architecture(QWEN2_MOE, more=_qwen2_moe, reads=(*_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH)),
     "qwen3moe": Architecture(QWEN3_MOE, more=_qwen3_moe, reads=(*_EXPERTS, _EXPERT_WIDTH)),
-    "qwen35": Architecture(QWEN3_5, more=gated_delta, reads=DELTA_KEYS, values_in_turns=True, **_DELTA),
-    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **_DELTA, **_DELTA_WITH_EXPERTS),
-    "qwen3next": Architecture(QWEN3_NEXT, **_DELTA, **_DELTA_WITH_EXPERTS),
+    "qwen35": Architecture(QWEN3_5, values_in_turns=True, **DELTA),
+    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **DELTA_WITH_EXPERTS),
+    "qwen3next": Architecture(QWEN3_NEXT, **DELTA_WITH_EXPERTS),
     "olmoe": Architecture(OLMOE, more=_experts, reads=_EXPERTS),
     "gemma3": Architecture(
         GEMMA3,

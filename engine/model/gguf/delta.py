@@ -20,8 +20,7 @@ _COUNT, _USED = "expert_count", "expert_used_count"
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 
 # Sections of a rotation tell apart how images lie, on text all positions are equal.
-DELTA_KEYS = (_WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES, _INTERVAL, "rope.dimension_sections")
-DELTA_EXPERTS_KEYS = (*DELTA_KEYS, _COUNT, _USED, _EXPERT_WIDTH, _SHARED_WIDTH)
+_KEYS = (_WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES, _INTERVAL, "rope.dimension_sections")
 
 
 def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -54,3 +53,17 @@ def delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dic
 def without_dense_layers(keys: ArchitectureKeys, layers: int) -> ArchitectureKeys:
     """The keys with a width of a feed-forward that no layer has, where the file has none."""
     return keys.replaced({_FEED_FORWARD: keys.raw(_FEED_FORWARD) or keys.size(_EXPERT_WIDTH)})
+
+
+# Fields of `Architecture`.
+DELTA: dict[str, Any] = {
+    "more": gated_delta,
+    "reads": _KEYS,
+    "norms_with_offset": True,
+    "aliases": {"post_attention_norm": "ffn_norm"},
+}
+DELTA_WITH_EXPERTS = DELTA | {
+    "more": delta_with_experts,
+    "reads": (*_KEYS, _COUNT, _USED, _EXPERT_WIDTH, _SHARED_WIDTH),
+    "plain": without_dense_layers,
+}

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.gguf_conversion import ARCHITECTURES, convert, write
+from helpers.gguf_delta import ARCHITECTURES as DELTA
 from helpers.gguf_experts import ARCHITECTURES as EXPERTS
 from helpers.gguf_further_experts import ARCHITECTURES as FURTHER
 from helpers.gguf_gemma4 import ARCHITECTURES as GEMMA4
@@ -165,7 +166,7 @@ def test_tensors_are_those_of_the_original(converted: tuple[Path, GGUFDescriptio
 
 
 def test_every_architecture_is_converted_here() -> None:
-    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4)
+    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4, DELTA)
     assert READ.keys() == {name for architectures in here for name in architectures.values()}
 
 
