@@ -19,6 +19,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec, StateMixerSpec
