@@ -17,6 +17,7 @@ from helpers.gguf_conversion import Metadata, write
 from safetensors.torch import load_file
 from torch import Tensor
 
+ARCHITECTURES = {"Lfm2ForCausalLM": "lfm2", "Lfm2MoeForCausalLM": "lfm2moe"}
 _NAMES = {
     "model.embed_tokens": "token_embd",
     "model.embedding_norm": "token_embd_norm",

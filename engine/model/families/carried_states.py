@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
@@ -43,7 +44,7 @@ def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> Mod
     )
 
 
-def refuse_other_values(config: Config, known: dict[str, tuple[object, ...] | None]) -> None:
+def refuse_other_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
     """LoadError for what would make another model of it. known: values that change nothing; None: any."""
     for key, values in known.items():
         found = config.get(key)

@@ -41,20 +41,12 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
+from windlass.engine.model.gguf import lfm2
 from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
 from windlass.engine.model.gguf.latent import LATENT_KEYS, latent_experts, latent_family, latent_rope
-from windlass.engine.model.gguf.lfm2 import (
-    LFM2_KEYS,
-    LFM2_MOE_KEYS,
-    lfm2,
-    lfm2_attending,
-    lfm2_by_tensors,
-    lfm2_moe,
-    lfm2_moe_by_tensors,
-)
 from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_and_global
 from windlass.engine.model.gguf.rope import Factors
 from windlass.engine.model.gguf.tensor_names import PlacedTensor
@@ -358,9 +350,15 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),
-    "lfm2": Architecture(LFM2, more=lfm2, reads=LFM2_KEYS, told_by=lfm2_by_tensors, plain=lfm2_attending),
+    "lfm2": Architecture(
+        LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=lfm2.lfm2_attending
+    ),
     "lfm2moe": Architecture(
-        LFM2_MOE, more=lfm2_moe, reads=LFM2_MOE_KEYS, told_by=lfm2_moe_by_tensors, plain=lfm2_attending
+        LFM2_MOE,
+        more=lfm2.lfm2_moe,
+        reads=lfm2.LFM2_MOE_KEYS,
+        told_by=lfm2.lfm2_moe_by_tensors,
+        plain=lfm2.lfm2_attending,
     ),
 }
 

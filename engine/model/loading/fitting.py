@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import Protocol
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.memory import default_kv_budget, gib
 from windlass.engine.errors import LoadError
+from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, plan_bytes, plan_storage
 
-if TYPE_CHECKING:
-    from windlass.engine.model.loading.preflight import ModelDescription
+
+class WeighedModel(Protocol):
+    """A model as its files describe it: see `preflight.ModelDescription`."""
+
+    @property
+    def spec(self) -> ModelSpec: ...
+    @property
+    def is_quantized(self) -> bool: ...
 
 
 def check_memory(
     config: EngineConfig,
-    model: ModelDescription,
+    model: WeighedModel,
     plan: StoragePlan,
     cached: str,
     stored: str,
@@ -68,7 +75,7 @@ def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
     return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
 
 
-def _smaller(model: ModelDescription, weights: int, stored: str, free: int) -> str:
+def _smaller(model: WeighedModel, weights: int, stored: str, free: int) -> str:
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
     quantized = model.is_quantized
