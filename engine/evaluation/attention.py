@@ -14,8 +14,8 @@ from torch import Tensor
 from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionPicture, AttentionQuestion
 from windlass.engine.errors import RequestError
 from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.model.mixers.attention import Attention
 from windlass.engine.model.decoder import StateMixer
+from windlass.engine.model.mixers.attention import Attention
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage, joint_fingerprint
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import Backend

@@ -141,7 +141,15 @@ SIGNATURES: dict[str, list[type]] = {
     "route_experts": [
         *(_POINTER, _LONG, _POINTER, _POINTER, _LONG),  # logits, bias, scales, experts
         *(_LONG, _LONG, _LONG),  # chosen, groups, chosen groups
-        *(_INT, _INT, _INT, _FLOAT, _FLOAT, _FLOAT, _FLOAT),  # scores, two largest, normalized, scale, least sum, sum eps, jitter
+        *(
+            _INT,
+            _INT,
+            _INT,
+            _FLOAT,
+            _FLOAT,
+            _FLOAT,
+            _FLOAT,
+        ),  # scores, two largest, normalized, scale, least sum, sum eps, jitter
         *(_POINTER, _POINTER, _LONG),  # chosen, weights, rows
     ],
     "linear_of_experts": [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
 
 from windlass.engine.errors import LoadError
@@ -30,7 +31,8 @@ def checked_kinds(kinds: list[str], other: str) -> list[str]:
 def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> ModelSpec:
     """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds."""
     attending, others = (
-        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted) for wanted in (True, False)
+        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted)
+        for wanted in (True, False)
     )
     layers = [replace(layer, mixer=mixer) if i in others else layer for i, layer in enumerate(spec.layers)]
     (group,) = spec.kv_groups
@@ -42,7 +44,7 @@ def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> Mod
     )
 
 
-def refuse_other_values(config: Config, known: dict[str, tuple[object, ...] | None]) -> None:
+def refuse_other_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
     """LoadError for what would make another model of it. known: values that change nothing; None: any."""
     for key, values in known.items():
         found = config.get(key)

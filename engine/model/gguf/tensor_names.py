@@ -23,7 +23,9 @@ from windlass.engine.rotary.fields import shown_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LAYER_TABLE = "per_layer_token_embd.weight"
-_MISNAMED = "model.embedding_norm"  # the final norm of LFM2, which is called after embeddings in its checkpoints and in files
+_MISNAMED = (
+    "model.embedding_norm"  # the final norm of LFM2, which is called after embeddings in its checkpoints and in files
+)
 # What is given to the layers, by the names of weights in a spec.
 _LAYER_INPUTS = {
     LAYER_TABLE: "layer_inputs_table",

@@ -156,8 +156,8 @@ def test_experts_and_how_they_are_chosen() -> None:
         assert isinstance(experts, ExpertsSpec) and (experts.names.choice_bias is not None) is biased
         assert sum(isinstance(layer.feed_forward, GatedSpec) for layer in layers) == (1 if biased else 2)
         assert width(read_spec(config(name))) == 96
-        normalized = dict(normalized=biased, scale=1.5 if biased else 1.0, top_k=2 if biased else 3)
-        assert experts.router == RouterSpec(scores="sigmoid", sum_eps=1e-6, **normalized)  # type: ignore[arg-type]
+        top_k, scale = (2, 1.5) if biased else (3, 1.0)
+        assert experts.router == RouterSpec(top_k, "sigmoid", normalized=biased, scale=scale, sum_eps=1e-6)
 
 
 @pytest.mark.parametrize("written", [None, {"tie_word_embeddings": False}, {"tie_embedding": False}], ids=str)
@@ -179,7 +179,10 @@ def test_a_text_part(written: dict[str, bool] | None) -> None:
         ({"layer_types": [CONV] * 4 + ["sliding_attention"]}, "layer_types has 'sliding_attention'"),
         ({"layer_types": [CONV] * 4 + ["linear_attention"]}, "layer_types has 'linear_attention'"),
         ({"full_attn_idxs": [0]}, "layer_types and full_attn_idxs name different layers"),
-        ({"layer_types": None, "full_attn_idxs": [5]}, "full_attn_idxs must be a list of the numbers of layers, 0 to 4"),
+        (
+            {"layer_types": None, "full_attn_idxs": [5]},
+            "full_attn_idxs must be a list of the numbers of layers, 0 to 4",
+        ),
         ({"layer_types": None, "full_attn_idxs": [-1]}, "full_attn_idxs must be"),
         ({"layer_types": None, "full_attn_idxs": [True]}, "full_attn_idxs must be"),
         ({"layer_types": None, "full_attn_idxs": 3}, "full_attn_idxs must be"),
