@@ -237,7 +237,7 @@ def _by_element(dtype: torch.dtype) -> None:
 
 
 def _states(dtype: torch.dtype) -> None:
-    """Qwen 3.5's shapes, and a smaller one."""
+    """Qwen 3.5's shapes, a smaller one, and LFM2's."""
     from windlass.kernels.triton import recurrence
 
     for key_heads, heads, dim in ((16, 32, 128), (2, 2, 64)):
@@ -247,6 +247,7 @@ def _states(dtype: torch.dtype) -> None:
         recurrence.short_convolution(
             *Convolution.random(rows, 2 * dim * (key_heads + heads // 2), 4, dtype).operands(rows)
         )
+    recurrence.short_convolution(*Convolution.random(rows, 2048, 3, dtype).plain.operands(rows))  # LFM2's
 
 
 def _products(dtype: torch.dtype) -> None:

@@ -38,7 +38,8 @@ class RawKeyOracle:
         self.score_scale = 1.0  # on the scores of the next token
         # Layers that carry a state have it here, whatever becomes of keys.
         config = self.model.config
-        has_states = "linear_attention" in (getattr(config, "layer_types", None) or ())
+        kinds = getattr(config, "layer_types", None) or ()
+        has_states = not {"linear_attention", "conv"}.isdisjoint(kinds)
         self.cached = (
             {"past_key_values": DynamicCache(config=config), "use_cache": True} if has_states else {"use_cache": False}
         )

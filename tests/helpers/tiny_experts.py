@@ -72,7 +72,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     ),
     "lfm2_moe": (
         "Lfm2Moe",
-        {**CONVOLUTIONS, **_SPARSE, "num_experts": 6, "num_dense_layers": 1, "routed_scaling_factor": 1.5},
+        {**CONVOLUTIONS, **_SPARSE, "num_experts": 6, "num_dense_layers": 1, "routed_scaling_factor": 1.25},
     ),
     "lfm2_moe_unbiased": (
         "Lfm2Moe",

@@ -41,6 +41,7 @@ FAMILIES = [
     "gemma4_e2b",
     "gemma4_31b",
     "qwen3_5",
+    "lfm2",
 ]
 SHIFT = ContextRule("shift", keep_tokens=16)
 STREAM = ContextRule("shift", attention_window=21, attention_sinks=5)

@@ -156,8 +156,8 @@ def test_experts_and_how_they_are_chosen() -> None:
         assert isinstance(experts, ExpertsSpec) and (experts.names.choice_bias is not None) is biased
         assert sum(isinstance(layer.feed_forward, GatedSpec) for layer in layers) == (1 if biased else 2)
         assert width(read_spec(config(name))) == 96
-        normalized = {"normalized": biased, "scale": 1.5 if biased else 1.0, "top_k": 2 if biased else 3}
-        assert experts.router == RouterSpec(scores="sigmoid", sum_eps=1e-6, **normalized)  # type: ignore[arg-type]
+        top_k, scale = (2, 1.25) if biased else (3, 1.0)
+        assert experts.router == RouterSpec(top_k, "sigmoid", normalized=biased, scale=scale, sum_eps=1e-6)
 
 
 @pytest.mark.parametrize("written", [None, {"tie_word_embeddings": False}, {"tie_embedding": False}], ids=str)

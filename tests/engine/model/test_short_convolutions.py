@@ -1,0 +1,104 @@
+"""Files of models whose states are inputs of short convolutions alone: hostile ones, quantized, cached, changed by adapters."""
+
+from __future__ import annotations
+
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.adapters import merged, save_adapter
+from helpers.configs import engine_config
+from helpers.engines import greedy, make_core, run
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.loader import load_model
+from windlass.engine.model.loading.preflight import describe_model, prepare_model
+
+TOLERANCE = 1e-5  # of the largest logit
+PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
+MATRICES = ["q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("lfm2", tmp_path_factory.mktemp("lfm2"))
+
+
+def logits(directory: Path, adapter: Path | None = None, **options: Any) -> Tensor:
+    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
+    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
+    return torch.stack(run(make_core(directory, lora=lora, **options), [request])["a", 0].logits)
+
+
+def rewritten(source: Path, target: Path, weights: dict[str, Tensor]) -> Path:
+    shutil.copytree(source, target)
+    save_file({name: one.contiguous() for name, one in weights.items()}, target / "model.safetensors")
+    return target
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        ("conv.conv.weight", (64, 3)),
+        ("conv.conv.weight", (64, 1, 4)),
+        ("conv.conv.bias", (64, 1)),
+        ("conv.in_proj.weight", (128, 64)),
+        ("conv.in_proj.bias", (64,)),
+        ("conv.out_proj.weight", (64, 192)),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(tensor: str, shape: tuple[int, ...], model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    other = rewritten(model, tmp_path / "other", {**weights, f"model.layers.3.{tensor}": torch.zeros(shape)})
+    with pytest.raises(LoadError, match=rf"layers\.3\.{tensor}' has shape"):
+        describe_model(engine_config(other))
+
+
+@pytest.mark.parametrize("missing", ["1.conv.conv.bias", "1.conv.conv.weight", "2.self_attn.q_layernorm.weight"])
+def test_tensors_that_are_missing_are_named(missing: str, model: Path, tmp_path: Path) -> None:
+    weights = {n: w for n, w in load_file(model / "model.safetensors").items() if n != f"model.layers.{missing}"}
+    with pytest.raises(LoadError, match=f"{missing}' is missing"):
+        describe_model(engine_config(rewritten(model, tmp_path / "other", weights)))
+
+
+def test_convolutions_are_float32_whatever_matrices_are(model: Path, tmp_path: Path) -> None:
+    weights = {name: one.bfloat16() for name, one in load_file(model / "model.safetensors").items()}
+    loaded = load_model(engine_config(rewritten(model, tmp_path / "narrow", weights), device="cpu", dtype="bfloat16"))
+    found = loaded.decoder.weights()
+    for layer in (0, 1, 3):
+        stored = f"model.layers.{layer}.conv.conv"
+        taps, bias = found[f"layers.{layer}.convolution"], found[f"layers.{layer}.convolution_bias"]
+        assert isinstance(taps, Tensor) and torch.equal(taps, weights[f"{stored}.weight"].float()[:, 0])
+        assert isinstance(bias, Tensor) and torch.equal(bias, weights[f"{stored}.bias"].float())
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_from_the_cache_are_the_same(quantization: str, model: Path, tmp_path: Path) -> None:
+    options = {"quantization": quantization, "weight_cache": str(tmp_path)}
+    first = logits(model, **options)
+    assert any("quantized weights read from" in notice for notice in make_core(model, **options).info.notices)
+    assert torch.equal(logits(model, **options), first)
+
+
+def test_random_weights_give_logits(model: Path) -> None:
+    found = logits(model, load_format="dummy")
+    assert found.isfinite().all() and float(found.std()) > 0.1
+
+
+@pytest.mark.parametrize("targets", [MATRICES, ["in_proj"], ["out_proj"]], ids=len)
+def test_an_adapter_changes_every_matrix(targets: list[str], model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model, targets)
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    assert (logits(model, adapter) - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+    assert (logits(model) - wanted).abs().max() > 100 * TOLERANCE * wanted.abs().max()
+
+
+def test_ranks_are_refused(model: Path) -> None:
+    with pytest.raises(LoadError, match="a layer that carries a state is not split: leave it out"):
+        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
