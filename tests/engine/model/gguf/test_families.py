@@ -14,6 +14,7 @@ from helpers.gguf_conversion import ARCHITECTURES, convert, write
 from helpers.gguf_experts import ARCHITECTURES as EXPERTS
 from helpers.gguf_further_experts import ARCHITECTURES as FURTHER
 from helpers.gguf_gemma4 import ARCHITECTURES as GEMMA4
+from helpers.gguf_lfm2 import ARCHITECTURES as LFM2
 from helpers.gguf_more import ARCHITECTURES as MORE
 from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file
@@ -165,7 +166,7 @@ def test_tensors_are_those_of_the_original(converted: tuple[Path, GGUFDescriptio
 
 
 def test_every_architecture_is_converted_here() -> None:
-    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4)
+    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4, LFM2)
     assert READ.keys() == {name for architectures in here for name in architectures.values()}
 
 
