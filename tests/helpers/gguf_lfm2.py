@@ -51,7 +51,7 @@ def convert(source: Path, file: Path, kind: str = "F32", **changes: Any) -> Path
 
 
 def metadata_of(config: Mapping[str, Any], width: int) -> Metadata:
-    name = config["model_type"].replace("_", "")
+    name = ARCHITECTURES[config["architectures"][0]]
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     found: Metadata = {
         "block_count": config["num_hidden_layers"],
