@@ -128,7 +128,7 @@ def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int) -> in
     Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
     """
     running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
-    fewest = MOST_STATES * states.block_bytes
+    fewest = 2 * MOST_STATES * states.block_bytes  # where keys stand twice, so do states
     if budget // 2 < fewest:
         raise LoadError(
             f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "

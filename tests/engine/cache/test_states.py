@@ -285,5 +285,6 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))
     assert plan_cache(alone, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 9
+    assert plan_cache(config, [GROUP], 32, "float32", 8 * STATES.block_bytes, states=STATES).num_states == 4
     with pytest.raises(LoadError, match=r"carries from token to token needs .* raise `cache.memory`"):
-        plan_cache(config, [GROUP], 256, "float32", 2 * STATES.block_bytes, states=STATES)
+        plan_cache(config, [GROUP], 32, "float32", 8 * STATES.block_bytes - 1, states=STATES)
