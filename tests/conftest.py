@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -36,6 +37,17 @@ _LONG = frozenset({"test_scheduler_machine.py", "test_soak.py", "test_replicas_s
 
 def pytest_unconfigure() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: to look among it for garbage, then and in each test, takes a tenth of all time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
