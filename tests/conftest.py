@@ -69,8 +69,8 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture(scope="session", autouse=True)
 def one_set_of_authorities() -> Iterator[None]:
-    """HTTP clients share what they trust by default: each would read the certificates of all authorities anew, thirty milliseconds
-    that most of what they ask does not take, and a server that is waited for is asked many times a second."""
+    """HTTP clients share what they trust by default. Each would read the certificates of all authorities anew, which takes longer
+    than most of what they ask, and a server that is waited for is asked many times a second."""
     with pytest.MonkeyPatch.context() as patch:
         for library in ("httpx", "httpx2"):  # openai has the second
             if transports := sys.modules.get(f"{library}._transports.default"):
