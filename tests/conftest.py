@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import logging
 import os
 import shutil
-from collections.abc import Iterator
+import ssl
+import sys
+from collections.abc import Callable, Generator, Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import hypothesis
 import pytest
@@ -38,6 +42,17 @@ def pytest_unconfigure() -> None:
     shutil.rmtree(FOLDER, ignore_errors=True)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Generator[None, object, object]:
+    """What is imported and collected stays: to look among it for garbage, then and in each test, takes a tenth of all time."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.freeze()
+        gc.enable()
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.name not in _LONG)
 
@@ -50,6 +65,26 @@ def pytest_collection_finish() -> None:
     for name, logger in logging.root.manager.loggerDict.items():
         if isinstance(logger, logging.Logger) and name.partition(".")[0] == "torch":
             logger.propagate = True
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_set_of_authorities() -> Iterator[None]:
+    """HTTP clients share what they trust by default. Each would read the certificates of all authorities anew, which takes longer
+    than most of what they ask, and a server that is waited for is asked many times a second."""
+    with pytest.MonkeyPatch.context() as patch:
+        for library in ("httpx", "httpx2"):  # openai has the second
+            if transports := sys.modules.get(f"{library}._transports.default"):
+                patch.setattr(transports, "create_ssl_context", _sharing(transports.create_ssl_context))
+        yield
+
+
+def _sharing(create: Callable[..., ssl.SSLContext]) -> Callable[..., ssl.SSLContext]:
+    usual = functools.cache(create)
+
+    def create_or_share(verify: Any = True, cert: Any = None, trust_env: bool = True) -> ssl.SSLContext:
+        return usual(trust_env=trust_env) if verify is True and cert is None else create(verify, cert, trust_env)
+
+    return create_or_share
 
 
 @pytest.fixture(scope="module")

@@ -49,11 +49,28 @@ def ask(server: RealServer, prompt: Any, **fields: Any) -> httpx.Response:
     return httpx.post(f"{server.url}/v1/completions", json=body, headers=headers, timeout=60)
 
 
+@pytest.fixture(scope="module")
+def shared(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Path, RealServer]]:
+    folder = tmp_path_factory.mktemp("crashes")
+    with pytest.MonkeyPatch.context() as patch, failing_server(folder, patch) as server:
+        yield folder, server
+
+
+@pytest.fixture
+def failing(shared: tuple[Path, RealServer]) -> tuple[Path, RealServer]:
+    """A server whose engine is well, and the folder of its reports, in which there is none."""
+    folder, server = shared
+    server.wait_ready()
+    for path in folder.iterdir():
+        path.unlink()
+    return shared
+
+
 def report_in(folder: Path, server: RealServer) -> dict[str, Any]:
     """The only one, which the log names."""
-    eventually(lambda: "crash report: " in server.log.read_text(), 20)
+    eventually(lambda: list(folder.glob("crash-*.json")), 20)
     (path,) = folder.iterdir()
-    assert f"crash report: {path}" in server.log.read_text()
+    eventually(lambda: f"crash report: {path}" in server.log.read_text(), 20)
     assert stat.S_IMODE(path.stat().st_mode) == 0o600
     text = path.read_text()
     assert KEY not in text and CANARY not in text
@@ -117,12 +134,10 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert plans[-1]["num_tokens"] % 2 == 0 and plans[-1]["num_sequences"] == 2
 
 
-def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with failing_server(tmp_path, monkeypatch) as server:
-        assert ask(server, [9] * FATAL, n=2).status_code == 503
-        found = report_in(tmp_path, server)
+def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(failing: tuple[Path, RealServer]) -> None:
+    folder, server = failing
+    assert ask(server, [9] * FATAL, n=2).status_code == 503
+    found = report_in(folder, server)
     assert found["exit_code"] == 1 and found["signal"] is None and "ArithmeticError" in found["reason"]
     assert found["stack"][0].startswith("Traceback") and found["stack"][-1] == "ArithmeticError: a kernel has failed"
     assert any("engine_core.py" in line and "in step" in line for line in found["stack"])
@@ -131,10 +146,10 @@ def test_an_error_in_a_step_leaves_its_stack_and_the_plan_that_failed(
     assert sequence["request_id"].startswith("asked-")
 
 
-def test_a_stuck_engine_says_where_before_it_is_killed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with failing_server(tmp_path, monkeypatch) as server:
-        assert ask(server, [9] * STUCK).status_code == 503
-        found = report_in(tmp_path, server)
+def test_a_stuck_engine_says_where_before_it_is_killed(failing: tuple[Path, RealServer]) -> None:
+    folder, server = failing
+    assert ask(server, [9] * STUCK).status_code == 503
+    found = report_in(folder, server)
     assert "did nothing for" in found["reason"] and found["signal"] == "SIGKILL"
     assert any("failing_core.py" in line and "failing" in line for line in found["stack"])
 

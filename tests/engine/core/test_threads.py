@@ -11,12 +11,14 @@ from pathlib import Path
 import pytest
 from helpers.configs import engine_config
 
+from windlass.engine.client.child import DEFAULT_CORE
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.core import threads
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 
-MODEL = Path(__file__).parents[3] / "models" / "demo"
+TESTS = Path(__file__).parents[2]
+MODEL = TESTS.parent / "models" / "demo"
 
 
 def test_polling_is_bounded_unless_the_operator_decided() -> None:
@@ -25,18 +27,25 @@ def test_polling_is_bounded_unless_the_operator_decided() -> None:
     assert threads.wait_settings({"GOMP_SPINCOUNT": "7"}) == {}
 
 
-@pytest.mark.parametrize(("given", "expected"), [({}, str(threads.SPIN_COUNT)), ({"GOMP_SPINCOUNT": "7"}, "7")])
+@pytest.mark.parametrize(
+    ("given", "expected", "core_name"),
+    [
+        ({}, str(threads.SPIN_COUNT), DEFAULT_CORE),
+        ({"GOMP_SPINCOUNT": "7"}, "7", "helpers.scripted_core:ScriptedCore"),
+    ],
+)
 def test_an_engine_process_starts_with_it_and_on_its_cores(
-    given: dict[str, str], expected: str, monkeypatch: pytest.MonkeyPatch
+    given: dict[str, str], expected: str, core_name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     for name, value in given.items():
         monkeypatch.setenv(name, value)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     core = min(os.sched_getaffinity(0))
 
     async def look() -> tuple[str, set[int]]:
-        client = ProcessClient(engine_config(MODEL, cores=(core,), kv_cache_memory=32 << 20))
+        client = ProcessClient(engine_config(MODEL, cores=(core,), kv_cache_memory=32 << 20), core=core_name)
         try:
             await client.start()
             environment = Path(f"/proc/{client.pid}/environ").read_bytes().split(b"\0")

@@ -110,7 +110,7 @@ def test_five_thousand_connections_where_no_address_is_bounded(model):
         assert len(served.errors) < 4000 and "Traceback" not in served.errors
 
 
-def test_the_limit_of_open_files_is_raised_and_bounds_connections(model):
+def test_the_limit_of_open_files_is_raised_and_running_out_of_them_is_one_line_and_ends(model, dial):
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     with soft_limit_of_files(256):
         served = Served(model)
@@ -119,11 +119,6 @@ def test_the_limit_of_open_files_is_raised_and_bounds_connections(model):
         soft, _ = resource.prlimit(served.process.pid, resource.RLIMIT_NOFILE)
         assert soft == 65536 if hard == resource.RLIM_INFINITY else soft == min(hard, 65536)
         assert answers_health(url, "127.0.0.1")
-
-
-def test_running_out_of_files_is_one_line_and_ends(model, dial):
-    with Served(model) as served:
-        url = served.wait_ready()
         pid = served.process.pid
         soft, hard = resource.prlimit(pid, resource.RLIMIT_NOFILE)
         used = max(int(entry.name) for entry in Path(f"/proc/{pid}/fd").iterdir()) + 1

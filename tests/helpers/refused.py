@@ -1,0 +1,51 @@
+"""Starts of `windlass` that end by themselves, as a process of its own and inside this one, and what they say.
+
+Inside, most modules are loaded once for all tests.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+import subprocess
+import sys
+
+import pytest
+from helpers.device import PLACE
+
+from windlass.server.cli import main as cli
+
+Done = subprocess.CompletedProcess[str]
+
+
+def _foreign(name: str) -> bool:
+    return name.startswith(("WINDLASS_", "_WINDLASS", "HF_"))
+
+
+def program(*arguments: object, **environment: str) -> Done:
+    """The real program, which finds no settings in its environment but these."""
+    inherited = {name: value for name, value in os.environ.items() if not _foreign(name)}
+    command = [sys.executable, "-m", "windlass.server.cli.main", *map(str, arguments)]
+    given = {**inherited, **PLACE, **environment}
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=given, check=False)
+
+
+def inside(*arguments: object) -> Done:
+    """What the program does, in this process."""
+    out, errors = io.StringIO(), io.StringIO()
+    with contextlib.redirect_stdout(out), contextlib.redirect_stderr(errors), pytest.MonkeyPatch.context() as patch:
+        for name in filter(_foreign, list(os.environ)):
+            patch.delenv(name)
+        for name, value in PLACE.items():
+            patch.setenv(name, value)
+        code = cli.run([str(argument) for argument in arguments])
+    return Done(arguments, code, out.getvalue(), errors.getvalue())
+
+
+def reason(done: Done) -> str:
+    """The last line of a start that was refused, without its beginning; lines before it may tell how far it came."""
+    assert done.returncode == 2 and done.stdout == "" and "Traceback" not in done.stderr, done
+    last = done.stderr.splitlines()[-1]
+    assert last.startswith("error: ") and done.stderr.count("error: ") == 1, done
+    return last.removeprefix("error: ")
