@@ -1,4 +1,4 @@
-"""Who holds which KV block: the block tables of all sequences over the pools of all KV groups.
+"""Who holds which block, of keys and values or of states: the tables of all sequences over the pools of all groups.
 
 Responsible for the books only: it never touches a tensor. Tables are released tail first, so of one idle prompt the tail is
 evicted before the head: a head without its tail is still a usable prefix, a tail without its head is none. Blocks released
@@ -7,7 +7,6 @@ together come back in table order, because neighbouring blocks are cheaper to re
 
 from __future__ import annotations
 
-import sys
 from collections import abc
 from functools import partial
 
@@ -19,7 +18,7 @@ from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRec
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
-from windlass.engine.cache.states import StateBlocks, window_of
+from windlass.engine.cache.states import StateBlocks, has_part, window_of
 from windlass.engine.cache.tables import BlockTable
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -78,7 +77,7 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             blocks = handle.tables[group].blocks if handle.tables else []
             if pool.holds_states:
-                need.append(self._states.missing(pool, blocks))
+                need.append(self._states.missing(handle, group))
                 continue
             held = len(blocks)
             copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
@@ -126,13 +125,16 @@ class BlockManager:
         """
         if not self.enable_prefix_caching or handle.private:
             return 0, False
-        found = self._match(handle, token_ids, num_shareable)
-        return found if handle.far is None else min(found, self._match(handle.far, token_ids, num_shareable))
+        most = num_shareable
+        if handle.far is not None:  # all of its beginnings can be taken, but not all of those with states
+            far, whole = self._match(handle.far, token_ids, num_shareable)
+            most = most if whole else far * self.block_size
+        return self._match(handle, token_ids, most)
 
     def _match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         size, digests = self.block_size, handle.chain.digests
         handle.chain.extend(token_ids, num_shareable)
-        groups = [(pool.cached, window_of(pool, handle)) for pool in self.pools]
+        groups = [(pool.cached, window_of(pool, handle)) for pool in self.pools if has_part(pool, handle)]
         hit = longest_hit(digests, num_shareable // size, groups, size)
         if hit * size < len(token_ids):
             return hit, False
@@ -146,6 +148,9 @@ class BlockManager:
         num_tokens = num_blocks * self.block_size
         tables = []
         for pool in self.pools:
+            if not has_part(pool, handle):
+                tables.append(BlockTable())
+                continue
             low = first_visible_block(num_tokens, window_of(pool, handle), self.block_size)
             blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
             dropped = 0 if pool.holds_states else low
@@ -189,7 +194,7 @@ class BlockManager:
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             held = len(table.blocks)
             if pool.holds_states:
-                if pool.num_available < self._states.missing(pool, table.blocks):
+                if pool.num_available < self._states.missing(handle, group):
                     return 0
                 continue
             alike = [table.blocks] if handle.far is None else [table.blocks, handle.far.tables[group].blocks]
@@ -247,12 +252,6 @@ class BlockManager:
                 pool.release(block)
         handle.cut_out(first * size, end * size, closing=closing, under_way=under_way)
 
-    def to_next_state(self, handle: CacheHandle) -> int:
-        """The most tokens that a handle may go on for without passing by a state that can be kept."""
-        if not self._states.groups or not self.enable_prefix_caching or handle.private:
-            return sys.maxsize
-        return self.block_size - handle.num_slots % self.block_size
-
     def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
         if parent.originals:
@@ -264,6 +263,7 @@ class BlockManager:
 
     def free(self, handle: CacheHandle) -> None:
         """Release everything that is held, tail first. Freeing twice does nothing the second time."""
+        self._states.end(handle, self._keeper)
         for passage in handle.passages:
             for pool, held in zip(self.pools, passage.blocks, strict=True):
                 for block in reversed(held):

@@ -63,11 +63,13 @@ def plan_cache(
     its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget. Raises
     LoadError for an explicit `max_model_len` that does not fit.
     """
-    num_states = 0 if states is None else _num_states(states, config, budget)
-    beside_pages = 0 if states is None else num_states * states.block_bytes
-    budget -= beside_pages
-    most = None if most is None else most - beside_pages
     wanted = config.max_model_len or trained_len
+    num_states = beside_pages = 0
+    if states is not None:
+        longest = -(-wanted // config.cache.block_size) * config.cache.block_size
+        of_one = sum(bytes_per_token(group, dtype) for group in groups) * longest
+        num_states = _num_states(states, config, budget, of_one if config.max_model_len is not None else 0)
+        beside_pages = num_states * states.block_bytes
     notices: tuple[str, ...] = ()
     if whole_prompts and wanted > (step := config.scheduling.max_num_batched_tokens):
         if config.max_model_len is not None:
@@ -82,15 +84,16 @@ def plan_cache(
         wanted = step
 
     def size(count: int, dtype: str = dtype) -> int:
+        """Of so many blocks, and of states."""
         blocks = _blocks_for(count, groups, config)
         cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in groups)
         pages = sum(c * n for c, n in zip(cost, blocks, strict=True))
-        return pages + beside * config.cache.block_size * blocks[0]
+        return pages + beside * config.cache.block_size * blocks[0] + beside_pages
 
     per_sequence = -(-wanted // config.cache.block_size)
     low, high = 0, config.scheduling.max_num_seqs * per_sequence
     if _keeps_more(config, groups) and not whole_prompts:
-        high = max(high, budget // max(1, size(1)))
+        high = max(high, (budget - beside_pages) // max(1, size(1) - beside_pages))
     if whole_prompts:  # each sequence of a step leaves a part of its last block unused
         steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
         high = min(high, steps + config.scheduling.max_num_seqs)
@@ -100,7 +103,7 @@ def plan_cache(
     num_blocks = _blocks_for(low, groups, config)
     room = _room(config, groups, num_blocks)
     if room >= wanted:
-        return CachePlan(num_blocks, wanted, size(low) + beside_pages, notices, num_states)
+        return CachePlan(num_blocks, wanted, size(low), notices, num_states)
     if config.max_model_len is not None or room < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
@@ -119,22 +122,24 @@ def plan_cache(
         f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan(num_blocks, room, size(low) + beside_pages, (*notices, notice), num_states)
+    return CachePlan(num_blocks, room, size(low), (*notices, notice), num_states)
 
 
-def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int) -> int:
-    """As many as run, one to copy to, and as many again that later prompts may begin with; in half of the budget at most.
+def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int, others: int) -> int:
+    """As many as run, one to copy to, and as many again that later prompts may begin with; in half of the budget at most, and in
+    what `others` leave of it, bytes that are needed for pages in any case.
 
     Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
     """
     running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
-    fewest = 2 * MOST_STATES * states.block_bytes  # where keys stand twice, so do states
+    fewest = MOST_STATES * states.block_bytes
     if budget // 2 < fewest:
         raise LoadError(
             f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "
             f"{gib(budget)}: raise `cache.memory`"
         )
-    return min(running + 1 + kept * running, budget // 2 // states.block_bytes)
+    room = max(fewest, min(budget // 2, budget - others))
+    return min(running + 1 + kept * running, room // states.block_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:

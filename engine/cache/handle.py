@@ -28,6 +28,15 @@ class Trail:
     layout: SlotLayout | None = None
 
 
+@dataclass(frozen=True, slots=True)
+class PassingState:
+    """A state that was left at the end of a block of tokens. index: of the block. drawn: while tokens were drawn."""
+
+    index: int
+    digest: bytes
+    drawn: bool
+
+
 class CacheHandle:
     """One per sample, for its whole life; it holds nothing while the sample waits.
 
@@ -40,8 +49,8 @@ class CacheHandle:
     or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
     num_committed_blocks: digests of the full blocks before, and how many of them were offered to later prompts. passages:
     those that it holds and will take up, in order. num_reused_passages, num_reused_tokens: those it has.
-    passing_state: digest of the last state that it left in the cache, if that is worth little once there is another, and whether
-    it was drawing then.
+    passing_state: the last state that it left in the cache, if that is worth little once there is another. is_far: it is the far
+    keys of another handle.
     far: where the specs have keys stand a second time, as they seem from far away: what holds those, slot by slot the same
     tokens; None elsewhere. The block manager does to it what it does to this.
     """
@@ -65,6 +74,7 @@ class CacheHandle:
         "_trail",
         "far",
         "floor",
+        "is_far",
         "passing_state",
         "sinks_window",
     )
@@ -78,6 +88,7 @@ class CacheHandle:
         first_position: int = 0,
         floor: int = OPEN_END,
         sinks_window: int = OPEN_END,
+        is_far: bool = False,
     ) -> None:
         self.floor = floor
         self.sinks_window = sinks_window
@@ -96,7 +107,8 @@ class CacheHandle:
         self._trail: Trail | None = None
         self._parked: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
-        self.passing_state: tuple[bytes, bool] | None = None
+        self.passing_state: PassingState | None = None
+        self.is_far = is_far
         self.far = self._new_far()
 
     # -- read by everybody -----------------------------------------------------------------------------------------
@@ -364,4 +376,5 @@ class CacheHandle:
             return None
         specs = tuple(replace(spec, distances=PLAIN) for spec in self._specs)
         chain = HashChain(far_root(self._chain.root), self._chain.block_size)
-        return CacheHandle(chain, specs, private=self._private, first_position=self._layout.first_position)
+        first = self._layout.first_position
+        return CacheHandle(chain, specs, private=self._private, first_position=first, is_far=True)

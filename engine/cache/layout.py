@@ -1,4 +1,4 @@
-"""What a KV group is: to the tensors, and to the books. Knows neither models nor requests."""
+"""What a group of blocks is, of keys and values or of states: to the tensors, and to the books. Knows no model and no request."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class StateGroupSpec:
 
 @dataclass(frozen=True, slots=True)
 class KVGroupLayout:
-    """The block pool of one KV group, as the books see it.
+    """The block pool of one group, as the books see it.
 
     window: tokens a query sees back, itself included (None: all). num_blocks: physical blocks, ids 0..num_blocks-1.
     rotary_groups: the rotary groups of its layers. holds_states: a block is the state of a sequence, see `StateGroupSpec`; what

@@ -1,4 +1,4 @@
-"""The KV blocks of one group: reference counts, the free list and the eviction of cached blocks.
+"""The blocks of one group: reference counts, the free list and the eviction of cached blocks.
 
 A block is in one of three states: held (reference count above 0), cached (count 0, its digest known, so a later prompt may
 take it up again) or free. A block is taken from the free list first, and only when that is empty is the cached block evicted

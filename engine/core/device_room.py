@@ -70,7 +70,10 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
     step += decoder.backend.workspace_bytes
     if config.cache.persist is not None or config.cache.host_memory is not None:
         token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
-        step += staging_bytes(config.cache.block_size * token_bytes, saves=config.cache.host_memory is not None)
+        states = 0 if model.spec.state_group is None else model.spec.state_group.block_bytes
+        step += staging_bytes(
+            max(config.cache.block_size * token_bytes, states), saves=config.cache.host_memory is not None
+        )
     share = config.cache.device_share or DEVICE_SHARE
     room = device_kv_budget(memory.total, memory.taken(), memory.free(), share, step)
     if room < 1:

@@ -165,8 +165,11 @@ def make_scheduler(
     """alone: whether the model has no other ranks."""
     decoder, spec = model.decoder, model.decoder.spec
     return Scheduler(
-        # What a pass draws is known to the first rank alone, until a plan tells the others.
-        config=config.scheduling if alone else replace(config.scheduling, burst_seconds=0.0),
+        # What a pass draws is known to the first rank alone, until a plan tells the others. And a state that a failed pass has
+        # changed does not go back.
+        config=config.scheduling
+        if alone and spec.state_group is None
+        else replace(config.scheduling, burst_seconds=0.0),
         limits=limits,
         blocks=blocks,
         rotary=tables,

@@ -39,8 +39,8 @@ class Begun(NamedTuple):
 
 
 def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
-    """Begin to execute a plan, without its newest requests where the device has no memory for them. Raises what a step raises
-    else."""
+    """Begin to execute a plan, without its newest requests where the device has no memory for them. Where layers carry states,
+    the others begin again in later steps, from what is cached. Raises what a step raises else."""
     failed: list[RequestOutput] = []
     step = _attempt(runner, plan, first=True)
     while step is None:
@@ -48,6 +48,9 @@ def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
         failed += _fail_unturned(runner, scheduler) or _fail_newest(plan, scheduler)
         live = {seq.seq_id for seq in scheduler.live_sequences()}
         left = tuple(item for item in plan.sequences if item.seq_id in live)
+        if left and runner.has_changed_states:
+            scheduler.begin_again([item.seq_id for item in left])
+            left = ()
         plan = replace(plan, sequences=left)
         _give_back(runner)
         step = _attempt(runner, plan, first=False) if left else StartedStep([])

@@ -246,6 +246,7 @@ class BatchBuilder:
         memory.fill(self._sequences.all_tables(blocks), blocks)
         if self._has_states:
             memory.states[:] = self._sequences.states([row[4] for row in said])
+            memory.state_lengths[:] = [item.start + 1 for item in items]
         return memory.batch
 
     def _said_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:

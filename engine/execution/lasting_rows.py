@@ -30,7 +30,7 @@ class LastingRows:
         ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
         positions, lengths = torch.from_numpy(self.rows.positions), torch.from_numpy(self.rows.lengths)
         starts = torch.arange(rows + 1)
-        self.states = np.zeros(rows if has_states else 0, dtype=np.int64)
+        self.states, self.state_lengths = np.zeros((2, rows if has_states else 0), dtype=np.int64)
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=positions,
@@ -47,6 +47,6 @@ class LastingRows:
             lasting=True,
             state_blocks=torch.from_numpy(self.states) if has_states else None,
             state_starts=starts if has_states else None,
-            state_lengths=lengths if has_states else None,
+            state_lengths=torch.from_numpy(self.state_lengths) if has_states else None,
         )
         self.adapter_slots = torch.full((rows,), -1)

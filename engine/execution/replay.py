@@ -108,6 +108,8 @@ class DecodeReplay:
                 return plan.made
             if self._decoder.spec.vocabulary is not None:
                 raise RuntimeError("a step of several ranks failed: its ranks cannot begin it again, each on its own")
+            if self._decoder.spec.state_group is not None:
+                raise RuntimeError("a step that changes states failed: it cannot be begun again on what it has changed")
             _fill(plan, batch, x)  # the call that failed raises again below, with a message
         found = self._record(self._recorder, plan, maxima)
         if plan.obstacle is not None:  # fewer rows may still do: they need less memory, and kernels that suit few

@@ -116,9 +116,13 @@ class Runner(RankRunner):
             raise RankEndedError(ranks.fault)
 
     def can_repeat(self, plan: SchedulerOutput) -> bool:
-        """Whether a failed `start` of this plan had done all that is done once, other ranks are not in the middle of it, and no
-        layer has changed a state that it would change again."""
-        return self._followed == plan.step and self._tell is None and self.decoder.spec.state_group is None
+        """Whether a failed `start` of this plan had done all that is done once, and other ranks are not in the middle of it."""
+        return self._followed == plan.step and self._tell is None
+
+    @property
+    def has_changed_states(self) -> bool:
+        """Whether layers may have changed states in a step that failed, which would change them again if it were repeated."""
+        return self.decoder.spec.state_group is not None and not self.unturned
 
     @torch.inference_mode()
     def repeat(self, plan: SchedulerOutput) -> list[StepResult]:

@@ -133,7 +133,7 @@ class LiveSequences:
 
     def states(self, rows: abc.Sequence[int]) -> NDArray[np.int64]:
         """The block of states of each of these rows, [B]. Raises IndexError where there is none."""
-        found = self._states[list(rows)].astype(np.int64)
+        found = self._states[0, list(rows)].astype(np.int64)
         if found.size and found.min() < 0:
             raise IndexError("a scheduled sequence has no state to change")
         return found
@@ -198,10 +198,10 @@ class LiveSequences:
             live.num_blocks[group], live.num_dropped[group] = end, change.num_dropped
 
     def _divide(self) -> None:
-        """The parts of the tables: [K, R, blocks] of sequences' own keys and of their far keys, and [R] of their states."""
+        """The parts of the tables: [K, R, blocks] of sequences' own keys and of their far keys, and those of states."""
         own, far = np.split(self._tables, 2)
         self._own, self._far = own[: self._num_groups], far[: self._num_groups]
-        self._states = own[-1, :, 0]
+        self._states = own[self._num_groups :, :, 0]  # [1, R], or none
 
     def _take_row(self) -> int:
         if not self._free:

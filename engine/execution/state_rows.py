@@ -17,7 +17,7 @@ def with_states(batch: ForwardBatch, items: Sequence[ScheduledSequence], sequenc
     """The batch of these chunks, in order, with its states."""
     held = [sequences.by_id[item.seq_id] for item in items]
     counts = torch.tensor([item.num_tokens for item in items])
-    firsts = torch.tensor([item.start + live.layout.slot_offset for item, live in zip(items, held, strict=True)])
+    firsts = torch.tensor([item.start for item in items])
     blocks = torch.from_numpy(sequences.states([live.row for live in held]))
     starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
     device = batch.input_ids.device

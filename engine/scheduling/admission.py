@@ -73,7 +73,8 @@ class Admission:
             self._blocks.pools,
             strict=True,
         ):
-            if need * copies > pool.num_blocks:
+            need *= 1 if pool.holds_states else copies  # only keys stand twice
+            if need > pool.num_blocks:
                 static = (
                     "choose another rope_scaling, "
                     if far
@@ -87,7 +88,7 @@ class Admission:
                     else " (keys that turn stand there twice)"
                 )
                 raise RequestError(
-                    f"{longest} tokens of prompt and output need {need * copies} KV blocks"
+                    f"{longest} tokens of prompt and output need {need} KV blocks"
                     f"{why if copies > 1 else ''} and the cache has {pool.num_blocks}: "
                     f"lower max_tokens, shorten the prompt, {static}or give the server more memory for KV pages",
                     "max_tokens",
@@ -145,7 +146,8 @@ class Admission:
     def _has_room(self, seq: Sequence, running: abc.Sequence[Sequence]) -> bool:
         """Whether all known tokens of `seq` fit beside what running sequences still need for theirs, with 1 % spare."""
         chunk = self._config.max_num_batched_tokens
-        spare = [pool.num_available - pool.num_blocks // 100 for pool in self._blocks.pools]
+        # Of states one is left to copy to, whoever comes to the end of a block.
+        spare = [p.num_available - (int(p.holds_states) or p.num_blocks // 100) for p in self._blocks.pools]
         for other in (seq, *running):
             slots = min(other.num_tokens + other.cache.final_slot_offset, other.held.most_slots(chunk))
             need = self._blocks.blocks_to_come(other.cache, slots, chunk, rerotates=other.will_rerotate)

@@ -35,7 +35,6 @@ class Bursts:
             if passes < 2:
                 return
             passes = min(passes, 1 + chunk.seq.num_tokens_ahead) if chunk.is_next_token else 1
-            passes = min(passes, self._blocks.to_next_state(chunk.seq.cache))
         for chunk in step.chunks:
             passes = min(passes, self._blocks.capacity(chunk.seq.cache, passes))
             step.copies += self._blocks.allocate(chunk.seq.cache, passes)

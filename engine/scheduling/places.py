@@ -69,13 +69,19 @@ class Places:
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)
         insort(self._running, seq, key=rank_of)
 
-    def preempt(self, seq: Sequence) -> None:
+    def preempt(self, seq: Sequence, *, parks: bool = True) -> None:
         """Take everything but its tokens from a sequence, and let it wait.
 
         One that has dropped tokens would have to compute them all again: its pages are kept aside, as long as no more is
-        than the pools hold.
+        than the pools hold. parks: they may be.
         """
-        park = seq.cache.num_shifts > 0 and not seq.cache.originals and bool(seq.cache.tables) and self._may_park(seq)
+        park = (
+            parks
+            and seq.cache.num_shifts > 0
+            and not seq.cache.originals
+            and bool(seq.cache.tables)
+            and self._may_park(seq)
+        )
         if park:
             self._writer.park(seq.seq_id, self._blocks.park(seq.cache))
         self._unlink(seq)

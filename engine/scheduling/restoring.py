@@ -28,7 +28,7 @@ from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
-from windlass.engine.cache.states import window_of
+from windlass.engine.cache.states import has_part, window_of
 from windlass.engine.scheduling.reuse import PassageReuser
 from windlass.engine.scheduling.sequence import MISSED_ONCE, Sequence
 
@@ -159,7 +159,7 @@ class Restoring:
         """Leading blocks of all parts, given per KV group which blocks there are."""
         pools = list(zip(there, self._blocks.pools, strict=True))
         for part in parts:
-            groups = [(blocks, window_of(pool, part)) for blocks, pool in pools]
+            groups = [(blocks, window_of(pool, part)) for blocks, pool in pools if has_part(pool, part)]
             limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
         return limit
 
@@ -173,6 +173,8 @@ class Restoring:
         """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
         size = self._blocks.block_size
         for group, pool in enumerate(self._blocks.pools):
+            if not has_part(pool, handle):
+                continue
             first = first_visible_block(num_blocks * size, window_of(pool, handle), size)
             for index in range(first, num_blocks):
                 digest = handle.chain.digests[index]
@@ -243,12 +245,17 @@ class Restoring:
         self._store.restored_tokens += restored * self._blocks.block_size
 
     def _keep_longest(self, chain: abc.Sequence[bytes]) -> None:
-        """Let the idle blocks of a text be evicted after all others, its tail first."""
-        for digest in reversed(chain):
-            for pool in self._blocks.pools:
+        """Let the idle blocks of a text be evicted after all others, its tail first; of its states the last alone."""
+        for pool in self._blocks.pools:
+            if pool.holds_states:
+                last = next((digest for digest in reversed(chain) if digest in pool.cached), None)
+                if last is not None:
+                    pool.refresh(last)
+                continue
+            for digest in reversed(chain):
                 pool.refresh(digest)
 
 
 def _parts(seq: Sequence) -> list[CacheHandle]:
-    """What holds its keys: its far ones too, if there are any."""
-    return [seq.cache] if seq.cache.far is None else [seq.cache, seq.cache.far]
+    """What holds its keys: its far ones too, if there are any. Those first, as all of their beginnings can be taken."""
+    return [seq.cache] if seq.cache.far is None else [seq.cache.far, seq.cache]

@@ -67,15 +67,11 @@ def _by_id(adapter_id: int) -> bytes:
 class Scheduler:
     """Plans steps for requests; `schedule` and `update` alternate, and `add`, `abort`, `expire` may come in between.
 
-    ahead: plans steps behind those that are not taken in yet.
-
-    limits: what a sequence may hold, prompt and output together.
-    namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version).
-    whole_prompts: a prompt is computed in one step or not at all, as its tokens see those behind them too. cuts: where
-    chunks of prompts end.
-    adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses,
-    which `blocks` offers them to.
-    clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
+    ahead: plans steps behind those that are not taken in yet. limits: what a sequence may hold, prompt and output together.
+    namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version). whole_prompts: a
+    prompt is computed in one step or not at all, as its tokens see those behind them too. cuts: where chunks of prompts end.
+    adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses, which `blocks`
+    offers them to. clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
     """
 
     def __init__(
@@ -210,6 +206,11 @@ class Scheduler:
     def _waits_for_files(self) -> bool:
         """Whether nothing runs, and a sequence is held back until files are read."""
         return self._restoring is not None and bool(self._restoring.fetches) and not self._places.running
+
+    def begin_again(self, seq_ids: abc.Iterable[int]) -> None:
+        """Let sequences wait that had a part in a step whose pages are nobody's to read."""
+        for seq_id in seq_ids:
+            self._places.preempt(self._requests.by_id[seq_id], parks=False)
 
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""

@@ -198,8 +198,9 @@ def _room(info: Sized) -> str:
     tokens = info.num_kv_blocks[0] * info.block_size
     whole = tokens // info.max_model_len
     longest = f"{whole:,} {'stream' if whole == 1 else 'streams'} of {info.max_model_len:,}"
-    each = min(tokens // info.max_num_seqs, info.max_model_len)
-    shared = f", or {info.max_num_seqs:,} of {each:,}" if whole < info.max_num_seqs else ""
+    streams = min(info.max_num_seqs, info.num_states - 1) if info.num_states else info.max_num_seqs
+    each = min(tokens // streams, info.max_model_len)
+    shared = f", or {streams:,} of {each:,}" if whole < streams else ""
     states = f"; {info.num_states:,} states of {size(info.state_bytes)}" if info.num_states else ""
     return f"{tokens:,} tokens ({blocks} blocks of {info.block_size}): room for {longest}{shared}{states}"
 

@@ -11,6 +11,8 @@ from windlass.engine.model.spec import ModelSpec, StateMixerSpec
 from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
+_MOST_WIDTH = 8  # of convolutions
+
 
 def checked_kinds(kinds: list[str], other: str) -> list[str]:
     """The kinds of a model's layers, of which some attend and see everything. other: what those are called that carry a state.
@@ -26,6 +28,12 @@ def checked_kinds(kinds: list[str], other: str) -> list[str]:
             f"config.json: no layer is {FULL_ATTENTION}: a model that carries states alone, and caches no keys, is not supported"
         )
     return kinds
+
+
+def check_width(key: str, width: int) -> None:
+    """LoadError for a convolution that kernels do not have."""
+    if not 2 <= width <= _MOST_WIDTH:
+        raise LoadError(f"config.json: {key} {width} is not supported: it may be 2 to {_MOST_WIDTH}")
 
 
 def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> ModelSpec:

@@ -10,7 +10,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
@@ -78,8 +78,7 @@ def _delta(config: Config, names: DeltaNames) -> GatedDeltaSpec:
         raise LoadError(
             f"config.json: linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
-    if width < 2:
-        raise LoadError("config.json: linear_conv_kernel_dim 1 is no convolution, which is not supported")
+    check_width("linear_conv_kernel_dim", width)
     return GatedDeltaSpec(key_heads, heads, key_dim, value_dim, width, names)
 
 

@@ -9,7 +9,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import ExpertsRules, first_layers_dense
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
@@ -21,7 +21,6 @@ from windlass.engine.rotary.fields import shown
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 CONVOLUTION = "conv"
-_MOST_WIDTH = 8  # of convolutions that kernels have
 # What config.json says of what always holds, or of how weights began; None: any.
 _ALWAYS: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
@@ -101,8 +100,7 @@ def _as_published(family: Family, config: Config) -> Family:
 
 def _with_convolutions(spec: ModelSpec, config: Config) -> ModelSpec:
     width = read_size(config, "conv_L_cache", 3)
-    if not 2 <= width <= _MOST_WIDTH:
-        raise LoadError(f"config.json: conv_L_cache {width} is not supported: it may be 2 to {_MOST_WIDTH}")
+    check_width("conv_L_cache", width)
     mixer = ShortConvolutionSpec(spec.hidden_size, width, read_flag(config, "conv_bias"))
     return with_states(spec, _kinds(config, len(spec.layers), config.get("layer_types")), mixer)
 

@@ -15,6 +15,7 @@ from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.picture import draw_cache
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.errors import LoadError
@@ -26,10 +27,12 @@ SIZE = 4
 class Held:
     """A sequence and what it holds."""
 
-    def __init__(self, blocks: BlockManager, tokens: list[int], salt: str | None = None) -> None:
+    def __init__(
+        self, blocks: BlockManager, tokens: list[int], salt: str | None = None, near: int | None = None
+    ) -> None:
         self.tokens = list(tokens)
         self.cache = CacheHandle(
-            HashChain(root_digest(b"test", ["plain"], 0, salt), SIZE), FakeRotation().stage(1).specs
+            HashChain(root_digest(b"test", ["plain"], 0, salt), SIZE), FakeRotation(near=near).stage(1).specs
         )
         self.blocks = blocks
 
@@ -101,7 +104,6 @@ def test_without_a_prefix_cache_nothing_is_copied() -> None:
     a.start()
     assert a.compute(8) == a.compute(8) == a.compute(1) == []
     assert a.state == [0]
-    assert blocks.to_next_state(a.cache) > 1000
 
 
 def test_samples_copy_what_they_share() -> None:
@@ -191,6 +193,61 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
     parked = blocks.park(a.cache)
     assert parked[1] == (0,)
     assert blocks.unpark(a.cache)[1] == (0,) and len(a.state) == 1
+
+
+class Told:
+    """Whom the books tell of blocks."""
+
+    def __init__(self) -> None:
+        self.states: list[int] = []  # indices of blocks that states of were offered
+
+    def offer(self, key: BlockKey, block: int, index: int) -> None:
+        if key.group == 1:
+            self.states.append(index)
+
+    def withdraw(self, key: BlockKey, block: int, passage: object) -> None: ...
+
+
+def test_those_that_stay_alone_are_offered_to_files() -> None:
+    told = Told()
+    groups = [KVGroupLayout(1000, None), KVGroupLayout.of_states(40)]
+    blocks = BlockManager(groups, SIZE, keeper=told)  # type: ignore[arg-type]
+    a = Held(blocks, list(range(1500)))
+    a.start()
+    for _ in range(3):
+        a.compute(500)  # 1000 and 1500 are passed by, 1500 goes beyond 1024
+    a.tokens += list(range(30))
+    for _ in range(20):
+        a.compute(1)
+    assert told.states == [1500 // SIZE - 1]
+    blocks.free(a.cache)
+    assert told.states == [1500 // SIZE - 1, 1520 // SIZE - 1]
+    b = Held(blocks, [7] * 22)
+    b.start()
+    b.compute(20)
+    b.compute(2)
+    b.tokens += [1, 2, 3]
+    for _ in range(2):
+        b.compute(1)  # the end of a block that it drew: the prompt's own stays
+    assert told.states[2:] == [20 // SIZE - 1]
+
+
+def test_what_holds_far_keys_holds_no_state() -> None:
+    blocks = manager(states=3)
+    a = Held(blocks, list(range(21)), near=4)
+    a.start()
+    assert a.cache.far is not None
+    a.compute(8)
+    a.compute(8)
+    a.compute(5)
+    assert [len(table) for table in a.cache.far.block_tables] == [6, 0] and len(a.state) == 1
+    # Far keys are there up to 20 tokens, a state at 16 and at 8: what is taken has to do for both.
+    b = Held(blocks, [*range(14), 99], near=4)
+    assert b.start() == 8
+    c = Held(blocks, list(range(8)), near=4)
+    assert c.hit() == 0
+    assert blocks.blocks_to_come(b.cache, 15, 15, rerotates=False)[1] == 1
+    blocks.assert_consistent([a.cache, b.cache])
 
 
 def test_they_are_shown_as_what_they_are() -> None:
@@ -285,6 +342,12 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))
     assert plan_cache(alone, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 9
-    assert plan_cache(config, [GROUP], 32, "float32", 8 * STATES.block_bytes, states=STATES).num_states == 4
+    assert plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes, states=STATES).num_states == 2
     with pytest.raises(LoadError, match=r"carries from token to token needs .* raise `cache.memory`"):
-        plan_cache(config, [GROUP], 32, "float32", 8 * STATES.block_bytes - 1, states=STATES)
+        plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes - 1, states=STATES)
+    # A length that the operator asks for comes before states that later prompts may begin with.
+    asked = replace(config, max_model_len=192)
+    long = plan_cache(asked, [GROUP], 256, "float32", 64 << 10, states=STATES)
+    assert long.max_model_len == 192 and 2 <= long.num_states < scarce.num_states and long.num_bytes <= 64 << 10
+    with pytest.raises(LoadError, match=r"a context of 1024 tokens does not fit"):
+        plan_cache(replace(config, max_model_len=1024), [GROUP], 256, "float32", 64 << 10, states=STATES)

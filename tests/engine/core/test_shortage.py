@@ -19,6 +19,7 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.context import ContextRule
 from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.client.process import ProcessClient
@@ -108,6 +109,31 @@ def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
         assert tokens_of(outputs, name) == tokens, name
     nothing_is_left(core)
     assert alone(core, greedy("newest", prompt(3, 20), 4)) == {0: alone(core, greedy("again", prompt(3, 20), 4))[0]}
+
+
+@pytest.mark.parametrize("point", ["head", "draw"])
+@pytest.mark.parametrize(
+    "context", [ContextRule(), ContextRule("shift", keep_tokens=16)], ids=lambda rule: rule.overflow
+)
+def test_where_layers_carry_states_the_others_begin_again(point: str, context: ContextRule, tmp_path: Path) -> None:
+    """What the failed step has made of their states is nobody's to read."""
+    model = make_model("qwen3_5", tmp_path / "model", max_position_embeddings=64)
+    core = make_core(model, shift_context=48)
+    running = greedy("running", prompt(1, 30), 30, context=context, n=2, temperature=0.7, seed=4)
+    beside = greedy("beside", prompt(2, 6), 9)
+    expected = {request.request_id: alone(core, request) for request in (running, beside)}
+    core.add(running)
+    outputs = [output for _ in range(24) for output in core.step()]  # tokens have been dropped, under `shift`
+    with little_memory(core, ROWS, point) as failed:
+        core.add(beside)
+        core.add(greedy("newest", prompt(3, 24), 12))
+        outputs += core.step()
+    assert len(failed) == 1 and core.scheduler.counters.num_preemptions == 3
+    outputs += outputs_of(core)
+    assert [output.request_id for output in outputs if output.error is not None] == ["newest"]
+    for name, tokens in expected.items():
+        assert tokens_of(outputs, name) == tokens, name
+    nothing_is_left(core)
 
 
 def test_a_window_and_a_prompt_that_is_cut(tmp_path: Path) -> None:

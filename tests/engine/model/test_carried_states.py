@@ -14,7 +14,7 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.persisting import keeping
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.context import PassageReuse
+from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.evaluation.attention import attention_weights
@@ -170,3 +170,62 @@ def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
     assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:2]))
     with pytest.raises(RequestError, match=r"layer 1 attends to nothing, as it carries a state: ask for one of 2, 4"):
         attention_weights(scorer, PROMPTS[1], 1)
+
+
+def test_a_window_of_one_token_keeps_the_state(model: Path, reference: Reference) -> None:
+    """Blocks of keys go that no token to come sees, all of them at the end of one; the state goes on."""
+    core = core_of(model)
+    seen = ContextRule(attention_window=1)
+    scorer = Scorer(core.runner.decoder, torch.float32)
+    plan = core.plan_rotation(greedy("any", PROMPTS[4]))
+    got = run(core, [greedy("a", PROMPTS[4], 30, context=seen)])["a", 0]
+    tokens = [*PROMPTS[4], *got.token_ids]
+    right = scorer.logprobs(tokens, plan, context=seen)[len(PROMPTS[4]) - 1 :]
+    rows = torch.stack(got.logits).log_softmax(-1)
+    found = rows.gather(1, torch.tensor(got.token_ids)[:, None])[:, 0]
+    assert torch.allclose(found, right, atol=1e-4)
+
+
+def test_few_states_let_fewer_run_and_nobody_begins_again(tmp_path: Path) -> None:
+    model = make_model("qwen3_5", tmp_path / "model")
+    ample = make_core(model, max_model_len=256)
+    state, token = ample.info.state_bytes, ample.info.kv_bytes_per_token
+    core = make_core(model, kv_cache_memory=5 * state + 512 * token, max_model_len=512, max_num_seqs=8)
+    assert core.info.num_states == 5 < core.info.max_num_seqs and core.info.num_kv_blocks == (32,)
+    requests = [greedy(str(i), PROMPTS[i % 4], 50) for i in range(8)]
+    found, right = run(core, requests), run(ample, requests)
+    assert core.scheduler.counters.num_preemptions == 0
+    assert [found[str(i), 0].token_ids for i in range(8)] == [right[str(i), 0].token_ids for i in range(8)]
+
+
+def test_keys_that_turn_or_stand_twice_with_one_place(model: Path) -> None:
+    core = core_of(model, max_num_seqs=1)
+    dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})
+    twice = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 4, "window": 16})
+    for scaling, policy in ((dynamic, "rotate"), (twice, None)):
+        request = greedy("a", PROMPTS[5], 200 if policy else 20, rope_scaling=scaling, rope_update=policy)
+        assert run(core, [request])["a", 0].finish_reason == "length"
+
+
+def test_samples_whose_keys_stand_twice(model: Path) -> None:
+    core = core_of(model, kv_cache_memory=FAMILIES[model.name], max_num_seqs=8)
+    twice = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 4, "window": 16})
+    requests = [greedy(str(i), PROMPTS[5][: 40 + i], 20, n=3, temperature=1.0, rope_scaling=twice) for i in range(3)]
+    assert len(run(core, requests, every_logit=False)) == 9
+    again = run(core, [greedy("again", PROMPTS[5][:60], 4, rope_scaling=twice)])["again", 0]
+    assert again.outputs[-1].cached_tokens in (0, 32)
+
+
+def test_a_repetition_that_fails_ends_the_engine_and_repeats_nothing(
+    model: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    core = core_of(model)
+    core.add(greedy("a", PROMPTS[1], 40))
+    while core.runner.replay.num_repeated < 3:
+        core.step()
+    kinds = {type(plan.recording) for plan in core.runner.replay._plans.values() if plan is not None}
+    for kind in kinds - {type(None)}:
+        monkeypatch.setattr(kind, "repeat", lambda recording: False)
+    with pytest.raises(RuntimeError, match="it cannot be begun again"):
+        for _ in range(3):
+            core.step()
