@@ -93,17 +93,19 @@ pages are. Most layers of LFM2 are a short convolution between two gates ([2511.
 state is the last inputs of that alone. The other layers attend as everywhere: their scaling is set per server and per request.
 
 * **Memory.** In the shape of Qwen 3.5 0.8B a state takes 19 MiB, and a token 12 KiB of pages in bfloat16; in that of LFM2 1.2B
-  they take 160 KiB and 12 KiB. There are states for twice as many sequences as run at once (`--max-num-seqs`), in half of
-  `--kv-cache-memory` at most. Where that is less, fewer run at once.
+  they take 160 KiB and 12 KiB. There are states for twice as many sequences as run at once (`--max-num-seqs`; without a prefix
+  cache for one more than those), in half of `--kv-cache-memory` at most. Where that is less, fewer run at once.
 * **The prefix cache.** A prompt begins where a state was kept, which is a copy of it: where a piece of an earlier prompt ended
   (pieces end with blocks), at the last full block of an earlier prompt, and at that of its answer. So the next turn of a chat
   goes on from the last one, also where its thoughts are left out. When room is short, of a prompt one state in 1,024 tokens and
-  the last are kept longest. `--kv-persist` and `--kv-host-memory` keep states as they do pages.
+  the last are kept longest, and those alone go to files (`--kv-persist`). A file of a state is as large as the state.
 * **Contexts that drop tokens**, windows and distances of their own concern the layers that attend. A state keeps what dropped
   tokens have left in it.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, proposed tokens (`--speculative-ngram`,
   `--speculative-model`), which could not be taken back, and `--tensor-parallel`.
-* **On a GPU** steps of such models are not captured. Their programs were tested in Triton's interpreter and have run on no GPU.
+* **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again, from what is cached.
+* **On a GPU** steps of such models are not captured. `--kv-host-memory` has as much room for states as for blocks of keys, which
+  takes most of it. Their programs were tested in Triton's interpreter and have run on no GPU.
 
 ## Encoders
 
