@@ -103,7 +103,7 @@ state is the last inputs of that alone. The other layers attend as everywhere: t
   tokens have left in it.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, proposed tokens (`--speculative-ngram`,
   `--speculative-model`), which could not be taken back, and `--tensor-parallel`.
-* **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again, from what is cached.
+* **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
 * **On a GPU** steps of such models are not captured. `--kv-host-memory` has as much room for states as for blocks of keys, which
   takes most of it. Their programs were tested in Triton's interpreter and have run on no GPU.
 

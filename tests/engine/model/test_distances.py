@@ -136,7 +136,7 @@ def test_keys_stand_where_a_rule_places_them(family: str, name: str, models: dic
 def test_layers_with_states_beside_keys_that_stand_twice(tmp_path: Path) -> None:
     model = make_model("qwen3_5", tmp_path, max_position_embeddings=TRAINED)
     core = core_of(model, max_num_batched_tokens=20)
-    request = asked("dual chunk")
+    request = asked("self extend")
     got = run(core, [request])["a", 0]
     check(got, right_logits(core, model, request, PROMPT + got.token_ids))
 
