@@ -28,6 +28,7 @@ from windlass.engine.rotary.scaling import (
 
 # Kinds whose frequencies refer to a length before scaling; a top-level `original_max_position_embeddings` is theirs.
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+_MOST_HEAD_DIM = 1 << 16  # there is a frequency for every two numbers of a head
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,7 +219,7 @@ def _drop_without_effect(given: dict[str, Any], kind: Any) -> None:
 def _head_dim(config: Config, rules: ConfigRules) -> int:
     heads = read_size(config, "num_attention_heads", rules.num_attention_heads)
     hidden = read_size(config, "hidden_size", rules.hidden_size)
-    return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads)
+    return read_size(config, rules.head_dim_key, rules.head_dim or hidden // heads, most=_MOST_HEAD_DIM)
 
 
 def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
@@ -226,7 +227,7 @@ def _head_dim_of(config: Config, rules: ConfigRules, name: str) -> int:
     own = _head_dim(config, rules)
     if rules.full_head_dim_key is None or name != FULL_ATTENTION:
         return own
-    return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own)
+    return read_size(config, rules.full_head_dim_key, rules.full_head_dim or own, most=_MOST_HEAD_DIM)
 
 
 def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head_dim: int) -> RotaryBase:

@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_rotary_groups
 from windlass.engine.rotary.scaling import RopeScaling, resolve
 
@@ -39,3 +40,10 @@ def test_yarn_heeds_truncate(nested: bool) -> None:
     assert spec.rotary_scale == pytest.approx(1.3466, abs=1e-4)
     rounded = resolve(RopeScaling.from_dict({**GPT_OSS, "truncate": True}), group.base, 1)
     assert max(abs(a / b - 1) for a, b in zip(spec.inv_freq, rounded.inv_freq, strict=True)) > 0.05
+
+
+def test_a_head_too_wide_for_its_frequencies_is_refused_at_once() -> None:
+    config: dict[str, Any] = {"model_type": "qwen3", "head_dim": 10**9, "num_hidden_layers": 2}
+    config |= {"hidden_size": 64, "num_attention_heads": 4, "max_position_embeddings": 64}
+    with pytest.raises(LoadError, match=r"head_dim must be a positive integer up to 65536, got 1000000000"):
+        read_rotary_groups(config)
