@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -12,18 +10,17 @@ from helpers.adapters import ALL, merged, save_adapter
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.quantized_checkpoints import GPTQ, as_gptq, make_quantized, quantize
+from helpers.rewritten_weights import PROMPT, logits, rewritten
 from helpers.tiny_models import Reference, make_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import describe_model, prepare_model
 from windlass.kernels import BlockWeight, StackedWeight
 
 TOLERANCE = 1e-5  # of the largest logit
-PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
 
 @pytest.fixture(scope="module", params=["qwen3_5", "qwen3_next"])
@@ -34,18 +31,6 @@ def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.fixture(scope="module")
 def experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("qwen3_5_moe", tmp_path_factory.mktemp("qwen3_5_moe"))
-
-
-def logits(directory: Path, adapter: Path | None = None, **options: Any) -> Tensor:
-    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
-    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
-    return torch.stack(run(make_core(directory, lora=lora, **options), [request])["a", 0].logits)
-
-
-def rewritten(source: Path, target: Path, weights: dict[str, Tensor]) -> Path:
-    shutil.copytree(source, target)
-    save_file({name: one.contiguous() for name, one in weights.items()}, target / "model.safetensors")
-    return target
 
 
 def far(ours: Tensor, theirs: Tensor) -> float:

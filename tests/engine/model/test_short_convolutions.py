@@ -2,44 +2,29 @@
 
 from __future__ import annotations
 
-import shutil
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from helpers.adapters import merged, save_adapter
 from helpers.configs import engine_config
-from helpers.engines import greedy, make_core, run
+from helpers.engines import make_core
+from helpers.rewritten_weights import logits, rewritten
 from helpers.tiny_models import make_model
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import describe_model, prepare_model
 
 TOLERANCE = 1e-5  # of the largest logit
-PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 MATRICES = ["q_proj", "k_proj", "v_proj", "in_proj", "out_proj", "w1", "w2", "w3"]
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("lfm2", tmp_path_factory.mktemp("lfm2"))
-
-
-def logits(directory: Path, adapter: Path | None = None, **options: Any) -> Tensor:
-    lora = () if adapter is None else (AdapterSource(1, "tuned", str(adapter)),)
-    request = greedy("a", PROMPT, 5, adapter=None if adapter is None else 1)
-    return torch.stack(run(make_core(directory, lora=lora, **options), [request])["a", 0].logits)
-
-
-def rewritten(source: Path, target: Path, weights: dict[str, Tensor]) -> Path:
-    shutil.copytree(source, target)
-    save_file({name: one.contiguous() for name, one in weights.items()}, target / "model.safetensors")
-    return target
 
 
 @pytest.mark.parametrize(
