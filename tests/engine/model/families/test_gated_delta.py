@@ -184,7 +184,7 @@ def test_scalings_of_the_layers_that_attend() -> None:
         ({"linear_value_head_dim": -1}, "linear_value_head_dim must be"),
         ({"linear_key_head_dim": True}, "linear_key_head_dim must be"),
         ({"linear_key_head_dim": 2.5}, "linear_key_head_dim must be"),
-        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is no convolution"),
+        ({"linear_conv_kernel_dim": 1}, "linear_conv_kernel_dim 1 is not supported: it may be 2 to 8"),
         ({"linear_conv_kernel_dim": None, "linear_num_key_heads": 8}, "4 is not a multiple of linear_num_key_heads 8"),
         ({"num_experts": 8}, "num_experts=8"),
         (
