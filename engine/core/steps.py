@@ -8,7 +8,8 @@ The life of a plan, by who calls what (`shortage` and `Runner` have the methods)
 * `begin` a plan, with none under way. It calls `Runner.start`, once. That follows the plan: what changes once is changed then.
   Where a device goes on by itself, the step that comes back is under way; else its tokens are computed and drawn.
 * Where `start` failed for want of memory behind that (`can_repeat`), `begin` takes the newest request out and calls
-  `Runner.repeat` with the rest of the same plan, as often as it takes. Nothing else of a plan is ever done twice.
+  `Runner.repeat` with the rest of the same plan, as often as it takes. Nothing else of a plan is ever done twice. Where layers
+  may have changed states (`has_changed_states`), the rest is not repeated: its sequences begin again in later steps.
 * `begin_ahead` a plan whose `ahead` is not 0, behind one that is under way, whose results nobody knows. It calls `start`, once;
   where there is no memory, the plan is given up and nothing is repeated: its tokens are planned again behind the other's.
 * `results` of a step, once, before anything else is planned; the one that was begun ahead is the next to give its own.

@@ -56,7 +56,7 @@ class LiveSequences:
     groups there is one of states."""
 
     def __init__(self, num_groups: int, num_rows: int = 16, *, has_states: bool = False) -> None:
-        self._num_groups, self._has_states = num_groups, has_states
+        self._num_groups = num_groups
         # [2K, R, blocks]: of every group, and behind those of every group for far keys.
         self._tables = np.full((2 * (num_groups + has_states), num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
         self._divide()
