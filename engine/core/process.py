@@ -27,6 +27,7 @@ from queue import Empty, SimpleQueue
 from typing import Protocol
 
 from windlass.engine.api.config import EngineConfig
+from windlass.engine.api.importing import importing
 from windlass.engine.api.json_log import log_as_json, wants_json
 from windlass.engine.core.black_box import STACK_BYTES, BlackBox
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
@@ -154,7 +155,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         with contextlib.suppress(LoadError):  # told when the core is made
             prepare_this_process([int(core) for core in options.cores.split(",")])
     if options.ahead is not None:
-        with contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
+        with importing(), contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
     box = BlackBox(options.box)
     return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)

@@ -8,8 +8,10 @@ import sys
 def main() -> None:
     """Run the command that the process was given, and end it."""
     try:
-        from windlass.server.cli.main import main as run
+        from windlass.engine.api.importing import importing
 
+        with importing():
+            from windlass.server.cli.main import main as run
         run()
     except KeyboardInterrupt:
         sys.exit(130)

@@ -17,6 +17,7 @@ from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
+from windlass.engine.api.importing import importing
 from windlass.engine.errors import EngineError
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
@@ -76,8 +77,8 @@ def serve(
     from windlass.server.startup.early_signals import ended_by_sigterm
 
     with ended_by_sigterm():
-        from windlass.server.startup.launch import serve as launch
-
+        with importing():
+            from windlass.server.startup.launch import serve as launch
         return launch(model, engine, server, connections, log_level, replicas.checked())
 
 

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.api.context_size import sizes_of
+from windlass.engine.api.importing import importing
 from windlass.engine.client import EngineClient
 from windlass.engine.core.threads import pin, split_cores
 from windlass.engine.errors import LoadError
@@ -283,8 +284,9 @@ def exit_on_signal() -> Iterator[None]:
 def make_app(client: EngineClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
-    from windlass.server.app.app import create_app
-    from windlass.server.text.tokenizer import Tokenizer
+    with importing():
+        from windlass.server.app.app import create_app
+        from windlass.server.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(path)
     if template is not None:

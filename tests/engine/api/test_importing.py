@@ -1,0 +1,35 @@
+"""What is imported is not looked at by the garbage collector: neither meanwhile nor later."""
+
+from __future__ import annotations
+
+import gc
+import importlib
+import subprocess
+import sys
+
+import pytest
+
+from windlass.engine.api.importing import importing
+
+STARTS = """
+import gc, sys
+rounds = []
+gc.callbacks.append(lambda phase, info: rounds.append(phase))
+from windlass.engine.api.importing import importing
+rounds.clear()
+with importing():
+    import windlass.server.app.app
+print(len(rounds), gc.isenabled(), gc.get_freeze_count() > 100_000)
+"""
+
+
+def test_nothing_is_collected_while_modules_are_imported() -> None:
+    done = subprocess.run([sys.executable, "-P", "-c", STARTS], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "True", "True"]
+
+
+def test_it_is_collected_again_after_an_import_that_failed() -> None:
+    with pytest.raises(ModuleNotFoundError), importing():
+        assert not gc.isenabled()
+        importlib.import_module("nothing_of_this_name")
+    assert gc.isenabled()
