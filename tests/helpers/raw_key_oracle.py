@@ -1,7 +1,7 @@
-"""A transformers model that caches keys unrotated and rotates them anew for every token, each to where it stands.
+"""A transformers model whose attention rotates each key anew for every token that looks at it, to where it then stands.
 
 So nothing of it knows of turned queries, runs or blocks: a key that stands at position e scores as R(e) k, whatever has
-happened since it was computed. Tokens are computed one at a time, in float32 with float64 angles.
+happened since it was computed. All tokens are computed in one pass, in float32 with float64 angles.
 """
 
 from __future__ import annotations
@@ -9,20 +9,48 @@ from __future__ import annotations
 import inspect
 import sys
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import torch
 from helpers.loaded import loaded
-from transformers import AttentionInterface, DynamicCache
+from transformers import AttentionInterface
 
 from windlass.engine.rotary.scaling import RotarySpec
 
 _CURRENT: list[RawKeyOracle] = []
 
 
+@dataclass
+class _Row:
+    """A token: where its query stands, the tokens it holds, itself the last, where each stands and whether it is looked at."""
+
+    token: int
+    position: int
+    context_position: int
+    held: list[int]
+    places: list[float]
+    seen: list[bool]
+    specs: Sequence[RotarySpec]
+    score_scale: float
+
+
+@dataclass
+class _Pairs:
+    """Of the rows under the same frequencies, which number of them each query and each key that it holds has."""
+
+    specs: Sequence[RotarySpec]
+    queries: list[int] = field(default_factory=list)
+    keys: list[int] = field(default_factory=list)
+    places: list[float] = field(default_factory=list)
+    distances: list[float] = field(default_factory=list)
+    seen: list[bool] = field(default_factory=list)
+    scales: list[float] = field(default_factory=list)
+
+
 class RawKeyOracle:
-    """specs, names: of the model's rotary groups. `step` computes one token over the tokens that are held."""
+    """specs, names: of the model's rotary groups. `step` adds a token over those held, `logits` computes them all."""
 
     def __init__(self, directory: Path, specs: Sequence[RotarySpec], names: Sequence[str]) -> None:
         AttentionInterface.register("raw_keys", _attend)
@@ -30,39 +58,16 @@ class RawKeyOracle:
         self._names = names
         self.enter(specs)
         self.model.model.rotary_emb.forward = self._no_rotation
-        self.keys: dict[int, list[torch.Tensor]] = {}  # per layer, of every token that is held
-        self.values: dict[int, list[torch.Tensor]] = {}
-        self.query_position = 0
-        self.key_positions: list[float] = []
-        self.seen: list[bool] = []
+        self.held: list[int] = []  # tokens, counted from the first that was added
         self.score_scale = 1.0  # on the scores of the next token
-        # Layers that carry a state have it here, whatever becomes of keys.
-        config = self.model.config
-        kinds = getattr(config, "layer_types", None) or ()
-        has_states = not {"linear_attention", "conv"}.isdisjoint(kinds)
-        self.cached = (
-            {"past_key_values": DynamicCache(config=config), "use_cache": True} if has_states else {"use_cache": False}
-        )
+        self._rows: list[_Row] = []
+        self.pairs: list[_Pairs] = []
+        self.positions: list[int] = []  # of queries
 
     def enter(self, specs: Sequence[RotarySpec]) -> None:
-        """All keys and queries stand under these frequencies from now on."""
-        self._specs, self._fallback = dict(zip(self._names, specs, strict=True)), specs[0]
+        """For the tokens from here on all keys and queries stand under these frequencies."""
+        self._specs = specs
 
-    def _no_rotation(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
-        spec = self._specs.get(layer_type or "", self._fallback)
-        width = 2 * len(spec.inv_freq)
-        return torch.ones(1, position_ids.shape[1], width), torch.zeros(1, position_ids.shape[1], width)
-
-    def rotation(self, positions: Sequence[float], spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
-        angle = torch.tensor(positions, dtype=torch.float64)[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
-        angle = torch.cat((angle, angle), dim=-1)[None]
-        return (angle.cos() * spec.rotary_scale).float(), (angle.sin() * spec.rotary_scale).float()
-
-    def spec_of(self, module: Any) -> RotarySpec:
-        kind = "sliding_attention" if getattr(module, "is_sliding", False) else "full_attention"
-        return self._specs.get(kind, self._fallback)
-
-    @torch.no_grad()
     def step(
         self,
         token: int,
@@ -70,23 +75,63 @@ class RawKeyOracle:
         key_positions: Sequence[float],
         seen: Sequence[bool],
         context_position: int | None = None,
-    ) -> torch.Tensor:
-        """Logits [V] of a token whose query stands at `position`, over the held keys and its own, the last.
+    ) -> None:
+        """Add a token whose query stands at `position`, over the held keys and its own, the last; it is held from now on.
 
         key_positions, seen: where each of them stands, and whether it is looked at at all, before the layers' own windows.
         context_position: what the model takes as the token's position for anything but rotation.
         """
-        _CURRENT[:] = [self]
-        self.query_position, self.key_positions, self.seen = position, list(key_positions), list(seen)
+        self.held.append(len(self._rows))
         where = position if context_position is None else context_position
-        out = self.model(torch.tensor([[token]]), position_ids=torch.tensor([[where]]), **self.cached)
-        logits: torch.Tensor = out.logits[0, 0]
-        return logits
+        self._rows.append(
+            _Row(
+                token, position, where, list(self.held), list(key_positions), list(seen), self._specs, self.score_scale
+            )
+        )
 
     def drop(self, first: int, end: int) -> None:
         """Hold tokens first .. end - 1 of those held no more."""
-        for held in (*self.keys.values(), *self.values.values()):
-            del held[first:end]
+        del self.held[first:end]
+
+    @torch.no_grad()
+    def logits(self) -> list[torch.Tensor]:
+        """[V] of each token that was added."""
+        _CURRENT[:] = [self]
+        self.positions = [row.position for row in self._rows]
+        self.pairs = self._paired()
+        tokens = torch.tensor([[row.token for row in self._rows]])
+        where = torch.tensor([[row.context_position for row in self._rows]])
+        return list(self.model(tokens, position_ids=where, use_cache=False).logits[0])
+
+    def _paired(self) -> list[_Pairs]:
+        found: dict[tuple[RotarySpec, ...], _Pairs] = {}
+        for i, row in enumerate(self._rows):
+            pairs = found.setdefault(tuple(row.specs), _Pairs(row.specs))
+            pairs.queries += [i] * len(row.held)
+            pairs.keys += row.held
+            pairs.places += row.places
+            pairs.distances += [row.position - place for place in row.places]
+            pairs.seen += row.seen
+            pairs.scales += [row.score_scale] * len(row.held)
+        return list(found.values())
+
+    def _no_rotation(self, x: torch.Tensor, position_ids: torch.Tensor, layer_type: str | None = None) -> Any:
+        spec = self._named(self._specs, layer_type or "")
+        width = 2 * len(spec.inv_freq)
+        return torch.ones(1, position_ids.shape[1], width), torch.zeros(1, position_ids.shape[1], width)
+
+    def rotation(self, positions: Sequence[float], spec: RotarySpec) -> tuple[torch.Tensor, torch.Tensor]:
+        places, of = torch.tensor(positions, dtype=torch.float64).unique(return_inverse=True)
+        angle = places[:, None] * torch.tensor(spec.inv_freq, dtype=torch.float64)
+        angle = torch.cat((angle, angle), dim=-1)
+        cos, sin = ((part * spec.rotary_scale).float()[of][None] for part in (angle.cos(), angle.sin()))
+        return cos, sin
+
+    def spec_of(self, module: Any, specs: Sequence[RotarySpec]) -> RotarySpec:
+        return self._named(specs, "sliding_attention" if getattr(module, "is_sliding", False) else "full_attention")
+
+    def _named(self, specs: Sequence[RotarySpec], name: str) -> RotarySpec:
+        return dict(zip(self._names, specs, strict=True)).get(name, specs[0])
 
 
 def _attend(
@@ -98,36 +143,33 @@ def _attend(
     scaling: float,
     **rest: Any,
 ) -> tuple[torch.Tensor, None]:
-    """query [1, Hq, 1, D]; key, value [1, Hkv, S, D], neither rotated, of which the last counts."""
+    """query [1, Hq, T, D]; key, value [1, Hkv, T, D], neither rotated."""
     (oracle,) = _CURRENT
-    keys = oracle.keys.setdefault(module.layer_idx, [])
-    values = oracle.values.setdefault(module.layer_idx, [])
-    keys.append(key[0, :, -1])  # a cache brings all before it too
-    values.append(value[0, :, -1])
-    k = torch.stack(keys, dim=1)[None]  # [1, Hkv, S, D]
-    if getattr(module, "use_rope", True):
-        apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
-        spec = oracle.spec_of(module)
-        weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
-        qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
-        takes_one = "q" not in inspect.signature(apply).parameters  # Gemma 4's turns queries or keys
-        plain = getattr(module, "qk_nope_head_dim", 0)  # dims before those that rotate
+    group, count = query.shape[1] // key.shape[1], query.shape[2]
+    scores = torch.full((query.shape[1], count, count), float("-inf"))
+    for pairs in oracle.pairs:
+        q, k = query, key[:, :, pairs.keys]
+        if getattr(module, "use_rope", True):
+            weights = [getattr(module, name, None) for name in ("query_layernorm", "key_layernorm")]
+            qw, kw = (1.0 if norm is None else norm.weight for norm in weights)  # they follow the rotation
+            spec = oracle.spec_of(module, pairs.specs)
+            q = _rotated(module, query / qw, oracle.rotation(oracle.positions, spec)) * qw
+            k = _rotated(module, k / kw, oracle.rotation(pairs.places, spec)) * kw
+        found = (q[0, :, pairs.queries] * k[0].repeat_interleave(group, dim=0)).sum(-1)
+        hidden = ~torch.tensor(pairs.seen)
+        window = rest.get("sliding_window")
+        if window is not None:
+            hidden |= torch.tensor(pairs.distances) >= window
+        found = (found * scaling * torch.tensor(pairs.scales)).masked_fill(hidden, float("-inf"))
+        scores[:, pairs.queries, pairs.keys] = found
+    v = value.repeat_interleave(group, dim=1)
+    return (scores.softmax(-1)[None] @ v).transpose(1, 2), None
 
-        def rotated(x: torch.Tensor, positions: list[int]) -> torch.Tensor:
-            still, turned = x[..., :plain], x[..., plain:]
-            tables = oracle.rotation(positions, spec)
-            found = apply(turned, *tables) if takes_one else apply(turned, turned, *tables)[0]
-            return torch.cat((still, found), dim=-1)
 
-        query = rotated(query / qw, [oracle.query_position]) * qw
-        k = rotated(k / kw, oracle.key_positions) * kw
-    k = k.repeat_interleave(query.shape[1] // k.shape[1], dim=1)
-    v = torch.stack(values, dim=1)[None].repeat_interleave(query.shape[1] // key.shape[1], dim=1)
-    scores = (query @ k.transpose(-1, -2)) * scaling * oracle.score_scale
-    distance = oracle.query_position - torch.tensor(oracle.key_positions)
-    window = rest.get("sliding_window")
-    hidden = ~torch.tensor(oracle.seen)
-    if window is not None:
-        hidden |= distance >= window
-    scores = scores.masked_fill(hidden, float("-inf"))
-    return (scores.softmax(-1) @ v).transpose(1, 2), None
+def _rotated(module: Any, x: torch.Tensor, tables: tuple[torch.Tensor, torch.Tensor]) -> torch.Tensor:
+    apply = sys.modules[type(module).__module__].apply_rotary_pos_emb
+    takes_one = "q" not in inspect.signature(apply).parameters  # Gemma 4's turns queries or keys
+    plain = getattr(module, "qk_nope_head_dim", 0)  # dims before those that rotate
+    still, turned = x[..., :plain], x[..., plain:]
+    found = apply(turned, *tables) if takes_one else apply(turned, turned, *tables)[0]
+    return torch.cat((still, found), dim=-1)

@@ -94,12 +94,12 @@ WINDOW = ContextRule(attention_window=19, attention_sinks=3)
 
 def windowed_logits(directory: Path, scorer: Scorer, ids: list[int]) -> torch.Tensor:
     """[T, V] with keys rotated anew for every token: it sees 19 tokens, and 3 sinks as if they stood right before those."""
-    oracle, found = RawKeyOracle(directory, scorer.plan(len(ids)).stage(len(ids)).specs, ["full_attention"]), []
+    oracle = RawKeyOracle(directory, scorer.plan(len(ids)).stage(len(ids)).specs, ["full_attention"])
     for i, token in enumerate(ids):
         first = max(0, i - 18)
         places = [j + max(0, first - 3) if j < 3 else j for j in range(i + 1)]
-        found.append(oracle.step(token, i, places, [j < 3 or j >= first for j in range(i + 1)], i))
-    return torch.stack(found)
+        oracle.step(token, i, places, [j < 3 or j >= first for j in range(i + 1)], i)
+    return torch.stack(oracle.logits())
 
 
 @pytest.mark.parametrize("chunk", [16, 512])

@@ -279,15 +279,11 @@ def test_keys_are_rotated_anew_as_a_text_grows(tmp_path: Path) -> None:
     got = run(core, [request])["a", 0]
     report = got.outputs[-1].rotary
     assert report is not None and report.moves > 0
-    oracle, plan, right = (
-        RawKeyOracle(model, specs_of(core, request), ["full_attention"]),
-        core.plan_rotation(request),
-        [],
-    )
+    oracle, plan = RawKeyOracle(model, specs_of(core, request), ["full_attention"]), core.plan_rotation(request)
     for index, token in enumerate([*prompt, *got.token_ids]):
         oracle.enter(plan.stage(max(index + 1, len(prompt))).specs)
-        right.append(oracle.step(token, index, range(index + 1), [True] * (index + 1)))
-    expected = torch.stack(right[len(prompt) - 1 : -1])
+        oracle.step(token, index, range(index + 1), [True] * (index + 1))
+    expected = torch.stack(oracle.logits()[len(prompt) - 1 : -1])
     assert (torch.stack(got.logits) - expected).abs().max() / expected.abs().max() < 2e-5
 
 

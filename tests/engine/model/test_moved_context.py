@@ -71,7 +71,7 @@ def shifted_logits(
 
     plan: under `rotate`, whose keys stand under the frequencies of the moment.
     """
-    found, held = [], 0
+    held = 0
     for index, token in enumerate(tokens):
         if plan is not None:
             oracle.enter(plan.stage(max(index + 1, len(PROMPT))).specs)
@@ -79,21 +79,21 @@ def shifted_logits(
             oracle.drop(keep, keep + 16)
             held -= 16
         held += 1
-        found.append(oracle.step(token, held - 1, range(held), [True] * held))
-    return found
+        oracle.step(token, held - 1, range(held), [True] * held)
+    return oracle.logits()
 
 
 def streamed_logits(oracle: RawKeyOracle, tokens: list[int], rule: ContextRule) -> list[torch.Tensor]:
     """Of every token: it sees a window, and the sinks as if they stood right before it."""
-    found, sinks = [], rule.attention_sinks
+    sinks = rule.attention_sinks
     assert rule.attention_window is not None
     for index, token in enumerate(tokens):
         first = max(0, index - rule.attention_window + 1)  # of the window
         gap = max(0, first - sinks)  # tokens between the sinks and the window
         seen = [j < sinks or j >= first for j in range(index + 1)]
         places = [j + gap if j < sinks else j for j in range(index + 1)]
-        found.append(oracle.step(token, index, places, seen, index))
-    return found
+        oracle.step(token, index, places, seen, index)
+    return oracle.logits()
 
 
 def check(got: Finished, right: list[torch.Tensor]) -> None:

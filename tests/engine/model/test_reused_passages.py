@@ -56,26 +56,29 @@ def oracle_of(core: EngineCore, model: Path, request: EngineRequest) -> RawKeyOr
     return RawKeyOracle(model, specs_of(core, request), [group.name for group in core.info.rotary_groups])
 
 
-def read(oracle: RawKeyOracle, ids: list[int], start: int = 0) -> list[torch.Tensor]:
-    """Logits of every token behind those that are held."""
-    return [oracle.step(token, i, range(i + 1), [True] * (i + 1)) for i, token in enumerate(ids, start)]
+def read(oracle: RawKeyOracle, ids: list[int]) -> list[int]:
+    """Add tokens behind those that are held; returns which ones they are."""
+    first = len(oracle.held)
+    for token in ids:
+        count = len(oracle.held) + 1
+        oracle.step(token, count - 1, range(count), [True] * count)
+    return oracle.held[first:]
 
 
 def reused_logits(
     oracle: RawKeyOracle, ids: list[int], head: int, *, source: list[int] = SOURCE
 ) -> list[torch.Tensor | None]:
     """Of TURNED and what follows it, where both documents but for their heads come from SOURCE as they were there."""
-    read(oracle, source)
-    held = oracle.keys, oracle.values
-    oracle.keys, oracle.values = {}, {}
-    found: list[torch.Tensor | None] = []
+    there = read(oracle, source)
+    oracle.held = []
+    own: list[int | None] = []
     for at, from_at, length in ((TURNED_AT[1], AT[1], 50), (TURNED_AT[0], AT[0], 57)):
-        found += read(oracle, ids[len(found) : at + head], len(found))
-        for own, there in ((oracle.keys, held[0]), (oracle.values, held[1])):
-            for layer in own:
-                own[layer] += there[layer][from_at + head : from_at + length]
-        found += [None] * (length - head)
-    return found + read(oracle, ids[len(found) :], len(found))
+        own += read(oracle, ids[len(own) : at + head])
+        oracle.held += there[from_at + head : from_at + length]
+        own += [None] * (length - head)
+    own += read(oracle, ids[len(own) :])
+    logits = oracle.logits()
+    return [None if row is None else logits[row] for row in own]
 
 
 def check(got: Finished, right: list[torch.Tensor | None]) -> None:
