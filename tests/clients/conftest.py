@@ -15,6 +15,8 @@ def demo_server() -> Iterator[RealServer]:
     options = [
         word for name, scaling in profiles.items() for word in ("--rope-profile", f"{name}={json.dumps(scaling)}")
     ]
+    # Answers do not end by chance.
+    options += ["--override-generation-config", json.dumps({"temperature": 0})]
     with serve("--kv-cache-memory", "64MiB", "--max-model-len", "1024", *options) as running:
         yield running
 

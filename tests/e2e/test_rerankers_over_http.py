@@ -95,7 +95,8 @@ def test_an_original_checkpoint_ranks_by_its_answer(server: RealServer, original
 def test_it_goes_on_generating_and_says_how_it_scores(server: RealServer) -> None:
     model = httpx.get(f"{server.url}/v1/models").json()["data"][0]
     assert (model["tasks"], model["scored_by"]) == (["generate", "embed", "score"], "answer")
-    assert post(server, "/v1/completions", prompt="The fox", max_tokens=3)["usage"]["completion_tokens"] == 3
+    answer = post(server, "/v1/completions", prompt="The fox", max_tokens=3, ignore_eos=True)
+    assert answer["usage"]["completion_tokens"] == 3
     ids = WORDS.encode(qwen3_prompt(QUERY, DOCUMENTS[0]), add_special_tokens=False).ids
     row = post(server, "/pooling", input=ids, task="classify")["data"][0]
     assert row["data"] == [pytest.approx(float(ranked(server)[0]), abs=1e-6)] and row["shape"] == [1, 1]

@@ -110,7 +110,7 @@ def test_a_round_trip(client: openai.OpenAI) -> None:
     messages = [*USER, made.model_dump(exclude_none=True)]
     messages += [{"role": "tool", "tool_call_id": call.id, "content": "sunny"} for call in made.tool_calls]
     answer = client.chat.completions.create(
-        model="demo", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=8
+        model="demo", messages=messages, tools=TOOLS, tool_choice="none", max_tokens=8, temperature=0
     )
     assert answer.choices[0].message.content and not answer.choices[0].message.tool_calls
 

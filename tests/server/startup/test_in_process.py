@@ -127,7 +127,7 @@ def test_errors_are_the_servers(llm: LLM) -> None:
         llm.generate("a", max_tokns=3)
     with pytest.raises(ValueError, match="use stream"):
         llm.generate("a", stream=True)
-    assert llm.generate("a", max_tokens=1)[0].choices[0].finish_reason == "length"
+    assert llm.generate("a", max_tokens=1, ignore_eos=True)[0].choices[0].finish_reason == "length"
 
 
 def test_a_timeout_is_the_field_of_that_name(llm: LLM) -> None:
@@ -312,7 +312,7 @@ with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:
             llm.close()
         sys.exit()
     next(stream)
-    print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)
+    print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout, done.stderr) == (0, "2\n", ""), done.stderr
@@ -322,7 +322,7 @@ def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
         "from windlass import LLM; import sys\n"
         f"llm = LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS})\n"
-        "print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
+        "print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
         "assert 'torch' not in sys.modules"
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
