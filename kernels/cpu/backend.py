@@ -8,6 +8,7 @@ another one while it records.
 from __future__ import annotations
 
 import functools
+import math
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -219,6 +220,20 @@ class CompiledBackend(CompiledPointwise, Backend):
     ) -> Tensor:
         operands = qkv, decay, strength, rate, bias, memory, rows
         return recurrence.gated_delta_rule(*operands, in_turns=in_turns, library=self._library)
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return self._torch.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)
