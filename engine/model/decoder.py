@@ -33,13 +33,15 @@ from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolution
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space import StateSpace
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
 
 FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
-StateMixer: TypeAlias = GatedDelta | ShortConvolution
+StateMixer: TypeAlias = GatedDelta | ShortConvolution | StateSpace
 
 
 @dataclass(slots=True)
@@ -145,6 +147,8 @@ class Decoder:
             return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ShortConvolutionSpec):
             return ShortConvolution(spec, weights, self.backend)
+        if isinstance(spec, StateSpaceSpec):
+            return StateSpace(spec, weights, self.backend)
         if isinstance(spec, LatentSpec):
             return LatentAttention(spec, weights, self._kinds[index], self.backend)
         return Attention(spec, weights, self.spec.norm_eps, self._kinds[index], self.backend)

@@ -22,12 +22,14 @@ from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_o
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 FeedForwardSpec: TypeAlias = GatedSpec | PlainSpec | ExpertsSpec
-StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec  # what carries a state from token to token
+# What carries a state from token to token.
+StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)
