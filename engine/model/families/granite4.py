@@ -4,6 +4,7 @@ an H in front of their size). A feed-forward is named as a shared expert, beside
 from __future__ import annotations
 
 import math
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -118,10 +119,15 @@ def _limits(config: Config) -> tuple[float, float]:
     if given is None:
         return 0.0, math.inf
     found = [math.inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, list) else []
-    numbers = [float(one) for one in found if isinstance(one, int | float) and not isinstance(one, bool)]
-    if len(found) != 2 or len(numbers) != 2 or not 0 <= numbers[0] <= numbers[1]:
+    if len(found) != 2 or not all(map(_is_step, found)) or found[0] > found[1]:
         raise LoadError(f"config.json: time_step_limit must be two numbers, the smaller first, got {shown(given)}")
-    return numbers[0], numbers[1]
+    return float(found[0]), float(found[1])
+
+
+def _is_step(value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return False
+    return 0 <= value <= sys.float_info.max or value == math.inf
 
 
 GRANITE4 = replace(

@@ -22,7 +22,7 @@ from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 
 # With a memory, and without one; and bytes for a cache so little that sequences give up their places.
-FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10}
+FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10, "granite4_h": 400 << 10}
 _generator = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, 128, (count,), generator=_generator).tolist() for count in (5, 16, 17, 33, 60, 90)]
 
