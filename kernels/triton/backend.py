@@ -160,7 +160,7 @@ class TritonBackend(TorchBackend):
         *,
         limits: tuple[float, float] = (0.0, math.inf),
     ) -> Tensor:
-        return super().state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
+        return recurrence.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):
