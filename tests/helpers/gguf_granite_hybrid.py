@@ -16,6 +16,7 @@ from helpers.gguf_models import interleave
 from safetensors.torch import load_file
 from torch import Tensor
 
+ARCHITECTURES = {"GraniteMoeHybridForCausalLM": "granitehybrid"}
 _OUTER = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight"}
 _NAMES = {
     "input_layernorm": "attn_norm",
@@ -42,6 +43,7 @@ def convert(source: Path, file: Path, kind: str = "F32", **changes: Any) -> Path
 
 
 def metadata_of(config: Mapping[str, Any]) -> Metadata:
+    name = ARCHITECTURES[config["architectures"][0]]
     attends = [kind == "full_attention" for kind in config["layer_types"]]
     rotates = config["position_embedding_type"] == "rope"
     found: Metadata = {
@@ -70,9 +72,9 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
     if config["num_local_experts"]:
         found |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
     return {
-        "general.architecture": "granitehybrid",
+        "general.architecture": name,
         "general.type": "model",
-        **{f"granitehybrid.{key}": value for key, value in found.items()},
+        **{f"{name}.{key}": value for key, value in found.items()},
         "tokenizer.ggml.eos_token_id": config["eos_token_id"],
     }
 

@@ -307,9 +307,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),
-    "lfm2": Architecture(
-        LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attending
-    ),
+    "lfm2": Architecture(LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attending),
     "lfm2moe": Architecture(
         LFM2_MOE,
         more=lfm2.lfm2_moe,

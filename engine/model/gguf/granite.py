@@ -60,8 +60,12 @@ def _hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]
     """Layers without heads of keys carry a state; llama.cpp calls the number of their heads a time step's rank."""
     heads, inner, hidden = keys.size(_HEADS), keys.size(_INNER), keys.size("embedding_length")
     if inner % hidden or inner % heads:
-        raise LoadError(f"{keys.key(_INNER)} {inner} is not a multiple of {hidden}, the model's width, and of {heads} heads")
-    of_experts = _experts(keys, config) if keys.count(_COUNT) else {**_multipliers(keys, config), "num_local_experts": 0}
+        raise LoadError(
+            f"{keys.key(_INNER)} {inner} is not a multiple of {hidden}, the model's width, and of {heads} heads"
+        )
+    of_experts = (
+        _experts(keys, config) if keys.count(_COUNT) else {**_multipliers(keys, config), "num_local_experts": 0}
+    )
     return {
         **of_experts,
         "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],

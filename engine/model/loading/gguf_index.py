@@ -106,9 +106,7 @@ class GgufIndex:
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""
-        spec = as_gguf_holds(
-            self.with_heads(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart
-        )
+        spec = as_gguf_holds(self.with_heads(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.fused_in_parts:
