@@ -80,10 +80,10 @@ class Architecture:
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart: see `GgufIndex`. rope:
-    the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of layers, in
-    place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain sizes of
-    config.json are.
+    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart: see `GgufIndex`.
+    rope: the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of
+    layers, in place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain
+    sizes of config.json are.
     """
 
     family: Family

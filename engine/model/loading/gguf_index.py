@@ -69,8 +69,8 @@ class GgufIndex:
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
     latent_in_parts: what makes keys and what makes values of latent attention are two tensors. values_in_turns: heads of values
-    of layers with a state meet those of keys by turns. gates_apart: gates and what they gate are two tensors where checkpoints have
-    one.
+    of layers with a state meet those of keys by turns. gates_apart: gates and what they gate are two tensors, where checkpoints
+    have one.
     """
 
     files: tuple[Path, ...]
