@@ -99,7 +99,15 @@ def _as_theirs(own: StateSpace, key_heads: int) -> dict[str, torch.Tensor]:
     shapes = (heads, value_dim), (key_heads, key_dim), (key_heads, key_dim)
     parts = own.mixed.split([a * b for a, b in shapes], dim=1)
     x, b, c = (part.reshape(1, -1, *shape) for part, shape in zip(parts, shapes, strict=True))
-    return {"hidden_states": x, "dt": own.step[None], "A": -own.rate, "B": b, "C": c, "D": own.skip, "dt_bias": own.bias}
+    return {
+        "hidden_states": x,
+        "dt": own.step[None],
+        "A": -own.rate,
+        "B": b,
+        "C": c,
+        "D": own.skip,
+        "dt_bias": own.bias,
+    }
 
 
 def test_transformers_agree_on_the_state_space_of_a_prompt() -> None:
