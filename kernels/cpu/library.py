@@ -180,16 +180,8 @@ SIGNATURES: dict[str, list[type]] = {
     ],
     "state_space": [
         *(*_TENSOR2, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # mixed, step, rate, bias, skip
-        *(
-            _POINTER,
-            _LONG,
-            _LONG,
-            _LONG,
-            _LONG,
-            _LONG,
-            _FLOAT,
-            _FLOAT,
-        ),  # memory: blocks, key heads, heads, dims; limits
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims
+        *(_FLOAT, _FLOAT),  # limits
         *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
     ],
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],

@@ -91,7 +91,8 @@ class Recurrences(ABC):
     ) -> Tensor:
         """What queries read of a memory that each token lets fade and adds to (Mamba 2, 2405.21060), in float32.
 
-        For each of the Hv heads d = softplus(step + bias), kept within limits; M = exp(-rate d) M + k (d v)^T; out = M^T q + skip v.
+        For each of the Hv heads d = softplus(step + bias), kept within limits; M = exp(-rate d) M; M = M + k (d v)^T;
+        out = M^T q + skip v.
 
         mixed: [T, Hv Dv + 2 Hk Dk], of each token the values, keys (B) and queries (C), any row stride; head h of the Hv meets
         key and query h // (Hv / Hk). step: [T, Hv] in mixed's dtype, any row stride. rate, bias, skip: [Hv] float32. memory: as
