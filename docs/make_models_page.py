@@ -91,9 +91,10 @@ Three of four layers of Qwen 3.5, Qwen 3.6 and Qwen3-Next read no keys. Such a l
 of a short convolution, and a matrix for each head, which each token lets fade and corrects. It is float32, whatever weights and
 pages are. Most layers of LFM2 are a short convolution between two gates ([2511.23404](https://arxiv.org/abs/2511.23404)), and the
 state is the last inputs of that alone. Nine of ten layers of Granite 4 H have a memory that each token lets fade and adds to
-(Mamba 2, [2405.21060](https://arxiv.org/abs/2405.21060)) behind a short convolution. The other layers attend as everywhere:
-their scaling is set per server and per request. Those of Granite 4 H do not rotate, as its config.json says
-(`position_embedding_type`), so there is nothing to scale: a `rope_scaling` is refused with the reason.
+(Mamba 2, [2405.21060](https://arxiv.org/abs/2405.21060)) behind a short convolution. So has about every second one of Nemotron H
+and Nemotron Nano 2, whose layers are one part each: such a memory, attention, or a feed-forward. The other layers attend as
+everywhere: their scaling is set per server and per request. Those of Granite 4 H do not rotate, as its config.json says
+(`position_embedding_type`), nor do those of Nemotron H. There a `rope_scaling` is refused with the reason.
 
 * **Memory.** In the shape of Qwen 3.5 0.8B a state takes 19 MiB, and a token 12 KiB of pages in bfloat16; in that of LFM2 1.2B
   they take 160 KiB and 12 KiB, in that of Granite 4 H Tiny 55 MiB and 8 KiB. There are states for twice as many sequences as run
@@ -177,13 +178,14 @@ def checkpoints() -> dict[str, list[str]]:
 
 
 def rows() -> Iterator[str]:
-    for family, names in _compared(lambda one: one.causal and one.positions == "rotary"):
+    for family, names in _compared(lambda one: one.causal and one.positions not in POSITIONS):
+        rotates = family.positions == "rotary"
         yield " | ".join(
             (
                 f"| {family.models}",
                 f"`{family.architecture}`",
-                _pairs(family),
-                f"{family.rules.rope_theta:,.0f}",
+                _pairs(family) if rotates else "none turn",
+                f"{family.rules.rope_theta:,.0f}" if rotates else "–",
                 names,
                 ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) + " |",
             )
@@ -200,7 +202,7 @@ def encoder_rows() -> Iterator[str]:
 
 
 def unrotated_rows() -> Iterator[str]:
-    for family, names in _compared(lambda one: one.positions != "rotary"):
+    for family, names in _compared(lambda one: one.positions in POSITIONS):
         architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
         yield f"| {family.models} | {architectures} | {POSITIONS[family.positions]} | {names} |"
 

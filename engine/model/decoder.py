@@ -36,7 +36,7 @@ from windlass.engine.model.mixers.short_convolution_spec import ShortConvolution
 from windlass.engine.model.mixers.state_space import StateSpace
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, StateMixerSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
 
@@ -48,16 +48,17 @@ StateMixer: TypeAlias = GatedDelta | ShortConvolution | StateSpace
 class DecoderLayer:
     """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
-    feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
+    Where there is no mixer or no feed-forward, the layer is the other alone, behind the mixer's norm. feed_forward_norm None: the
+    feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
     the sums, see `LayerNorms`; None: before the parts. pages: the layer whose cached keys and values it reads, itself in most
     models. beside, input, scalar: see `LayerSpec`.
     """
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention | StateMixer
+    mixer: Attention | LatentAttention | StateMixer | None
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     feed_forward_output_norm: Norm
     parallel: bool
     pages: int
@@ -115,7 +116,6 @@ class Decoder:
         norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
-        feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         beside = given = None
         if layer.beside is not None:
@@ -126,10 +126,10 @@ class Decoder:
         owner = layer.mixer.keys_of if isinstance(layer.mixer, AttentionSpec) else None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
-            mixer=self._mixer(index, layer, of_layer(weights, prefix, layer.mixer.weights(hidden))),
+            mixer=self._mixer(index, layer.mixer, weights),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
-            feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
+            feed_forward=self._feed_forward(index, layer.feed_forward, weights),
             feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
             pages=index if owner is None else owner,
@@ -140,9 +140,11 @@ class Decoder:
         )
 
     def _mixer(
-        self, index: int, layer: LayerSpec, weights: Mapping[str, Any]
-    ) -> Attention | LatentAttention | StateMixer:
-        spec = layer.mixer
+        self, index: int, spec: AttentionSpec | LatentSpec | StateMixerSpec | None, weights: Mapping[str, Any]
+    ) -> Attention | LatentAttention | StateMixer | None:
+        if spec is None:
+            return None
+        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedDeltaSpec):
             return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ShortConvolutionSpec):
@@ -153,7 +155,10 @@ class Decoder:
             return LatentAttention(spec, weights, self._kinds[index], self.backend)
         return Attention(spec, weights, self.spec.norm_eps, self._kinds[index], self.backend)
 
-    def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
+    def _feed_forward(self, index: int, spec: FeedForwardSpec | None, weights: Mapping[str, Any]) -> FeedForward | None:
+        if spec is None:
+            return None
+        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedSpec):
             return GatedFeedForward(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ExpertsSpec):
@@ -212,7 +217,14 @@ class Decoder:
                 inputs = self._attention.inputs(batch)
                 x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
+            if layer.mixer is None:
+                assert layer.feed_forward is not None
+                normed = next_norm.after_adding(x, self._summed(layer.feed_forward.forward(normed, changes)))
+                continue
             y = layer.mixer_output_norm(self._summed(_mixed(layer, index, normed, batch, inputs, cache, changes)))
+            if layer.feed_forward is None:
+                normed = next_norm.after_adding(x, y)
+                continue
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
                 x = layer.feed_forward_norm.after_adding(x, y)
@@ -286,6 +298,7 @@ def _mixed(
     changes: LayerChanges | None,
 ) -> Tensor:
     """What the mixer of the layer of this index makes of its input, both [T, hidden]."""
+    assert layer.mixer is not None
     if isinstance(layer.mixer, StateMixer):
         rows = batch.state_rows
         assert rows is not None

@@ -71,14 +71,15 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place.
+    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place; where either is
+    None, the layer is the other alone, behind the mixer's norm (Nemotron H).
 
     beside: experts beside the feed-forward. input: what the layer is given beside the stream, None where it is nothing. scalar:
     the name of a tensor of one number by which the stream is multiplied at the end.
     """
 
-    mixer: AttentionSpec | LatentSpec | StateMixerSpec
-    feed_forward: FeedForwardSpec
+    mixer: AttentionSpec | LatentSpec | StateMixerSpec | None
+    feed_forward: FeedForwardSpec | None
     norms: LayerNorms = LayerNorms()
     beside: BesideSpec | None = None
     input: LayerInputSpec | None = None
@@ -94,7 +95,9 @@ class LayerSpec:
         )
         if self.scalar is not None:
             further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.scalar, 1),)),)
-        return *first, *self.mixer.weights(hidden_size), *rest, *self.feed_forward.weights(hidden_size), *further
+        mixer = () if self.mixer is None else self.mixer.weights(hidden_size)
+        feed_forward = () if self.feed_forward is None else self.feed_forward.weights(hidden_size)
+        return *first, *mixer, *rest, *feed_forward, *further
 
 
 @dataclass(frozen=True, slots=True)
@@ -186,7 +189,7 @@ class ModelSpec:
     def attention(self) -> dict[int, AttentionSpec | LatentSpec]:
         """Of the layers that read cached keys, by their indices; the others carry a state."""
         mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
-        return {index: mixer for index, mixer in mixers.items() if not isinstance(mixer, StateMixerSpec)}
+        return {index: mixer for index, mixer in mixers.items() if isinstance(mixer, AttentionSpec | LatentSpec)}
 
     @property
     def has_chunks(self) -> bool:

@@ -22,6 +22,20 @@ _GRANITE = {
     "residual_multiplier": 0.22,
     "attention_multiplier": 0.3,
 }
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "max_position_embeddings": 256,
+    "layer_norm_epsilon": 1e-3,
+}
 # Names as tests and docs/models.md have them: the class, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
@@ -30,6 +44,8 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_rw": ("FalconForCausalLM", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon_rw_six_heads": ("FalconForCausalLM", {**_FALCON, "hidden_size": 96, "num_attention_heads": 6}),
     "baichuan_13b": ("BaichuanForCausalLM", {}),  # of `tiny_plain`
+    "nemotron_h": ("NemotronHForCausalLM", {**_NEMOTRON, "use_bias": True, "mlp_bias": True}),
+    "nemotron_h_plain": ("NemotronHForCausalLM", {**_NEMOTRON, "use_conv_bias": False}),
     "granite4_h_nope": ("GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 0}),
     "granite4_h_nope_experts": (
         "GraniteMoeHybridForCausalLM",
@@ -55,7 +71,7 @@ def make_unrotated(family: str, directory: Path, *, head: str | None = None, see
             if parameter.dim() == 1:
                 parameter.add_(1.0)
         for key, parameter in model.named_parameters():
-            if key.endswith("mamba.A_log"):  # so that what a token added is there for many more
+            if key.endswith(".A_log"):  # so that what a token added is there for many more
                 parameter.sub_(3.0)
     model.save_pretrained(directory)
     return directory

@@ -3,8 +3,6 @@ an H in front of their size). A feed-forward is named as a shared expert, beside
 
 from __future__ import annotations
 
-import math
-import sys
 from dataclasses import replace
 from typing import Any
 
@@ -12,10 +10,11 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import read_count
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.softmax_experts import GRANITE_MOE_SHARED
+from windlass.engine.model.families.state_spaces import MOST, read_limits, read_shape
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import ModelSpec
@@ -27,7 +26,6 @@ STATE_SPACE = "linear_attention"
 _KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
 _POSITIONS = "position_embedding_type"
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
-_MOST = 1 << 16  # heads, their groups, and numbers of a state: far above any model
 _SHARED = GatedNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
 
 
@@ -86,48 +84,26 @@ def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
 def _state_space(config: Config) -> StateSpaceSpec:
     refuse_other_values(config, {"hidden_act": ("silu", "swish")})
     hidden = read_size(config, "hidden_size")
-    heads, groups, state, expand = (
-        read_size(config, f"mamba_{key}", default, most=_MOST)
-        for key, default in (("n_heads", 128), ("n_groups", 1), ("d_state", 256), ("expand", 2))
+    expand, heads = (
+        read_size(config, key, one, most=MOST) for key, one in (("mamba_expand", 2), ("mamba_n_heads", 128))
     )
-    if heads % groups:
-        raise LoadError(f"config.json: mamba_n_heads {heads} is not a multiple of mamba_n_groups {groups}")
-    given = config.get("mamba_d_head")
-    head_dim = expand * hidden // heads if given in (None, "auto") else read_size(config, "mamba_d_head")
+    if config.get("mamba_d_head") in (None, "auto"):
+        config = {**config, "mamba_d_head": max(1, expand * hidden // heads)}
+    shape = read_shape(
+        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+    )
+    heads, head_dim, *_ = shape
     if heads * head_dim != expand * hidden:
         raise LoadError(
             f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not mamba_expand {expand} times hidden_size {hidden}"
         )
-    width = read_size(config, "mamba_d_conv", 4)
-    check_width("mamba_d_conv", width)
     return StateSpaceSpec(
-        heads,
-        head_dim,
-        groups,
-        state,
-        width,
+        *shape,
         read_number(config, "rms_norm_eps") or GRANITE4.rules.rms_norm_eps,
-        _limits(config),
+        read_limits(config),
         read_flag(config, "mamba_proj_bias"),
         read_flag(config, "mamba_conv_bias", default=True),
     )
-
-
-def _limits(config: Config) -> tuple[float, float]:
-    """Of the steps of tokens. transformers writes an infinite number as an object."""
-    given = config.get("time_step_limit")
-    if given is None:
-        return 0.0, math.inf
-    found = [math.inf if one == {"__float__": "Infinity"} else one for one in given] if isinstance(given, list) else []
-    if len(found) != 2 or not all(map(_is_step, found)) or found[0] > found[1]:
-        raise LoadError(f"config.json: time_step_limit must be two numbers, the smaller first, got {shown(given)}")
-    return float(found[0]), float(found[1])
-
-
-def _is_step(value: Any) -> bool:
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        return False
-    return 0 <= value <= sys.float_info.max or value == math.inf
 
 
 GRANITE4 = replace(

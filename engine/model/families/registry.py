@@ -36,6 +36,7 @@ from windlass.engine.model.families.llama4 import LLAMA4
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from windlass.engine.model.families.nanochat import NANOCHAT
+from windlass.engine.model.families.nemotron_h import NEMOTRON_H
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
@@ -126,6 +127,7 @@ FAMILIES = (
     QWEN3_NEXT,
     LFM2,
     LFM2_MOE,
+    NEMOTRON_H,
     GPT2,
     BLOOM,
     MODERNBERT,

@@ -115,7 +115,7 @@ class GgufIndex:
             return spec
         layers = []
         for layer in spec.layers:
-            if isinstance(layer.mixer, StateMixerSpec):
+            if layer.mixer is None or isinstance(layer.mixer, StateMixerSpec):
                 layers.append(layer)
                 continue
             group = layer.mixer.rotary_group

@@ -188,7 +188,7 @@ def test_limits_of_steps(given: Any, expected: tuple[float, float]) -> None:
         ({"mamba_n_heads": 1 << 17}, "mamba_n_heads must be a positive integer up to 65536"),
         ({"mamba_n_heads": 47}, "mamba_n_heads 47 of 64 numbers are not mamba_expand 2 times hidden_size 1536"),
         ({"mamba_n_heads": 47, "mamba_d_head": "auto"}, "mamba_n_heads 47 of 65 numbers are not mamba_expand 2"),
-        ({"mamba_n_heads": 4000, "mamba_d_head": None}, "mamba_n_heads 4000 of 0 numbers are not"),
+        ({"mamba_n_heads": 4000, "mamba_d_head": None}, "mamba_n_heads 4000 of 1 numbers are not"),
         ({"mamba_d_head": 1 << 40}, "mamba_d_head must be a positive integer"),
         ({"mamba_d_head": "64"}, "mamba_d_head must be a positive integer"),
         ({"mamba_n_groups": 5}, "mamba_n_heads 48 is not a multiple of mamba_n_groups 5"),
