@@ -33,6 +33,7 @@ from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolution
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_beside import StateBeside
 from windlass.engine.model.mixers.state_space import StateSpace
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
@@ -51,7 +52,7 @@ class DecoderLayer:
     Where there is no mixer or no feed-forward, the layer is the other alone, behind the mixer's norm. feed_forward_norm None: the
     feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
     the sums, see `LayerNorms`; None: before the parts. pages: the layer whose cached keys and values it reads, itself in most
-    models. beside, input, scalar: see `LayerSpec`.
+    models. beside, input, scalar, state: see `LayerSpec`.
     """
 
     mixer_norm: Norm
@@ -66,6 +67,7 @@ class DecoderLayer:
     beside: ExpertsBeside | None = None
     input: LayerInput | None = None
     scalar: Tensor | None = None  # [1] float32
+    state: StateBeside | None = None
 
 
 class Decoder:
@@ -117,7 +119,9 @@ class Decoder:
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
-        beside = given = None
+        beside = given = state = None
+        if layer.state is not None:
+            state = StateBeside(layer.state, of_layer(weights, prefix, layer.state.weights(hidden)), backend)
         if layer.beside is not None:
             of_experts = of_layer(weights, prefix, layer.beside.weights(hidden))
             beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
@@ -137,6 +141,7 @@ class Decoder:
             beside=beside,
             input=given,
             scalar=None if layer.scalar is None else weights[f"{prefix}scalar"],
+            state=state,
         )
 
     def _mixer(
@@ -303,4 +308,9 @@ def _mixed(
         rows = batch.state_rows
         assert rows is not None
         return layer.mixer.forward(normed, rows, cache.states(index), changes)
-    return layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)
+    y = layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)
+    if layer.state is None:
+        return y
+    rows = batch.state_rows
+    assert rows is not None
+    return layer.state.joined(y, normed, rows, cache.states(index), changes)

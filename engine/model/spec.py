@@ -22,6 +22,7 @@ from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_o
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_beside_spec import StateBesideSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
@@ -75,7 +76,7 @@ class LayerSpec:
     None, the layer is the other alone, behind the mixer's norm (Nemotron H).
 
     beside: experts beside the feed-forward. input: what the layer is given beside the stream, None where it is nothing. scalar:
-    the name of a tensor of one number by which the stream is multiplied at the end.
+    the name of a tensor of one number by which the stream is multiplied at the end. state: a memory beside attention.
     """
 
     mixer: AttentionSpec | LatentSpec | StateMixerSpec | None
@@ -84,6 +85,7 @@ class LayerSpec:
     beside: BesideSpec | None = None
     input: LayerInputSpec | None = None
     scalar: str | None = None
+    state: StateBesideSpec | None = None
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Every weight of the layer, about in the order in which they are used."""
@@ -91,7 +93,10 @@ class LayerSpec:
         first = [norm for norm in norms if norm.name.removesuffix("_bias") == "mixer_norm"]
         rest = [norm for norm in norms if norm not in first]
         further = tuple(
-            weight for part in (self.beside, self.input) if part is not None for weight in part.weights(hidden_size)
+            weight
+            for part in (self.state, self.beside, self.input)
+            if part is not None
+            for weight in part.weights(hidden_size)
         )
         if self.scalar is not None:
             further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.scalar, 1),)),)

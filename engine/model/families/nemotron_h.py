@@ -128,6 +128,7 @@ NEMOTRON_H = Family(
     rules=ConfigRules(
         layer_pattern=_some_attend,
         max_position_embeddings=4096,
+        num_hidden_layers=4,
         num_key_value_heads=8,
         head_dim=128,
         rms_norm_eps=1e-5,

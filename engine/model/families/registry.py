@@ -12,6 +12,7 @@ from windlass.engine.model.families.encoders import EUROBERT, MODERNBERT, NOMIC_
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
+from windlass.engine.model.families.falcon_h1 import FALCON_H1
 from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
@@ -128,6 +129,7 @@ FAMILIES = (
     LFM2,
     LFM2_MOE,
     NEMOTRON_H,
+    FALCON_H1,
     GPT2,
     BLOOM,
     MODERNBERT,

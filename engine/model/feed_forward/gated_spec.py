@@ -29,12 +29,13 @@ class GatedNames:
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
-    """down(activation(gate(x)) * up(x)); bias: on all three."""
+    """down(activation(gate(x)) * up(x)); bias: on all three. factors: what gate and down give is multiplied by."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     names: GatedNames = GatedNames()
+    factors: tuple[float, float] | None = None
 
     @property
     def apart(self) -> GatedSpec:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
 
 from windlass.engine.cache.layout import StateGroupSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
@@ -31,7 +32,8 @@ class StateSpaceSpec:
 
     width: of the convolution, in tokens. norm_eps: of the norm in front of the output, which norms each group for itself. limits:
     of the steps that tokens take. bias: on both projections; convolution_bias: on the convolution. in_gguf: a file has rates and
-    not their logarithms, negative, and vectors as columns or with a row for each group.
+    not their logarithms, negative, and vectors as columns or with a row for each group. normed: when that norm is, None where
+    there is none. factors: what projected gates, values, keys, queries and steps are multiplied by.
     """
 
     heads: int
@@ -45,6 +47,8 @@ class StateSpaceSpec:
     convolution_bias: bool = True
     names: StateSpaceNames = StateSpaceNames()
     in_gguf: bool = False
+    normed: Literal["gated", "before the gate"] | None = "gated"
+    factors: tuple[float, float, float, float, float] | None = None
 
     @property
     def values(self) -> int:
@@ -83,6 +87,6 @@ class StateSpaceSpec:
             WeightSpec("rate", "shift", (heads,), (rate,)),
             WeightSpec("step_bias", "shift", (heads,), (StoredTensor(names.step_bias, heads),)),
             WeightSpec("skip", "shift", (heads,), (StoredTensor(names.skip, heads, by_head=columns),)),
-            WeightSpec("norm", "shift", (self.values,), (norm,)),
+            *((WeightSpec("norm", "shift", (self.values,), (norm,)),) if self.normed is not None else ()),
             *projection("out", [StoredTensor(names.out, hidden_size, role="out")], self.values, bias=self.bias),
         )

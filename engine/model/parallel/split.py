@@ -59,6 +59,8 @@ def split_model(
 
         if layer.mixer is None or layer.feed_forward is None:
             raise refusal("a layer of one part alone is not split")
+        if layer.state is not None:
+            raise refusal("a layer that carries a state is not split")
         mixer, of_mixer = split_attention(layer.mixer, seat, unit_of)
         feed_forward, of_feed_forward = split_feed_forward(layer.feed_forward, seat, unit_of)
         slices |= {prefix + name: part for name, part in (of_mixer | of_feed_forward).items()}
