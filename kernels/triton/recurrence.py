@@ -103,7 +103,7 @@ def state_space(
         (rows.blocks.shape[0], heads, -(-value_dim // block)),
         mixed,
         *(mixed, mixed.stride(0), step, step.stride(0), rate, bias, skip),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, out, *limits),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, out, *map(float, limits)),
         KEY_HEADS=(mixed.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
         KEY_DIM=key_dim,

@@ -57,12 +57,6 @@ struct Change {
     vf delta[NV];
 };
 
-INLINE vf changed(vf m, const Change &change, long i, int v) {
-    vu faded = (vu)(m * change.kept);
-    hide(faded);  // or it joins the addition in one place and not in the other
-    return add_product((vf)faded, change.delta[v], splat(change.key[i]));
-}
-
 struct Sums {
     vf of_key[NV] = {}, of_query[NV] = {};
     INLINE_MEMBER void add(const vf (&m)[NV], float key, float query) {
@@ -93,7 +87,7 @@ static NOINLINE Sums pass(float *panel, const Change &last, const float *key, co
     for (long i = 0; i < dim; i++, panel += PANEL) {
         vf m[NV];
         for (int v = 0; v < NV; v++) {
-            m[v] = changed(load(panel + v * W), change, i, v);
+            m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
             store(panel + v * W, m[v]);
         }
         sums.add(m, key[i], query[i]);
@@ -105,7 +99,7 @@ static NOINLINE void leave(const float *panel, const Change &last, long dim, flo
     const Change change = last;
     for (long i = 0; i < dim; i++, memory += row, panel += PANEL) {
         vf m[NV];
-        for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change, i, v);
+        for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
         store_columns(memory, n, m);
     }
 }

@@ -1,4 +1,4 @@
-// What kernels share whose tokens change matrices column by column: runs of tokens, panels of columns, and a gate's softplus.
+// What kernels share whose tokens change matrices column by column: runs of tokens, panels of columns, and how one changes.
 
 #pragma once
 
@@ -41,6 +41,13 @@ template <class T, int V> INLINE void store_columns(T *to, long n, const vf (&fr
         if (n >= W) store(to + v * W, from[v]);
         else if (n > 0) store_some(to + v * W, from[v], n);
     }
+}
+
+// What fades and is added to.
+INLINE vf changed(vf m, float kept, vf added, vf key) {
+    vu faded = (vu)(m * kept);
+    hide(faded);  // or it joins the addition in one place and not in the other
+    return add_product((vf)faded, added, key);
 }
 
 INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }

@@ -1,9 +1,9 @@
 // State space layers whose matrices fade by one number per head (Mamba 2, 2405.21060), in float32.
 //
 // Columns of such a matrix M have nothing to do with each other. A unit of work is some columns of a head over a run of tokens. A
-// pass over a panel of them makes M = g M + k (d v)^T of a token and sums M^T q. Over many tokens the panel stays in the first
-// cache. A single token's pass reads and writes the memory itself, and that is what it waits for: so it goes over all panels
-// of some rows before it comes to the next ones, as memory is fetched ahead in one direction.
+// pass over a panel of them makes M = g M + k (d v)^T of a token and sums M^T q. Over many tokens a panel stays in the first cache.
+// A single token's pass reads and writes the memory itself, and that is what it waits for: its panel is as wide as can be, as
+// memory is fetched ahead in one direction.
 // Every number takes the same steps whichever runs a sequence falls into, so its bits are the same.
 
 #pragma once
@@ -22,10 +22,10 @@
 namespace {
 namespace state_space {
 
-constexpr int NV = 4;                  // vectors of a panel
-constexpr long COLUMNS = 64;           // of a unit
-constexpr long PANEL = NV * W;         // columns
-constexpr long ROWS = 32;              // of all panels that a single token changes, before it comes to the next ones
+constexpr long COLUMNS = 64;  // of a unit
+// Vectors of a panel: of a single token, whose sums take half the registers at most, and of more, which find it in the first cache.
+constexpr int WIDE = min_of(COLUMNS / W, WINDLASS_REGISTERS / 2), NARROW = min_of(COLUMNS / 2 / W, WINDLASS_REGISTERS / 4);
+constexpr long PANEL = WIDE * W;  // columns
 
 // What the caller gives, see state_space.
 template <class T> struct Operands {
@@ -54,23 +54,18 @@ template <class F> struct Matrix {
     long row;
 };
 
-INLINE vf changed(vf m, float kept, vf added, float key) {
-    vu faded = (vu)(m * kept);
-    hide(faded);  // or it joins the addition in one place and not in the other
-    return add_product((vf)faded, added, splat(key));
-}
-
-// Rows of V vectors by one token: what it adds for each unit of its key, and what it has read so far.
+// Rows of V vectors by one token. added: for each unit of its key. read: the sums.
 template <int V>
 static NOINLINE void pass(Matrix<const float> from, Matrix<float> to, long rows, float kept, const float *key, const float *query,
                           const vf *added, vf *read) {
-    vf own[V], sums[V];  // or they would be read again after each number that is written
-    for (int v = 0; v < V; v++) own[v] = added[v], sums[v] = read[v];
+    vf own[V], sums[V] = {};  // or all of it would be read again after each number that is written
+    for (int v = 0; v < V; v++) own[v] = added[v];
     for (long i = 0; i < rows; i++, from.at += from.row, to.at += to.row) {
+        const vf of_key = splat(key[i]), of_query = splat(query[i]);
         for (int v = 0; v < V; v++) {
-            const vf m = changed(load(from.at + v * W), kept, own[v], key[i]);
+            const vf m = changed(load(from.at + v * W), kept, own[v], of_key);
             store(to.at + v * W, m);
-            sums[v] = add_product(sums[v], m, splat(query[i]));
+            sums[v] = add_product(sums[v], m, of_query);
         }
     }
     for (int v = 0; v < V; v++) read[v] = sums[v];
@@ -89,51 +84,44 @@ template <class T> struct Walk {
     long begin, head, first, n;
     float *panel;
 
-    // Rows i .. i + rows and columns c .. c + V W, or fewer where the last vector ends behind the head's. read: by tokens before row i.
-    template <int V> INLINE_MEMBER void panel_of(long i, long rows, long c, vf *read) const {
+    // Columns c .. c + V W, or fewer where the last vector ends behind the head's.
+    template <int V> INLINE_MEMBER void panel_of(long c) const {
         alignas(64) static const float zeros[V * W] = {};
         const long columns = min_of(V * W, n - c), of_head = head * p.value_dim + first + c;
         const bool whole = columns == V * W;
-        float *const memory = p.of_head(run.block, head) + i * p.value_dim + first + c;
-        Matrix<const float> from = {memory, p.value_dim};
-        const Matrix<float> own = {panel, V * W};
+        const Matrix<float> memory = {p.of_head(run.block, head) + first + c, p.value_dim}, own = {panel, V * W};
+        Matrix<const float> from = {memory.at, memory.row};
         if (run.begins) from = {zeros, 0};
         else if (!whole) {
-            copy(from, own, rows, columns);
+            copy(from, own, p.key_dim, columns);
             from = {panel, V * W};
         }
         for (long t = run.first; t < run.end; t++) {
             const long place = t - begin, at = place * p.heads + head;
             const float *key = slice.keys + (2 * place * p.key_heads + head / (p.heads / p.key_heads)) * p.key_dim;
-            vf value[V], added[V];
+            vf value[V], added[V], read[V];
             load_columns(p.values(t) + of_head, columns, value);
             for (int v = 0; v < V; v++) added[v] = value[v] * slice.step[at];
-            if (i == 0)
-                for (int v = 0; v < V; v++) read[v] = vf{};
-            const Matrix<float> to = whole && t + 1 == run.end ? Matrix<float>{memory, p.value_dim} : own;
-            pass<V>(from, to, rows, slice.kept[at], key + i, key + p.key_heads * p.key_dim + i, added, read);
+            pass<V>(from, whole && t + 1 == run.end ? memory : own, p.key_dim, slice.kept[at], key, key + p.key_heads * p.key_dim, added,
+                    read);
+            for (int v = 0; v < V; v++) read[v] = add_product(read[v], value[v], splat(p.skip[head]));
+            store_columns(p.out + t * p.heads * p.value_dim + of_head, columns, read);
             from = {panel, V * W};
-            if (i + rows < p.key_dim) continue;
-            vf found[V];
-            for (int v = 0; v < V; v++) found[v] = add_product(read[v], value[v], splat(p.skip[head]));
-            store_columns(p.out + t * p.heads * p.value_dim + of_head, columns, found);
         }
-        if (!whole) copy({panel, V * W}, {memory, p.value_dim}, rows, columns);
+        if (!whole) copy({panel, V * W}, memory, p.key_dim, columns);
+    }
+
+    // In panels of at most V vectors.
+    template <int V> INLINE_MEMBER void from_column(long c) const {
+        for (; n - c >= V * W; c += V * W) panel_of<V>(c);
+        if constexpr (V > 1) from_column<V / 2>(c);
+        else if (c < n) panel_of<1>(c);
     }
 };
 
 template <class T> static NOINLINE void walk(const Walk<T> &own) {
-    const long dim = own.p.key_dim, at_once = own.n <= PANEL || own.run.end - own.run.first > 1 ? dim : ROWS;
-    vf read[COLUMNS / W];
-    for (long i = 0; i < dim; i += at_once) {
-        const long rows = min_of(at_once, dim - i);
-        for (long c = 0; c < own.n;) {
-            const long left = own.n - c;
-            if (left >= NV * W) own.template panel_of<NV>(i, rows, c, read + c / W), c += NV * W;
-            else if (left >= 2 * W) own.template panel_of<2>(i, rows, c, read + c / W), c += 2 * W;
-            else own.template panel_of<1>(i, rows, c, read + c / W), c += W;
-        }
-    }
+    if (own.run.end - own.run.first == 1) own.template from_column<WIDE>(0);
+    else own.template from_column<NARROW>(0);
 }
 
 // What a token brings to a slice, in its place there.

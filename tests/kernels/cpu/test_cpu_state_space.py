@@ -1,4 +1,4 @@
-"""State spaces on the CPU: float64 formulas, steps at their ends, what is refused. What else holds stands beside the delta rule."""
+"""State spaces on the CPU: float64 formulas, steps at their ends, what is refused. The rest stands beside the delta rule."""
 
 from __future__ import annotations
 
