@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from dataclasses import replace
 from typing import Literal
 
@@ -20,6 +19,7 @@ from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
 from windlass.engine.rotary.fields import shown
 
 _IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
+_MOST_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
 _READ = frozenset(
     "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
     "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
@@ -37,24 +37,23 @@ _ALWAYS: dict[str, tuple[object, ...] | None] = {
 
 def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
     refuse_other_values(config, _ALWAYS)
-    given, key = (read_number(config, name) or 1.0 for name in (_IN, "key_multiplier"))
+    given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
     if given != 1 and read_flag(config, "attention_bias"):
         raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
     state = _state_space(config)
     beside = StateBesideSpec(
         state,
-        attended=given * (read_number(config, "attention_out_multiplier") or 1.0),
-        remembered=read_number(config, "ssm_out_multiplier") or 1.0,
+        attended=given * _factor(config, "attention_out_multiplier"),
+        remembered=_factor(config, "ssm_out_multiplier"),
     )
     gate, down = _factors(config, "mlp_multipliers", 2)
+    factors = None if gate == down == 1 else (gate, down)
     layers = []
     for layer in spec.layers:
         attention, feed_forward = layer.mixer, layer.feed_forward
         assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedSpec)
         mixer = replace(attention, scale=attention.scale * given**2 * key)
-        layers.append(
-            replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=(gate, down)), state=beside)
-        )
+        layers.append(replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=beside))
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 
 
@@ -74,7 +73,7 @@ def _state_space(config: Config) -> StateSpaceSpec:
             f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not the {inner} that mamba_d_ssm, or mamba_expand "
             "times hidden_size, says"
         )
-    given = read_number(config, _STATE_IN) or 1.0
+    given = _factor(config, _STATE_IN)
     bias, out_bias = (read_flag(config, name) for name in _BIASES)
     if bias != out_bias or (bias and given != 1):
         raise LoadError(
@@ -91,20 +90,30 @@ def _state_space(config: Config) -> StateSpaceSpec:
         bias,
         read_flag(config, "mamba_conv_bias", default=True),
         normed=normed,
-        factors=(gates, values, keys, queries, steps),
+        factors=None if {gates, values, keys, queries, steps} == {1.0} else (gates, values, keys, queries, steps),
     )
 
 
+def _factor(config: Config, key: str) -> float:
+    """One where config.json has none."""
+    found = read_number(config, key) or 1.0
+    if found > _MOST_FACTOR:
+        raise LoadError(f"config.json: {key} must be a positive number up to {_MOST_FACTOR:g}, got {shown(found)}")
+    return found
+
+
 def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
-    """Positive numbers, ones where config.json has none."""
+    """Ones where config.json has none."""
     given = config.get(key)
     if given is None:
         return (1.0,) * count
     numbers = given if isinstance(given, list) else []
     if len(numbers) != count or not all(
-        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= sys.float_info.max for one in numbers
+        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= _MOST_FACTOR for one in numbers
     ):
-        raise LoadError(f"config.json: {key} must be a list of {count} positive numbers, got {shown(given)}")
+        raise LoadError(
+            f"config.json: {key} must be a list of {count} positive numbers up to {_MOST_FACTOR:g}, got {shown(given)}"
+        )
     return tuple(map(float, numbers))
 
 

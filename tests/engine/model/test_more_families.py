@@ -45,7 +45,19 @@ SWITCHES = [
 ]
 # Families with operations that no other has.
 OWN_OPERATIONS = [
-    *("apertus", "bitnet", "cohere_normed", "granite4_h", "lfm2", "llama4", "nanochat", "olmo", "persimmon", "qwen3_5"),
+    *(
+        "apertus",
+        "bitnet",
+        "cohere_normed",
+        "falcon_h1_normed",
+        "granite4_h",
+        "lfm2",
+        "llama4",
+        "nanochat",
+        "olmo",
+        "persimmon",
+        "qwen3_5",
+    ),
 ]
 
 

@@ -116,6 +116,13 @@ def test_a_published_file() -> None:
     assert {name for name in stored if name.startswith("mamba")} == {f"mamba.{part}" for part in parts}
 
 
+def test_factors_of_one_cost_nothing() -> None:
+    ones = {"mlp_multipliers": [1, 1], "ssm_multipliers": None, "ssm_in_multiplier": None}
+    layer = read_spec({**PUBLISHED, **ones}).layers[0]
+    assert layer.state is not None and layer.state.state.factors is None
+    assert isinstance(layer.feed_forward, GatedSpec) and layer.feed_forward.factors is None
+
+
 @pytest.mark.parametrize("name", SWITCHES)
 def test_every_factor_counts(name: str, model: Path, tmp_path: Path) -> None:
     other = shutil.copytree(model, tmp_path / "other")
@@ -151,6 +158,8 @@ def test_every_factor_counts(name: str, model: Path, tmp_path: Path) -> None:
         ),
         ({"key_multiplier": -1.0}, "key_multiplier must be a positive number"),
         ({"ssm_out_multiplier": math.inf}, "ssm_out_multiplier must be a positive number"),
+        ({"attention_in_multiplier": 1e200}, "attention_in_multiplier must be a positive number up to 1e\\+06"),
+        ({"ssm_multipliers": [1e300] * 5}, "ssm_multipliers must be a list of 5 positive numbers up to 1e\\+06"),
         ({"ssm_multipliers": [1.0] * 4}, "ssm_multipliers must be a list of 5 positive numbers"),
         ({"ssm_multipliers": 1.0}, "ssm_multipliers must be a list of 5 positive numbers"),
         ({"mlp_multipliers": [1.0, math.nan]}, "mlp_multipliers must be a list of 2 positive numbers"),
