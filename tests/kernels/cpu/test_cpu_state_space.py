@@ -38,6 +38,18 @@ def test_state_space(
     assert torch.equal(own.memory[[1, 4]], before[[1, 4]])
 
 
+@pytest.mark.parametrize("value_dim", [7, 64, 80, 150])
+def test_single_tokens(form: Library, value_dim: int) -> None:
+    """That begin and that go on, in memories of whole vectors and of others."""
+    rows = state_rows([4, 1, 0], [1, 1, 1], [True, False, True])
+    own = StateSpace.random(rows, 1, 2, 20, value_dim)
+    before = own.memory.clone()
+    expected, state = own.expected(rows)
+    assert_near(recurrence.state_space(*own.operands(rows), limits=own.limits, library=form), expected)
+    assert_near(own.memory, state)
+    assert torch.equal(own.memory[[2, 3, 5]], before[[2, 3, 5]])
+
+
 def test_steps_at_their_ends(form: Library) -> None:
     """Large arguments overflow nowhere, small steps are right to rounding, and NaN stays in its head."""
     rows = state_rows([0], [6], [False])
