@@ -39,7 +39,7 @@ class RawKeyOracle:
         # Layers that carry a state have it here, whatever becomes of keys.
         config = self.model.config
         kinds = getattr(config, "layer_types", None) or ()
-        has_states = not {"linear_attention", "conv"}.isdisjoint(kinds)
+        has_states = not {"linear_attention", "conv", "hybrid"}.isdisjoint(kinds)
         self.cached = (
             {"past_key_values": DynamicCache(config=config), "use_cache": True} if has_states else {"use_cache": False}
         )
