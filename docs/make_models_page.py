@@ -90,11 +90,17 @@ Three of four layers of Qwen 3.5, Qwen 3.6 and Qwen3-Next read no keys. Such a l
 [2412.06464](https://arxiv.org/abs/2412.06464)) has a state of each sequence, of one size however long that is: the last inputs
 of a short convolution, and a matrix for each head, which each token lets fade and corrects. It is float32, whatever weights and
 pages are. Most layers of LFM2 are a short convolution between two gates ([2511.23404](https://arxiv.org/abs/2511.23404)), and the
-state is the last inputs of that alone. The other layers attend as everywhere: their scaling is set per server and per request.
+state is the last inputs of that alone. Nine of ten layers of Granite 4 H have a memory that each token lets fade and adds to
+(Mamba 2, [2405.21060](https://arxiv.org/abs/2405.21060)) behind a short convolution. So has about every second one of Nemotron H
+and Nemotron Nano 2, whose layers are one part each: such a memory, attention, or a feed-forward. In Falcon H1 every layer has one
+beside its attention ([2507.22448](https://arxiv.org/abs/2507.22448)). The other layers attend as everywhere: their scaling is set
+per server and per request. Those of Granite 4 H do not rotate, as its config.json says (`position_embedding_type`), nor do those
+of Nemotron H. There a `rope_scaling` is refused with the reason.
 
 * **Memory.** In the shape of Qwen 3.5 0.8B a state takes 19 MiB, and a token 12 KiB of pages in bfloat16; in that of LFM2 1.2B
-  they take 160 KiB and 12 KiB. There are states for twice as many sequences as run at once (`--max-num-seqs`; without a prefix
-  cache for one more than those), in half of `--kv-cache-memory` at most. Where that is less, fewer run at once.
+  they take 160 KiB and 12 KiB, in that of Granite 4 H Tiny 55 MiB and 8 KiB. There are states for twice as many sequences as run
+  at once (`--max-num-seqs`; without a prefix cache for one more than those), in half of `--kv-cache-memory` at most. Where that
+  is less, fewer run at once.
 * **The prefix cache.** A prompt begins where a state was kept, which is a copy of it: where a piece of an earlier prompt ended
   (pieces end with blocks), at the last full block of an earlier prompt, and at that of its answer. So the next turn of a chat
   goes on from the last one, also where its thoughts are left out. When room is short, of a prompt one state in 1,024 tokens and
@@ -173,13 +179,14 @@ def checkpoints() -> dict[str, list[str]]:
 
 
 def rows() -> Iterator[str]:
-    for family, names in _compared(lambda one: one.causal and one.positions == "rotary"):
+    for family, names in _compared(lambda one: one.causal and one.positions not in POSITIONS):
+        rotates = family.positions == "rotary"
         yield " | ".join(
             (
                 f"| {family.models}",
                 f"`{family.architecture}`",
-                _pairs(family),
-                f"{family.rules.rope_theta:,.0f}",
+                _pairs(family) if rotates else "none turn",
+                f"{family.rules.rope_theta:,.0f}" if rotates else "–",
                 names,
                 ", ".join(f"`{name}`" for name, one in ARCHITECTURES.items() if family in one.families) + " |",
             )
@@ -196,7 +203,7 @@ def encoder_rows() -> Iterator[str]:
 
 
 def unrotated_rows() -> Iterator[str]:
-    for family, names in _compared(lambda one: one.positions != "rotary"):
+    for family, names in _compared(lambda one: one.positions in POSITIONS):
         architectures = ", ".join(f"`{name}`" for name in (*family.names, family.classifier, family.token_classifier))
         yield f"| {family.models} | {architectures} | {POSITIONS[family.positions]} | {names} |"
 

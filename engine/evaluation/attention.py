@@ -83,9 +83,10 @@ def _plain_mixer(scorer: Scorer, layer: int, stage: RotaryStage) -> Attention:
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
     moved = any(not spec.distances.is_plain for spec in stage.specs)
-    if isinstance(mixer, StateMixer):
+    if mixer is None or isinstance(mixer, StateMixer):
         found = ", ".join(str(i) for i, one in enumerate(layers) if isinstance(one.mixer, Attention))
-        raise RequestError(f"layer {layer} attends to nothing, as it carries a state: ask for one of {found}", "layer")
+        why = "is a feed-forward alone" if mixer is None else "carries a state"
+        raise RequestError(f"layer {layer} attends to nothing, as it {why}: ask for one of {found}", "layer")
     if not isinstance(mixer, Attention) or mixer.spec.qk_norm == "after" or moved:
         raise RequestError(f"the queries and keys of layer {layer} are not those of plain attention", "layer")
     return mixer

@@ -33,29 +33,33 @@ from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolution
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_beside import StateBeside
+from windlass.engine.model.mixers.state_space import StateSpace
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, StateMixerSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.kernels import Backend, BlockWeight, Weight
 
 FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
-StateMixer: TypeAlias = GatedDelta | ShortConvolution
+StateMixer: TypeAlias = GatedDelta | ShortConvolution | StateSpace
 
 
 @dataclass(slots=True)
 class DecoderLayer:
     """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
-    feed_forward_norm None: the feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
+    Where there is no mixer or no feed-forward, the layer is the other alone, behind the mixer's norm. feed_forward_norm None: the
+    feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
     the sums, see `LayerNorms`; None: before the parts. pages: the layer whose cached keys and values it reads, itself in most
-    models. beside, input, scalar: see `LayerSpec`.
+    models. beside, input, scalar, state: see `LayerSpec`.
     """
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention | StateMixer
+    mixer: Attention | LatentAttention | StateMixer | None
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
-    feed_forward: FeedForward
+    feed_forward: FeedForward | None
     feed_forward_output_norm: Norm
     parallel: bool
     pages: int
@@ -63,6 +67,7 @@ class DecoderLayer:
     beside: ExpertsBeside | None = None
     input: LayerInput | None = None
     scalar: Tensor | None = None  # [1] float32
+    state: StateBeside | None = None
 
 
 class Decoder:
@@ -113,9 +118,10 @@ class Decoder:
         norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
-        feed_forward = of_layer(weights, prefix, layer.feed_forward.weights(hidden))
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
-        beside = given = None
+        beside = given = state = None
+        if layer.state is not None:
+            state = StateBeside(layer.state, of_layer(weights, prefix, layer.state.weights(hidden)), backend)
         if layer.beside is not None:
             of_experts = of_layer(weights, prefix, layer.beside.weights(hidden))
             beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
@@ -124,10 +130,10 @@ class Decoder:
         owner = layer.mixer.keys_of if isinstance(layer.mixer, AttentionSpec) else None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
-            mixer=self._mixer(index, layer, of_layer(weights, prefix, layer.mixer.weights(hidden))),
+            mixer=self._mixer(index, layer.mixer, weights),
             mixer_output_norm=norms.get("mixer_output_norm", none),
             feed_forward_norm=None if shares_norm else norms.get("feed_forward_norm", none),
-            feed_forward=self._feed_forward(layer.feed_forward, feed_forward),
+            feed_forward=self._feed_forward(index, layer.feed_forward, weights),
             feed_forward_output_norm=norms.get("feed_forward_output_norm", none),
             parallel=layer.norms.parallel,
             pages=index if owner is None else owner,
@@ -135,21 +141,29 @@ class Decoder:
             beside=beside,
             input=given,
             scalar=None if layer.scalar is None else weights[f"{prefix}scalar"],
+            state=state,
         )
 
     def _mixer(
-        self, index: int, layer: LayerSpec, weights: Mapping[str, Any]
-    ) -> Attention | LatentAttention | StateMixer:
-        spec = layer.mixer
+        self, index: int, spec: AttentionSpec | LatentSpec | StateMixerSpec | None, weights: Mapping[str, Any]
+    ) -> Attention | LatentAttention | StateMixer | None:
+        if spec is None:
+            return None
+        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedDeltaSpec):
             return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ShortConvolutionSpec):
             return ShortConvolution(spec, weights, self.backend)
+        if isinstance(spec, StateSpaceSpec):
+            return StateSpace(spec, weights, self.backend)
         if isinstance(spec, LatentSpec):
             return LatentAttention(spec, weights, self._kinds[index], self.backend)
         return Attention(spec, weights, self.spec.norm_eps, self._kinds[index], self.backend)
 
-    def _feed_forward(self, spec: FeedForwardSpec, weights: Mapping[str, Any]) -> FeedForward:
+    def _feed_forward(self, index: int, spec: FeedForwardSpec | None, weights: Mapping[str, Any]) -> FeedForward | None:
+        if spec is None:
+            return None
+        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedSpec):
             return GatedFeedForward(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ExpertsSpec):
@@ -208,7 +222,14 @@ class Decoder:
                 inputs = self._attention.inputs(batch)
                 x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])
             changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
+            if layer.mixer is None:
+                assert layer.feed_forward is not None
+                normed = next_norm.after_adding(x, self._summed(layer.feed_forward.forward(normed, changes)))
+                continue
             y = layer.mixer_output_norm(self._summed(_mixed(layer, index, normed, batch, inputs, cache, changes)))
+            if layer.feed_forward is None:
+                normed = next_norm.after_adding(x, y)
+                continue
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
                 x = layer.feed_forward_norm.after_adding(x, y)
@@ -282,8 +303,14 @@ def _mixed(
     changes: LayerChanges | None,
 ) -> Tensor:
     """What the mixer of the layer of this index makes of its input, both [T, hidden]."""
+    assert layer.mixer is not None
     if isinstance(layer.mixer, StateMixer):
         rows = batch.state_rows
         assert rows is not None
         return layer.mixer.forward(normed, rows, cache.states(index), changes)
-    return layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)
+    y = layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)
+    if layer.state is None:
+        return y
+    rows = batch.state_rows
+    assert rows is not None
+    return layer.state.joined(y, normed, rows, cache.states(index), changes)

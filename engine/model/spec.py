@@ -22,12 +22,15 @@ from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_o
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_beside_spec import StateBesideSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
 FeedForwardSpec: TypeAlias = GatedSpec | PlainSpec | ExpertsSpec
-StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec  # what carries a state from token to token
+# What carries a state from token to token.
+StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,18 +72,20 @@ class LayerNorms:
 
 @dataclass(frozen=True, slots=True)
 class LayerSpec:
-    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place.
+    """x + mixer(norm(x)), then the same of the feed-forward. Another kind of either is another spec in its place; where either is
+    None, the layer is the other alone, behind the mixer's norm (Nemotron H).
 
     beside: experts beside the feed-forward. input: what the layer is given beside the stream, None where it is nothing. scalar:
-    the name of a tensor of one number by which the stream is multiplied at the end.
+    the name of a tensor of one number by which the stream is multiplied at the end. state: a memory beside attention.
     """
 
-    mixer: AttentionSpec | LatentSpec | StateMixerSpec
-    feed_forward: FeedForwardSpec
+    mixer: AttentionSpec | LatentSpec | StateMixerSpec | None
+    feed_forward: FeedForwardSpec | None
     norms: LayerNorms = LayerNorms()
     beside: BesideSpec | None = None
     input: LayerInputSpec | None = None
     scalar: str | None = None
+    state: StateBesideSpec | None = None
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Every weight of the layer, about in the order in which they are used."""
@@ -88,11 +93,16 @@ class LayerSpec:
         first = [norm for norm in norms if norm.name.removesuffix("_bias") == "mixer_norm"]
         rest = [norm for norm in norms if norm not in first]
         further = tuple(
-            weight for part in (self.beside, self.input) if part is not None for weight in part.weights(hidden_size)
+            weight
+            for part in (self.state, self.beside, self.input)
+            if part is not None
+            for weight in part.weights(hidden_size)
         )
         if self.scalar is not None:
             further += (WeightSpec("scalar", "number", (1,), (StoredTensor(self.scalar, 1),)),)
-        return *first, *self.mixer.weights(hidden_size), *rest, *self.feed_forward.weights(hidden_size), *further
+        mixer = () if self.mixer is None else self.mixer.weights(hidden_size)
+        feed_forward = () if self.feed_forward is None else self.feed_forward.weights(hidden_size)
+        return *first, *mixer, *rest, *feed_forward, *further
 
 
 @dataclass(frozen=True, slots=True)
@@ -184,7 +194,7 @@ class ModelSpec:
     def attention(self) -> dict[int, AttentionSpec | LatentSpec]:
         """Of the layers that read cached keys, by their indices; the others carry a state."""
         mixers = {index: layer.mixer for index, layer in enumerate(self.layers)}
-        return {index: mixer for index, mixer in mixers.items() if not isinstance(mixer, StateMixerSpec)}
+        return {index: mixer for index, mixer in mixers.items() if isinstance(mixer, AttentionSpec | LatentSpec)}
 
     @property
     def has_chunks(self) -> bool:

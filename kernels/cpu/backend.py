@@ -12,7 +12,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
-from typing import Literal
 
 import torch
 from torch import Tensor
@@ -33,7 +32,6 @@ from windlass.kernels.cpu import (
     panels,
     ranks,
     recording,
-    recurrence,
     rotary,
     sampling,
     step_rows,
@@ -41,6 +39,7 @@ from windlass.kernels.cpu import (
 from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.matrix_unit import MatrixUnit
 from windlass.kernels.cpu.pointwise import CompiledPointwise
+from windlass.kernels.cpu.recurrence import CompiledRecurrences
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
@@ -49,7 +48,6 @@ from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
-from windlass.kernels.operations.recurrence import StateRows
 from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Recorder
 from windlass.kernels.step_rows import RowsFiller, StepRows
@@ -68,7 +66,7 @@ def _rounded(scale: float, dtype: torch.dtype) -> float:
     return float(torch.tensor(scale, dtype=dtype))
 
 
-class CompiledBackend(CompiledPointwise, Backend):
+class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
     """C++ SIMD kernels where they are the quickest way; row-independent throughout if bound so."""
 
     def __init__(self, options: BackendOptions) -> None:
@@ -193,32 +191,6 @@ class CompiledBackend(CompiledPointwise, Backend):
 
     def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
-
-    def short_convolution(
-        self,
-        x: Tensor,
-        weight: Tensor,
-        window: Tensor,
-        rows: StateRows,
-        activation: Literal["silu"] | None = None,
-        bias: Tensor | None = None,
-    ) -> Tensor:
-        return recurrence.short_convolution(x, weight, window, rows, activation, bias, library=self._library)
-
-    def gated_delta_rule(
-        self,
-        qkv: Tensor,
-        decay: Tensor,
-        strength: Tensor,
-        rate: Tensor,
-        bias: Tensor,
-        memory: Tensor,
-        rows: StateRows,
-        *,
-        in_turns: bool = False,
-    ) -> Tensor:
-        operands = qkv, decay, strength, rate, bias, memory, rows
-        return recurrence.gated_delta_rule(*operands, in_turns=in_turns, library=self._library)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)

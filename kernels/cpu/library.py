@@ -178,6 +178,12 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims, in turns
         *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
     ],
+    "state_space": [
+        *(*_TENSOR2, _POINTER, _LONG, _POINTER, _POINTER, _POINTER),  # mixed, step, rate, bias, skip
+        *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # memory: blocks, key heads, heads, dims
+        *(_FLOAT, _FLOAT),  # limits
+        *(*_STATE_ROWS, _POINTER, _LONG),  # rows, out
+    ],
     "sum_over_ranks": [_POINTER, _POINTER, _INT, _LONG],
     "gather_columns": [_POINTER, _POINTER, _POINTER, _LONG],
     "repeat_calls": [_POINTER, _LONG],
@@ -269,6 +275,7 @@ class Library:
     multiply: Function
     short_convolution: Function
     gated_delta_rule: Function
+    state_space: Function
     sum_over_ranks: Function
     gather_columns: Function
     repeat_calls: Function

@@ -69,6 +69,7 @@ _REPEATABLE = (
     "multiply",
     "short_convolution",
     "gated_delta_rule",
+    "state_space",
 )
 _EMPTY = "aten::empty.memory_format"
 # Torch operations that name the same memory again.

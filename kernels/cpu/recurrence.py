@@ -6,6 +6,7 @@ something else when a recorded call is repeated.
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -13,7 +14,7 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library
-from windlass.kernels.operations.recurrence import StateRows
+from windlass.kernels.operations.recurrence import Recurrences, StateRows
 
 WIDTHS = range(2, 9)  # of convolutions
 
@@ -77,23 +78,10 @@ def gated_delta_rule(
     Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
     """
     _check_rows(qkv, "gated_delta_rule: qkv")
-    check(
-        memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
-        f"gated_delta_rule: memory is {memory.dtype} {tuple(memory.shape)}, not float32 [N, Hv, Dk, Dv], contiguous",
-    )
-    tokens, columns = qkv.shape
-    blocks, heads, key_dim, value_dim = memory.shape
-    key_heads, rest = divmod(columns - heads * value_dim, 2 * key_dim)
-    check(
-        rest == 0 and key_heads > 0 and heads % key_heads == 0,
-        f"gated_delta_rule: {columns} columns are no queries, keys and values of a memory {tuple(memory.shape)}",
-    )
-    for gate, name in ((decay, "decay"), (strength, "strength")):
-        _check_rows(gate, f"gated_delta_rule: {name}")
-        check(
-            gate.shape == (tokens, heads) and gate.dtype == qkv.dtype,
-            f"gated_delta_rule: {name} is {gate.dtype} {tuple(gate.shape)}, not {qkv.dtype} {(tokens, heads)}",
-        )
+    key_heads, heads = _heads(memory, qkv, "gated_delta_rule", "queries, keys and values")
+    tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
+    _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
+    _check_gate(strength, qkv, heads, "gated_delta_rule: strength")
     check(
         vector_ok(rate, torch.float32, heads) and vector_ok(bias, torch.float32, heads),
         f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
@@ -108,6 +96,67 @@ def gated_delta_rule(
     )
     _raise_for(code, "gated_delta_rule", tokens, blocks)
     return out
+
+
+def state_space(
+    mixed: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    limits: tuple[float, float] = (0.0, math.inf),
+    library: Library,
+) -> Tensor:
+    """See `Recurrences.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
+
+    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
+    """
+    _check_rows(mixed, "state_space: mixed")
+    key_heads, heads = _heads(memory, mixed, "state_space", "values, keys and queries")
+    tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
+    _check_gate(step, mixed, heads, "state_space: step")
+    check(
+        all(vector_ok(one, torch.float32, heads) for one in (rate, bias, skip)),
+        f"state_space: rate, bias and skip must be float32 [{heads}], contiguous",
+    )
+    check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
+    out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
+    code = library.state_space(
+        *(mixed.data_ptr(), mixed.stride(0), TYPE_CODES[mixed.dtype], step.data_ptr(), step.stride(0)),
+        *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
+        *_addressed(rows, "state_space"),
+        *(out.data_ptr(), tokens),
+    )
+    _raise_for(code, "state_space", tokens, blocks)
+    return out
+
+
+def _heads(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int, int]:
+    """Heads of keys, and of a memory. Raises ValueError where they do not fit."""
+    check(
+        memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
+        f"{name}: memory is {memory.dtype} {tuple(memory.shape)}, not float32 [N, Hv, Dk, Dv], contiguous",
+    )
+    _, heads, key_dim, value_dim = memory.shape
+    key_heads, rest = divmod(columns.shape[1] - heads * value_dim, 2 * key_dim)
+    check(
+        rest == 0 and key_heads > 0 and heads % key_heads == 0,
+        f"{name}: {columns.shape[1]} columns are no {parts} of a memory {tuple(memory.shape)}",
+    )
+    return key_heads, heads
+
+
+def _check_gate(gate: Tensor, columns: Tensor, heads: int, name: str) -> None:
+    _check_rows(gate, name)
+    expected = columns.shape[0], heads
+    check(
+        gate.shape == expected and gate.dtype == columns.dtype,
+        f"{name} is {gate.dtype} {tuple(gate.shape)}, not {columns.dtype} {expected}",
+    )
 
 
 def _check_rows(x: Tensor, name: str) -> None:
@@ -140,3 +189,50 @@ def _raise_for(code: int, name: str, tokens: int, blocks: int) -> None:
         raise ValueError(f"{name}: starts must ascend from 0 to {tokens} tokens")
     if code:
         raise MemoryError(f"{name}: no memory")
+
+
+class CompiledRecurrences(Recurrences):
+    """See `Recurrences`; by the functions of the library that it holds at the time."""
+
+    _library: Library
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        in_turns: bool = False,
+    ) -> Tensor:
+        operands = qkv, decay, strength, rate, bias, memory, rows
+        return gated_delta_rule(*operands, in_turns=in_turns, library=self._library)
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        operands = mixed, step, rate, bias, skip, memory, rows
+        return state_space(*operands, limits=limits, library=self._library)

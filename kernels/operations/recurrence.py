@@ -6,6 +6,7 @@ what the sequence's tokens until then have made of it. S sequences of a step, N 
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -73,4 +74,28 @@ class Recurrences(ABC):
         qkv: [T, 2 Hk Dk + Hv Dv], of each token the queries, keys and values, any row stride; head h of the Hv meets query and
         key h // (Hv / Hk), or h mod Hk if these serve in turns. decay, strength: [T, Hv] in qkv's dtype, any row stride. rate,
         bias: [Hv] float32. memory: as in `StatePages`, changed in place. Returns [T, Hv Dv] in qkv's dtype, contiguous.
+        """
+
+    @abstractmethod
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        """What queries read of a memory that each token lets fade and adds to (Mamba 2, 2405.21060), in float32.
+
+        For each of the Hv heads d = softplus(step + bias), kept within limits; M = exp(-rate d) M; M = M + k (d v)^T;
+        out = M^T q + skip v.
+
+        mixed: [T, Hv Dv + 2 Hk Dk], of each token the values, keys (B) and queries (C), any row stride; head h of the Hv meets
+        key and query h // (Hv / Hk). step: [T, Hv] in mixed's dtype, any row stride. rate, bias, skip: [Hv] float32. memory: as
+        in `StatePages` (here Dk is Mamba's d_state, Dv its head dim), changed in place. Returns [T, Hv Dv] in mixed's dtype,
+        contiguous.
         """

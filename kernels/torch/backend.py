@@ -143,6 +143,20 @@ class TorchBackend(Backend):
     ) -> Tensor:
         return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
 
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return recurrence.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
+
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
         # Elsewhere the host does not know how long sequences are.
         return None if self.deterministic or self.device.type != "cpu" else LatentExpansion(1.0, 1.0)

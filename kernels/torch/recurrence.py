@@ -5,6 +5,7 @@ Elementary functions and sums have the shape of one token: torch's own bits may 
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 import torch
@@ -64,6 +65,35 @@ def gated_delta_rule(
             share = torch.sigmoid(strength[t].float())
             m += k[:, :, None] * (share[:, None] * (v.view(heads, value_dim) - known))[:, None]
             out[t] = (m * (q * key_dim**-0.5)[:, :, None]).sum(1)
+        memory[block] = m
+    return out.flatten(1)
+
+
+def state_space(
+    mixed: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    limits: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    _, heads, key_dim, value_dim = memory.shape
+    key_width = (mixed.shape[1] - heads * value_dim) // 2
+    of_head = torch.arange(heads, device=mixed.device) // (heads * key_dim // key_width)
+    out = torch.empty((mixed.shape[0], heads, value_dim), dtype=mixed.dtype, device=mixed.device)
+    for block, first, end, fresh in _spans(rows):
+        m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
+        for t in range(first, end):
+            v, k, q = mixed[t].float().split_with_sizes([heads * value_dim, key_width, key_width])
+            k, q = (part.reshape(-1, key_dim)[of_head] for part in (k, q))  # [Hv, Dk]
+            v = v.view(heads, value_dim)
+            d = torch.nn.functional.softplus(step[t].float() + bias).clamp(*limits)
+            m *= torch.exp(-rate * d)[:, None, None]
+            m += k[:, :, None] * (d[:, None] * v)[:, None]
+            out[t] = (m * q[:, :, None]).sum(1) + skip[:, None] * v
         memory[block] = m
     return out.flatten(1)
 

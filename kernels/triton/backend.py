@@ -7,6 +7,7 @@ device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Literal
 
@@ -146,6 +147,20 @@ class TritonBackend(TorchBackend):
         in_turns: bool = False,
     ) -> Tensor:
         return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return recurrence.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
 
     def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
         if isinstance(table, BlockWeight):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Literal
 
 from torch import Tensor
@@ -73,6 +74,38 @@ def gated_delta_rule(
         KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
         IN_TURNS=in_turns,
+        KEY_DIM=key_dim,
+        VALUE_DIM=value_dim,
+        KEYS=power_of_two(key_dim),
+        BLOCK=block,
+    )
+    return out
+
+
+def state_space(
+    mixed: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    limits: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    """See `Recurrences.state_space`; rows of a block that the memory lacks become NaN."""
+    mixed, step = strided(mixed), strided(step)
+    blocks, heads, key_dim, value_dim = memory.shape
+    out = mixed.new_empty(mixed.shape[0], heads * value_dim)
+    block = min(_COLUMNS, power_of_two(value_dim))
+    launch(
+        programs.state_space,
+        (rows.blocks.shape[0], heads, -(-value_dim // block)),
+        mixed,
+        *(mixed, mixed.stride(0), step, step.stride(0), rate, bias, skip),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, out, *map(float, limits)),
+        KEY_HEADS=(mixed.shape[1] - heads * value_dim) // (2 * key_dim),
+        HEADS=heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEYS=power_of_two(key_dim),

@@ -20,7 +20,7 @@ import triton
 from helpers.block_weights import random_blocks
 from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase
-from helpers.recurrences import Convolution, DeltaRule, state_rows
+from helpers.recurrences import Convolution, DeltaRule, StateSpace, state_rows
 from torch import Tensor
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
@@ -237,7 +237,7 @@ def _by_element(dtype: torch.dtype) -> None:
 
 
 def _states(dtype: torch.dtype) -> None:
-    """Qwen 3.5's shapes, a smaller one, and LFM2's."""
+    """Qwen 3.5's shapes, a smaller one, LFM2's, and those of Mamba 2 in Granite 4 and Nemotron H."""
     from windlass.kernels.triton import recurrence
 
     for key_heads, heads, dim in ((16, 32, 128), (2, 2, 64)):
@@ -248,6 +248,9 @@ def _states(dtype: torch.dtype) -> None:
             *Convolution.random(rows, 2 * dim * (key_heads + heads // 2), 4, dtype).operands(rows)
         )
     recurrence.short_convolution(*Convolution.random(rows, 2048, 3, dtype).plain.operands(rows))  # LFM2's
+    for key_heads, heads, value_dim in ((1, 48, 64), (8, 128, 80)):
+        space = StateSpace.random(rows, key_heads, heads, 128, value_dim, dtype)
+        recurrence.state_space(*space.operands(rows))
 
 
 def _products(dtype: torch.dtype) -> None:

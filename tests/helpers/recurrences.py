@@ -186,8 +186,85 @@ class DeltaRule:
         return self.qkv[t, first : first + size].double()
 
     def _softplus(self, t: int, head: int) -> float:
-        x = float(self.decay[t, head]) + float(self.bias[head])
-        return x if x > 500 else math.log1p(math.exp(x))
+        return softplus(float(self.decay[t, head]) + float(self.bias[head]))
+
+
+@dataclass(frozen=True)
+class StateSpace:
+    """Operands of `state_space`, beside other columns, with keys and queries of about length 1; the memory of who begins holds
+    NaN. limits: of steps; some of what is random lies beyond each."""
+
+    mixed: Tensor
+    step: Tensor
+    rate: Tensor
+    bias: Tensor
+    skip: Tensor
+    memory: Tensor
+    limits: tuple[float, float] = (0.3, 1.2)
+
+    @classmethod
+    def random(
+        cls,
+        rows: StateRows,
+        key_heads: int,
+        heads: int,
+        key_dim: int,
+        value_dim: int,
+        dtype: torch.dtype = torch.float32,
+    ) -> StateSpace:
+        tokens, columns = int(rows.starts[-1]), heads * value_dim + 2 * key_heads * key_dim
+        mixed = torch.randn(tokens, columns + 5)
+        mixed[:, 5 + heads * value_dim :] *= key_dim**-0.5
+        step = torch.randn(tokens, heads + 3).to(dtype)[:, 2:-1]
+        memory = torch.randn(6, heads, key_dim, value_dim)
+        memory[beginning(rows)] = torch.nan
+        gates = torch.rand(heads) * 2, torch.randn(heads), torch.randn(heads)
+        return cls(mixed.to(dtype)[:, 5:], step, *gates, memory)
+
+    def copy(self) -> StateSpace:
+        return replace(self, memory=self.memory.clone())
+
+    def part(self, first: int, end: int) -> StateSpace:
+        return replace(self, mixed=self.mixed[first:end], step=self.step[first:end])
+
+    def operands(self, rows: StateRows) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, StateRows]:
+        return self.mixed, self.step, self.rate, self.bias, self.skip, self.memory, rows
+
+    @property
+    def state(self) -> Tensor:
+        return self.memory
+
+    def expected(self, rows: StateRows) -> tuple[Tensor, Tensor]:
+        """What it returns, and the memory after it, float64."""
+        memory = self.memory.double()
+        _, heads, key_dim, value_dim = memory.shape
+        key_heads = (self.mixed.shape[1] - heads * value_dim) // (2 * key_dim)
+        out = torch.full((len(self.mixed), heads, value_dim), torch.nan, dtype=torch.float64)
+        starts = rows.starts.tolist()
+        for s, block in enumerate(rows.blocks.tolist()):
+            if starts[s] == starts[s + 1]:
+                continue
+            if block in beginning(rows):
+                memory[block] = 0
+            for t in range(starts[s], starts[s + 1]):
+                for head in range(heads):
+                    own = head * key_heads // heads
+                    v = self._vector(t, head * value_dim, value_dim)
+                    k = self._vector(t, heads * value_dim + own * key_dim, key_dim)
+                    q = self._vector(t, heads * value_dim + (key_heads + own) * key_dim, key_dim)
+                    d = softplus(float(self.step[t, head]) + float(self.bias[head]))
+                    d = min(max(d, self.limits[0]), self.limits[1])
+                    m = memory[block, head] * math.exp(-float(self.rate[head]) * d) + torch.outer(k, d * v)
+                    out[t, head] = m.T @ q + float(self.skip[head]) * v
+                    memory[block, head] = m
+        return out.flatten(1), memory
+
+    def _vector(self, t: int, first: int, size: int) -> Tensor:
+        return self.mixed[t, first : first + size].double()
+
+
+def softplus(x: float) -> float:
+    return x if x > 500 else math.log1p(math.exp(x))
 
 
 def assert_near(found: Tensor, expected: Tensor, slack: float = 3e-6) -> None:

@@ -27,6 +27,18 @@ _GRANITE4 = {
     "mamba_n_heads": 4,
 }
 
+# Two heads to each group, and sizes that all differ; the eps as in other families with states.
+STATES = {
+    "rms_norm_eps": 1e-3,
+    "num_hidden_layers": 5,
+    "layer_types": ["linear_attention"] * 2 + ["full_attention", "linear_attention", "full_attention"],
+    "mamba_n_heads": 8,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 4,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "mixtral": ("Mixtral", {"num_local_experts": 6, "num_experts_per_tok": 2, **_LOCAL}),
     "qwen2_moe": (
@@ -94,6 +106,14 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         {**_GRANITE, **_GRANITE4, "num_local_experts": 0, "attention_bias": True},
     ),
     "granite4_experts": ("GraniteMoeHybrid", {**_GRANITE, **_GRANITE4}),
+    "granite4_h": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, **_GRANITE4, **STATES, "num_local_experts": 0, "mamba_proj_bias": True},
+    ),
+    "granite4_h_experts": (
+        "GraniteMoeHybrid",
+        {**_GRANITE, **_GRANITE4, **STATES, "mamba_n_groups": 1, "mamba_conv_bias": False},
+    ),
     "phimoe": (
         "Phimoe",
         {**_LOCAL, "num_local_experts": 6, "router_jitter_noise": 0.2, "attention_bias": True, "lm_head_bias": True},

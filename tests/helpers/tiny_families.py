@@ -82,6 +82,25 @@ CONVOLUTIONS = {
     "norm_eps": 1e-3,
 }
 
+_FALCON_H1 = {
+    "rms_norm_eps": 1e-3,
+    "mamba_d_ssm": 96,
+    "mamba_n_heads": 6,
+    "mamba_d_head": 16,
+    "mamba_n_groups": 3,
+    "mamba_d_state": 12,
+    "mamba_d_conv": 4,
+    "embedding_multiplier": 2.5,
+    "lm_head_multiplier": 0.4,
+    "key_multiplier": 0.7,
+    "attention_in_multiplier": 1.3,
+    "attention_out_multiplier": 0.6,
+    "ssm_in_multiplier": 1.2,
+    "ssm_out_multiplier": 0.8,
+    "ssm_multipliers": [0.9, 0.8, 1.1, 1.3, 0.7],
+    "mlp_multipliers": [0.75, 0.5],
+}
+
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gemma": ("Gemma", {}),
     "gemma4_31b": (
@@ -215,6 +234,20 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "lfm2_plain": (
         "Lfm2",
         {**CONVOLUTIONS, "conv_L_cache": 5, "block_auto_adjust_ff_dim": False, "tie_word_embeddings": True},
+    ),
+    "falcon_h1": ("FalconH1", {**_FALCON_H1, "mlp_bias": True}),
+    "falcon_h1_normed": ("FalconH1", {**_FALCON_H1, "mamba_rms_norm": True, "mamba_norm_before_gate": False}),
+    "falcon_h1_normed_before": (
+        "FalconH1",
+        {
+            **_FALCON_H1,
+            "mamba_rms_norm": True,
+            "attention_bias": True,
+            "attention_in_multiplier": 1.0,
+            "mamba_proj_bias": True,
+            "projectors_bias": True,
+            "ssm_in_multiplier": 1.0,
+        },
     ),
     "qwen3_5": ("Qwen3_5", {**DELTA, "attention_bias": True}),
     "minicpm3": (

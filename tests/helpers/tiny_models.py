@@ -130,6 +130,8 @@ def _make(family: str, directory: Path, seed: int, overrides: dict[str, Any]) ->
             parameter.normal_(0.0, 0.3) if vector else parameter.mul_(4.0)
             if vector and (name not in tiny_families.OFFSET_NORMS or key.endswith("linear_attn.norm.weight")):
                 parameter.add_(1.0)
+            if key.endswith("mamba.A_log"):  # so that what a token added is there for many more
+                parameter.sub_(3.0)
             if name == "Gemma4" and key.endswith(
                 "q_norm.weight"
             ):  # weights of its models do what others divide scores for

@@ -1,4 +1,4 @@
-"""Tiny random models without rotation: learned positions and ALiBi."""
+"""Tiny random models without rotation: learned positions, ALiBi, and layers with states."""
 
 from __future__ import annotations
 
@@ -8,9 +8,34 @@ from typing import Any
 
 import torch
 import transformers
-from helpers import tiny_plain
+from helpers import tiny_experts, tiny_plain
 
 _FALCON = {"hidden_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4, "alibi": True}
+_GRANITE = {
+    **tiny_experts.STATES,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "shared_intermediate_size": 40,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 256,
+    "residual_multiplier": 0.22,
+    "attention_multiplier": 0.3,
+}
+_NEMOTRON = {
+    "layers_block_type": ["linear_attention", "mlp", "full_attention", "linear_attention", "linear_attention", "mlp"],
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 20,
+    "mamba_num_heads": 6,
+    "mamba_head_dim": 16,
+    "n_groups": 3,
+    "ssm_state_size": 12,
+    "max_position_embeddings": 256,
+    "layer_norm_epsilon": 1e-3,
+}
 # Names as tests and docs/models.md have them: the class, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
@@ -19,6 +44,13 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "falcon_rw": ("FalconForCausalLM", {**_FALCON, "multi_query": False, "parallel_attn": False, "bias": True}),
     "falcon_rw_six_heads": ("FalconForCausalLM", {**_FALCON, "hidden_size": 96, "num_attention_heads": 6}),
     "baichuan_13b": ("BaichuanForCausalLM", {}),  # of `tiny_plain`
+    "nemotron_h": ("NemotronHForCausalLM", {**_NEMOTRON, "use_bias": True, "mlp_bias": True}),
+    "nemotron_h_plain": ("NemotronHForCausalLM", {**_NEMOTRON, "use_conv_bias": False}),
+    "granite4_h_nope": ("GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 0}),
+    "granite4_h_nope_experts": (
+        "GraniteMoeHybridForCausalLM",
+        {**_GRANITE, "position_embedding_type": "nope", "num_local_experts": 6, "mamba_n_groups": 1},
+    ),
 }
 
 
@@ -38,6 +70,9 @@ def make_unrotated(family: str, directory: Path, *, head: str | None = None, see
             parameter.normal_(0.0, 0.3) if parameter.dim() == 1 else parameter.mul_(4.0)
             if parameter.dim() == 1:
                 parameter.add_(1.0)
+        for key, parameter in model.named_parameters():
+            if key.endswith(".A_log"):  # so that what a token added is there for many more
+                parameter.sub_(3.0)
     model.save_pretrained(directory)
     return directory
 

@@ -37,7 +37,7 @@ _UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AW
 # By the name of the class in front of "For…", in small letters.
 _KINDS = {
     "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,": frozenset(
-        "bamba falconh1 jamba kimilinear minimax nemotronh olmohybrid recurrentgemma zamba zamba2".split()
+        "bamba jamba kimilinear minimax olmohybrid recurrentgemma zamba zamba2".split()
     ),
     "a model whose attention looks at chosen keys only (sparse attention)": frozenset(
         {"deepseekv32", "deepseekv4", "glmmoedsa"}

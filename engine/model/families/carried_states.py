@@ -36,12 +36,13 @@ def check_width(key: str, width: int) -> None:
         raise LoadError(f"config.json: {key} {width} is not supported: it may be 2 to {_MOST_WIDTH}")
 
 
-def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec) -> ModelSpec:
-    """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds."""
-    attending, others = (
-        tuple(index for index, kind in enumerate(kinds) if (kind == FULL_ATTENTION) is wanted)
-        for wanted in (True, False)
-    )
+def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec, carrying: str | None = None) -> ModelSpec:
+    """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds.
+
+    carrying: the kind that has it, where there are others yet; None: all that do not attend.
+    """
+    attending = tuple(index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION)
+    others = tuple(i for i, kind in enumerate(kinds) if (i not in attending if carrying is None else kind == carrying))
     layers = [replace(layer, mixer=mixer) if i in others else layer for i, layer in enumerate(spec.layers)]
     (group,) = spec.kv_groups
     return replace(

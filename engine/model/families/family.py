@@ -180,7 +180,7 @@ class Family:
         default_factory=lambda: FamilyHead(out_bias=Flag("token_classification_bias", default=True))
     )
     token_types: bool = False
-    positions: Literal["rotary", "learned", "alibi"] = "rotary"
+    positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"
     scaled_alibi: bool = False
     chunked: bool = False
     norms_rotated: bool = False

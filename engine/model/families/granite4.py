@@ -1,4 +1,5 @@
-"""Granite 4 without recurrent layers (Micro, 1B, 350M): attention in every layer, a feed-forward named as a shared expert."""
+"""Granite 4: attention in every layer (Micro, 1B, 350M), or in few of them between layers that carry a state (Mamba 2: those with
+an H in front of their size). A feed-forward is named as a shared expert, beside experts where there are some."""
 
 from __future__ import annotations
 
@@ -6,57 +7,118 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import read_count
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.softmax_experts import GRANITE_MOE_SHARED
+from windlass.engine.model.families.state_spaces import MOST, read_limits, read_shape
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION
 
-_ATTENTION = ("attention", "full_attention")
+STATE_SPACE = "linear_attention"
+# What config.json calls layers, and what transformers 5 does.
+_KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
+_POSITIONS = "position_embedding_type"
+_ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
 _SHARED = GatedNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
 
 
 def _rewritten(config: Config) -> dict[str, Any]:
-    """In the names of Granite's other models. Raises LoadError for one with recurrent layers."""
+    """In the names of Granite's other models. Raises LoadError for one whose positions nothing tells apart."""
     result = dict(config)
     older, kinds = result.pop("layers_block_type", None), result.pop("layer_types", None)
     kinds = older if kinds is None else kinds
     if not isinstance(kinds, list) or len(kinds) != read_size(config, "num_hidden_layers"):
         raise LoadError("config.json: layer_types must be a list with one name per layer")
-    if others := [kind for kind in kinds if kind not in _ATTENTION]:
-        raise LoadError(
-            f"config.json: layer_types has {shown(others[0])}: a hybrid of attention and recurrent layers, whose state is no "
-            "cache of keys and values, is not supported: take a Granite 4 of attention alone (its size has no H in front)"
-        )
-    if config.get("position_embedding_type") != "rope":
-        raise LoadError(
-            f"config.json: position_embedding_type {shown(config.get('position_embedding_type'))} is not supported: this model "
-            'needs "rope", as nothing else would tell positions apart'
-        )
+    result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if not _rotates(config):
+        if STATE_SPACE not in result["layer_types"]:
+            raise LoadError(
+                f"config.json: {_POSITIONS} {shown(config.get(_POSITIONS))} is not supported: a model all of whose layers attend "
+                'needs "rope", as nothing else would tell positions apart'
+            )
+        result = {key: value for key, value in result.items() if key not in _ROTATION}
     if not _experts(config):
         result["intermediate_size"] = read_size(config, "shared_intermediate_size", 1024)
     return result
+
+
+def _rotates(config: Config) -> bool:
+    given = config.get(_POSITIONS)
+    if given not in (None, "nope", "rope"):
+        raise LoadError(f'config.json: {_POSITIONS} must be "rope" or "nope", got {shown(given)}')
+    return bool(given == "rope")
+
+
+def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+    """Those that attend see everything; all of these rotate alike, or none does."""
+    group = FULL_ATTENTION if _rotates(config) else None
+    return checked_kinds(facts.given or [], STATE_SPACE), [group] * facts.count
 
 
 def _experts(config: Config) -> int:
     return read_count(config, "num_local_experts", 8)
 
 
-def _dense_where_told(family: Family, config: Config) -> Family:
+def _as_told(family: Family, config: Config) -> Family:
+    """The family without experts, or without rotation, where config.json says so."""
+    if not _rotates(config):
+        family = replace(family, positions="states")
     if _experts(config):
         return family
     return replace(family, experts=None, feed_forward_names=_SHARED, reads=family.reads | family.own_keys)
 
 
+def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec with the layers that carry a state in their places."""
+    kinds = config["layer_types"]
+    return with_states(spec, kinds, _state_space(config)) if STATE_SPACE in kinds else spec
+
+
+def _state_space(config: Config) -> StateSpaceSpec:
+    refuse_other_values(config, {"hidden_act": ("silu", "swish")})
+    hidden = read_size(config, "hidden_size")
+    expand, heads = (
+        read_size(config, key, one, most=MOST) for key, one in (("mamba_expand", 2), ("mamba_n_heads", 128))
+    )
+    if config.get("mamba_d_head") in (None, "auto"):
+        config = {**config, "mamba_d_head": max(1, expand * hidden // heads)}
+    shape = read_shape(
+        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+    )
+    heads, head_dim, *_ = shape
+    if heads * head_dim != expand * hidden:
+        raise LoadError(
+            f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not mamba_expand {expand} times hidden_size {hidden}"
+        )
+    return StateSpaceSpec(
+        *shape,
+        read_number(config, "rms_norm_eps") or GRANITE4.rules.rms_norm_eps,
+        read_limits(config),
+        read_flag(config, "mamba_proj_bias"),
+        read_flag(config, "mamba_conv_bias", default=True),
+    )
+
+
 GRANITE4 = replace(
     GRANITE_MOE_SHARED,
     architecture="GraniteMoeHybridForCausalLM",
-    title="Granite 4 (Micro, 1B, 350M)",
+    title="Granite 4",
     model_type="granitemoehybrid",
-    rules=ConfigRules(max_position_embeddings=2048, rewrite=_rewritten),
-    variant=_dense_where_told,
+    rules=ConfigRules(
+        layer_pattern=_some_attend,
+        max_position_embeddings=2048,
+        other_layers=(STATE_SPACE,),
+        rewrite=_rewritten,
+    ),
+    variant=_as_told,
+    refine=_with_states,
     reads=frozenset(
         "position_embedding_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
         "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method".split()

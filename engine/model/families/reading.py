@@ -51,6 +51,7 @@ _WITHOUT_HEAD = (
 _UNROTATED = {
     "learned": "its positions are rows of a table that was learned",
     "alibi": "its scores lose by the distance of their keys (ALiBi)",
+    "states": "its layers that carry a state tell positions apart",
 }
 
 
@@ -137,10 +138,12 @@ def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
     config = text_part(config).config
     family = _family_of_model_type(config)
-    rules = family.rules
+    config = family.rules.rewrite(config)
+    if family.variant is not None:
+        family = family.variant(family, config)
     if (unrotated := _UNROTATED.get(family.positions)) is not None:
-        raise LoadError(f"config.json: a model of model_type {family.model_type!r} does not rotate: {unrotated}")
-    return read_rotary_layout(rules.rewrite(config), rules)
+        raise LoadError(f"config.json: this model of model_type {family.model_type!r} does not rotate: {unrotated}")
+    return read_rotary_layout(config, family.rules)
 
 
 def _family_of_architecture(config: Config) -> tuple[Family, str]:

@@ -12,6 +12,7 @@ from windlass.engine.model.families.encoders import EUROBERT, MODERNBERT, NOMIC_
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
+from windlass.engine.model.families.falcon_h1 import FALCON_H1
 from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2, VAULT_GEMMA
 from windlass.engine.model.families.gemma3 import GEMMA3
@@ -36,6 +37,7 @@ from windlass.engine.model.families.llama4 import LLAMA4
 from windlass.engine.model.families.llama_like import APERTUS, ARCEE, BITNET, CWM, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL, MINISTRAL3, MISTRAL
 from windlass.engine.model.families.nanochat import NANOCHAT
+from windlass.engine.model.families.nemotron_h import NEMOTRON_H
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
@@ -126,6 +128,8 @@ FAMILIES = (
     QWEN3_NEXT,
     LFM2,
     LFM2_MOE,
+    NEMOTRON_H,
+    FALCON_H1,
     GPT2,
     BLOOM,
     MODERNBERT,

@@ -5,7 +5,7 @@ Imports no torch: the API process reads specs.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, projection
@@ -29,12 +29,18 @@ class GatedNames:
 
 @dataclass(frozen=True, slots=True)
 class GatedSpec:
-    """down(activation(gate(x)) * up(x)); bias: on all three."""
+    """down(activation(gate(x)) * up(x)); bias: on all three. factors: what gate and down give is multiplied by."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
     names: GatedNames = GatedNames()
+    factors: tuple[float, float] | None = None
+
+    @property
+    def apart(self) -> GatedSpec:
+        """The same with the two stored as two."""
+        return replace(self, names=replace(self.names, gate_up=None))
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The fields of `GatedWeights`: gate and up fused, so that the input is read once."""

@@ -21,6 +21,7 @@ from windlass.engine.model.families.gemma import GEMMA, GEMMA2
 from windlass.engine.model.families.gemma3 import GEMMA3
 from windlass.engine.model.families.gemma4 import GEMMA4
 from windlass.engine.model.families.glm import GLM, GLM4
+from windlass.engine.model.families.granite4 import GRANITE4
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
@@ -41,7 +42,8 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
-from windlass.engine.model.gguf import lfm2
+from windlass.engine.model.gguf import granite, lfm2
+from windlass.engine.model.gguf.carried_states import attending
 from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
@@ -53,8 +55,6 @@ from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.fields import shown
 
 _EXPERTS = ("expert_count", "expert_used_count")
-# Of recurrent layers, which Granite 4's files have whether or not there are any: tensors of theirs are refused as unknown.
-_SSM = tuple(f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank"))
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _TEMPERATURE = "attention.temperature_scale"
 
@@ -80,10 +80,10 @@ class Architecture:
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns: see `GgufIndex`. rope:
-    the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of layers, in
-    place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain sizes of
-    config.json are.
+    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart: see `GgufIndex`.
+    rope: the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of
+    layers, in place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain
+    sizes of config.json are.
     """
 
     family: Family
@@ -97,6 +97,7 @@ class Architecture:
     aliases: Mapping[str, str] = field(default_factory=dict)
     fused_in_parts: bool = False
     values_in_turns: bool = False
+    gates_apart: bool = False
     rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
     rotation: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None
     plain: Callable[[ArchitectureKeys, int], ArchitectureKeys] = _as_they_are
@@ -161,33 +162,6 @@ def _phi3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
 def _smollm3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The file does not say which layers do not rotate; llama.cpp takes every fourth."""
     return {"no_rope_layer_interval": 4}
-
-
-def _granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        "embedding_multiplier": keys.number("embedding_scale"),
-        "residual_multiplier": keys.number("residual_scale"),
-        "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
-        "logits_scaling": keys.number("logit_scale"),
-    }
-
-
-def _dense_granite(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Granite 4's have sizes of recurrent layers, of which there are none, and a feed-forward under a shared expert's name."""
-    return {**_granite(keys, config), "intermediate_size": keys.count(_SHARED_WIDTH) or config["intermediate_size"]}
-
-
-def _granite_with_shared_experts(keys: ArchitectureKeys) -> Family | None:
-    return GRANITE_MOE_SHARED if keys.count(_SHARED_WIDTH) else None
-
-
-def _granite_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    return {
-        **_granite(keys, config),
-        "num_local_experts": keys.size(_EXPERTS[0]),
-        "num_experts_per_tok": keys.size(_EXPERTS[1]),
-        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or None,
-    }
 
 
 def _gpt_oss(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -310,26 +284,9 @@ ARCHITECTURES: dict[str, Architecture] = {
         told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
     ),
     "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(WINDOW, PATTERN, "logit_scale")),
-    "granite": Architecture(
-        GRANITE,
-        interleaved=True,
-        more=_dense_granite,
-        reads=("embedding_scale", "residual_scale", "attention.scale", "logit_scale", _SHARED_WIDTH, *_SSM),
-    ),
-    "granitemoe": Architecture(
-        GRANITE_MOE,
-        interleaved=True,
-        choose=_granite_with_shared_experts,
-        others=(GRANITE_MOE_SHARED,),
-        more=_granite_moe,
-        reads=(
-            *_SSM,
-            *("embedding_scale", "residual_scale", "attention.scale", "logit_scale"),
-            *_EXPERTS,
-            _EXPERT_WIDTH,
-            _SHARED_WIDTH,
-        ),
-    ),
+    "granite": Architecture(GRANITE, interleaved=True, **granite.DENSE),
+    "granitemoe": Architecture(GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **granite.EXPERTS),
+    "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.HYBRID),
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,
@@ -350,15 +307,13 @@ ARCHITECTURES: dict[str, Architecture] = {
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),
-    "lfm2": Architecture(
-        LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=lfm2.lfm2_attending
-    ),
+    "lfm2": Architecture(LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attending),
     "lfm2moe": Architecture(
         LFM2_MOE,
         more=lfm2.lfm2_moe,
         reads=lfm2.LFM2_MOE_KEYS,
         told_by=lfm2.lfm2_moe_by_tensors,
-        plain=lfm2.lfm2_attending,
+        plain=attending,
     ),
 }
 

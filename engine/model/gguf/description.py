@@ -60,7 +60,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     facts = _told(first, lambda: read_facts(headers[0].metadata, placed, factors))
     spec = _told(first, lambda: read_spec(facts.config, facts.generation))
     in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
-    held = as_gguf_holds(spec, latent_in_parts=in_parts)
+    held = as_gguf_holds(spec, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
     tensors = _told(first, lambda: rename(placed, facts.family, held, facts.architecture.aliases))
     index = {
         "version": VERSION,
@@ -83,6 +83,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "fused_in_parts": facts.architecture.fused_in_parts,
         "latent_in_parts": in_parts,
         "values_in_turns": facts.architecture.values_in_turns,
+        "gates_apart": facts.architecture.gates_apart,
     }
     metadata = headers[0].metadata
     told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)

@@ -10,12 +10,12 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.lfm2 import CONVOLUTION
+from windlass.engine.model.gguf.carried_states import kinds
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.fields import shown
-from windlass.engine.rotary.scaling import FULL_ATTENTION
 
-_KV_HEADS, _WIDTH = "attention.head_count_kv", "shortconv.l_cache"
+_WIDTH = "shortconv.l_cache"
 _EXPERTS, _USED, _EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 _DENSE, _SCORES = "leading_dense_block_count", "expert_gating_func"
 _SIGMOID = 2  # llama.cpp's number
@@ -24,22 +24,9 @@ LFM2_KEYS = (_WIDTH,)
 LFM2_MOE_KEYS = (_WIDTH, _EXPERTS, _USED, _EXPERT_WIDTH, _DENSE, _SCORES)
 
 
-def lfm2_attending(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
-    """The keys of a model all of whose layers attend."""
-    heads = keys.raw(_KV_HEADS)
-    if not isinstance(heads, list):
-        return keys
-    if len(heads) != count:
-        raise LoadError(f"{keys.key(_KV_HEADS)} has {len(heads)} entries for {count} layers: get another conversion")
-    return keys.replaced({_KV_HEADS: [one for one in heads if one != 0] or None})
-
-
 def lfm2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    heads = keys.raw(_KV_HEADS)
-    count = config["num_hidden_layers"]
-    kinds = [CONVOLUTION if one == 0 else FULL_ATTENTION for one in heads] if isinstance(heads, list) else None
     return {
-        "layer_types": kinds or [FULL_ATTENTION] * count,
+        "layer_types": kinds(keys, config["num_hidden_layers"], CONVOLUTION),
         "conv_L_cache": keys.size(_WIDTH),
         "block_auto_adjust_ff_dim": False,
     }

@@ -19,6 +19,7 @@ from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
 from windlass.engine.rotary.fields import shown_key
 
@@ -38,9 +39,9 @@ _EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gat
 # Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
 _BARE = (
     *("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
-    *("ssm_a", "ssm_dt"),
+    *("ssm_a", "ssm_d", "ssm_dt"),
 )
-_WITHOUT_ENDING = (".ssm_a", ".ssm_dt")  # nor in a file, some writers' of the second
+_WITHOUT_ENDING = (".ssm_a", ".ssm_d", ".ssm_dt")  # nor in a file, some writers' of the last
 _OF_HEADS = ("attn_k_b", "attn_v_b")
 _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
 
@@ -94,7 +95,7 @@ def rename(
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
     stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
     outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
-    layer_names = _layer_names(family, spec) | _convolution_names(spec)
+    layer_names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         layer_names |= {name: layer_names[known] for name, known in aliases.items()}
     for name, tensor in tensors.items():
@@ -111,7 +112,10 @@ def rename(
 
 def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     """What llama.cpp calls the tensors of a layer, and what this model does."""
-    attention, feed_forward, norms = family.attention_names, family.feed_forward_names, spec.layers[0].norms
+    attention, norms = family.attention_names, spec.layers[0].norms
+    dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, ExpertsSpec))
+    first = next(dense, None)
+    feed_forward = family.feed_forward_names if first is None else first.names
     names = {
         "attn_norm": norms.mixer,
         "ffn_norm": norms.feed_forward,
@@ -163,6 +167,22 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
     if own is None:
         return {}
     return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
+
+
+def _state_space_names(spec: ModelSpec) -> dict[str, str]:
+    """Of layers whose memory fades, if there are any (Mamba 2)."""
+    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, StateSpaceSpec)), None)
+    if own is None:
+        return {}
+    return {
+        "ssm_in": own.projections,
+        "ssm_conv1d": own.convolution,
+        "ssm_a": own.rate,
+        "ssm_dt": own.step_bias,
+        "ssm_d": own.skip,
+        "ssm_norm": own.norm,
+        "ssm_out": own.out,
+    }
 
 
 def _latent_names(own: LatentNames) -> dict[str, str]:

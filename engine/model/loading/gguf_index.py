@@ -17,11 +17,13 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec, StateMixerSpec
 
 INDEX = "gguf.json"
@@ -67,7 +69,8 @@ class GgufIndex:
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
     latent_in_parts: what makes keys and what makes values of latent attention are two tensors. values_in_turns: heads of values
-    of layers with a state meet those of keys by turns.
+    of layers with a state meet those of keys by turns. gates_apart: gates and what they gate are two tensors, where checkpoints
+    have one.
     """
 
     files: tuple[Path, ...]
@@ -78,6 +81,7 @@ class GgufIndex:
     fused_in_parts: bool = False
     latent_in_parts: bool = False
     values_in_turns: bool = False
+    gates_apart: bool = False
 
     def types(self) -> list[str]:
         """The types of the matrices, that of most numbers first."""
@@ -102,7 +106,7 @@ class GgufIndex:
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""
-        spec = as_gguf_holds(self.with_heads(spec), latent_in_parts=self.latent_in_parts)
+        spec = as_gguf_holds(self.with_heads(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.fused_in_parts:
@@ -111,7 +115,7 @@ class GgufIndex:
             return spec
         layers = []
         for layer in spec.layers:
-            if isinstance(layer.mixer, StateMixerSpec):
+            if layer.mixer is None or isinstance(layer.mixer, StateMixerSpec):
                 layers.append(layer)
                 continue
             group = layer.mixer.rotary_group
@@ -125,11 +129,13 @@ class GgufIndex:
         return replace(spec, layers=tuple(layers))
 
 
-def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
+def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) -> ModelSpec:
     """The spec with the tensors that GGUF files have in place of others; see `GgufIndex`."""
     layers = []
     for layer in spec.layers:
         if isinstance(layer.feed_forward, ExpertsSpec):
+            layer = replace(layer, feed_forward=layer.feed_forward.apart)
+        if isinstance(layer.feed_forward, GatedSpec) and gates_apart:
             layer = replace(layer, feed_forward=layer.feed_forward.apart)
         if layer.beside is not None:
             layer = replace(layer, beside=replace(layer.beside, experts=layer.beside.experts.apart))
@@ -138,7 +144,7 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool) -> ModelSpec:
         if isinstance(layer.mixer, GatedDeltaSpec):
             names = replace(layer.mixer.names, qkvz=None)
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
-        if isinstance(layer.mixer, ShortConvolutionSpec):
+        if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
         layers.append(layer)
     return replace(spec, layers=tuple(layers))
@@ -223,6 +229,7 @@ def _parsed(content: dict[str, Any]) -> GgufIndex:
         bool(content.get("fused_in_parts", False)),
         bool(content.get("latent_in_parts", False)),
         bool(content.get("values_in_turns", False)),
+        bool(content.get("gates_apart", False)),
     )
 
 

@@ -101,6 +101,6 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
         if one.beside is not None:
             one = replace(one, beside=replace(one.beside, experts=turned(index, one.beside.experts)))
-        return replace(one, feed_forward=turned(index, one.feed_forward))
+        return one if one.feed_forward is None else replace(one, feed_forward=turned(index, one.feed_forward))
 
     return replace(spec, layers=tuple(layer(index, one) for index, one in enumerate(spec.layers)))

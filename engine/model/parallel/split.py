@@ -11,7 +11,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.parallel.layers import OPTION, RankPlace, split_attention, split_beside, split_feed_forward
+from windlass.engine.model.parallel.layers import (
+    OPTION,
+    RankPlace,
+    refusal,
+    split_attention,
+    split_beside,
+    split_feed_forward,
+)
 from windlass.engine.model.parallel.shares import WeightSlice, share
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import BLOCK_SIZES, StoragePlan, StoredPart, form_name
@@ -50,6 +57,10 @@ def split_model(
         def unit_of(name: str, prefix: str = prefix) -> int:
             return units.get(prefix + name, 1)
 
+        if layer.mixer is None or layer.feed_forward is None:
+            raise refusal("a layer of one part alone is not split")
+        if layer.state is not None:
+            raise refusal("a layer that carries a state is not split")
         mixer, of_mixer = split_attention(layer.mixer, seat, unit_of)
         feed_forward, of_feed_forward = split_feed_forward(layer.feed_forward, seat, unit_of)
         slices |= {prefix + name: part for name, part in (of_mixer | of_feed_forward).items()}

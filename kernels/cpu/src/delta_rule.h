@@ -16,6 +16,7 @@
 #include "names.h"
 #include "simd.h"
 #include "state_rows.h"
+#include "state_runs.h"
 #include "tiles.h"
 
 namespace {
@@ -23,7 +24,6 @@ namespace delta_rule {
 
 constexpr int NV = W >= 8 ? 2 : 4;  // vectors of a panel: two sums for each and what the last token left fit into the registers
 constexpr long PANEL = NV * W;      // columns
-constexpr long SLICE = 64;          // tokens whose keys and gates lie ready at once
 constexpr long LINE = 16;           // numbers
 constexpr float LENGTH_EPS = 1e-6f;
 
@@ -50,35 +50,12 @@ struct Slice {
     float *kept, *share;    // [SLICE][heads], g and b
 };
 
-// Tokens first .. end, of one sequence and in one slice.
-struct Run {
-    long first, end;
-    int64_t block;
-    bool begins;
-};
-
 // What a token still has to do to the memory.
 struct Change {
     float kept;
     const float *key;
     vf delta[NV];
 };
-
-template <class T> INLINE void load_columns(const T *from, long n, vf (&to)[NV]) {
-    for (int v = 0; v < NV; v++, n -= W) to[v] = n >= W ? load(from + v * W) : n > 0 ? load_some(from + v * W, n) : vf{};
-}
-template <class T> INLINE void store_columns(T *to, long n, const vf (&from)[NV]) {
-    for (int v = 0; v < NV; v++, n -= W) {
-        if (n >= W) store(to + v * W, from[v]);
-        else if (n > 0) store_some(to + v * W, from[v], n);
-    }
-}
-
-INLINE vf changed(vf m, const Change &change, long i, int v) {
-    vu faded = (vu)(m * change.kept);
-    hide(faded);  // or it joins the addition in one place and not in the other
-    return add_product((vf)faded, change.delta[v], splat(change.key[i]));
-}
 
 struct Sums {
     vf of_key[NV] = {}, of_query[NV] = {};
@@ -110,7 +87,7 @@ static NOINLINE Sums pass(float *panel, const Change &last, const float *key, co
     for (long i = 0; i < dim; i++, panel += PANEL) {
         vf m[NV];
         for (int v = 0; v < NV; v++) {
-            m[v] = changed(load(panel + v * W), change, i, v);
+            m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
             store(panel + v * W, m[v]);
         }
         sums.add(m, key[i], query[i]);
@@ -122,7 +99,7 @@ static NOINLINE void leave(const float *panel, const Change &last, long dim, flo
     const Change change = last;
     for (long i = 0; i < dim; i++, memory += row, panel += PANEL) {
         vf m[NV];
-        for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change, i, v);
+        for (int v = 0; v < NV; v++) m[v] = changed(load(panel + v * W), change.kept, change.delta[v], splat(change.key[i]));
         store_columns(memory, n, m);
     }
 }
@@ -176,8 +153,6 @@ INLINE float product(const float *a, const float *b, long dim) {
     return total;
 }
 
-INLINE float softplus(float x) { return x > 20.0f ? x : std::log1p(std::exp(x)); }
-
 // What a token brings to a slice, in its place there.
 template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slice &slice, long token, long place) {
     const long dim = p.key_dim;
@@ -194,17 +169,6 @@ template <class T> static NOINLINE void prepare(const Operands<T> &p, const Slic
         slice.kept[at] = std::exp(-p.rate[h] * softplus(widen(p.decay[token * p.decay_row + h]) + p.bias[h]));
         slice.share[at] = 1.0f / (1.0f + std::exp(-widen(p.strength[token * p.strength_row + h])));
     }
-}
-
-// The runs of tokens begin .. end. s: the sequence of the last slice's last token, then of this one's.
-static long find_runs(const StateRows &rows, long begin, long end, long &s, Run (&runs)[SLICE]) {
-    long count = 0;
-    for (; s < rows.count && rows.starts[s] < end; s++) {
-        const long first = max_of(rows.starts[s], begin), last = min_of(rows.starts[s + 1], end);
-        if (first < last) runs[count++] = {first, last, rows.blocks[s], first == rows.starts[s] && rows.begins(s)};
-        if (rows.starts[s + 1] > end) break;
-    }
-    return count;
 }
 
 template <class T> static void all_tokens(const Operands<T> &p, const Slice &slice, long tokens, float *panels_of_threads) {

@@ -25,4 +25,5 @@
 #include "rotary_rows.h"
 #include "sampling.h"
 #include "short_convolution.h"
+#include "state_space.h"
 #include "step_rows.h"

@@ -22,6 +22,7 @@
 #include "rotary_rows.h"
 #include "short_convolution.h"
 #include "simd.h"
+#include "state_space.h"
 #include "step_rows.h"
 #include "team.h"
 
@@ -106,6 +107,7 @@ static int make_all(const void *calls, long count) {
             case 33: code = make(call, WINDLASS_NAME(multiply)); break;
             case 34: code = make(call, convolution::WINDLASS_NAME(short_convolution)); break;
             case 35: code = make(call, delta_rule::WINDLASS_NAME(gated_delta_rule)); break;
+            case 36: code = make(call, state_space::WINDLASS_NAME(state_space)); break;
         }
         if (code) return code;
     }

@@ -66,7 +66,7 @@ INLINE void hide(vu &x) {
 
 INLINE vf splat(float x) { return x - vf{}; }  // not plus: -0 + 0 is an addition that must be made
 INLINE vu splat_bits(uint32_t x) { return x - vu{}; }
-INLINE long min_of(long a, long b) { return a < b ? a : b; }
+INLINE constexpr long min_of(long a, long b) { return a < b ? a : b; }
 INLINE long max_of(long a, long b) { return a > b ? a : b; }
 INLINE long ceil_div(long a, long b) { return (a + b - 1) / b; }
 INLINE long round_up(long a, long b) { return ceil_div(a, b) * b; }

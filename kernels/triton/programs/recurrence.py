@@ -88,6 +88,15 @@ def unit(x):
 
 
 @triton.jit
+def softplus(x):
+    """To rounding for small results, too, which 1 + exp(x) alone would cut off."""
+    u = tl.exp(x)
+    above = 1.0 + u
+    log = tl.where(above == 1.0, u, tl.log(above) * tl.div_rn(u, tl.where(above == 1.0, 1.0, above - 1.0)))
+    return tl.where(x > 20.0, x, log)
+
+
+@triton.jit
 def gated_delta_rule(
     qkv,
     stride,
@@ -134,9 +143,62 @@ def gated_delta_rule(
         v = tl.load(row + of_value, mask=is_column, other=0.0).to(tl.float32)
         x = tl.load(decay + t * decay_stride + head).to(tl.float32) + shift
         share = sigmoid(tl.load(strength + t * strength_stride + head).to(tl.float32))
-        m *= tl.exp(-fades * tl.where(x > 20.0, x, tl.log(1.0 + tl.exp(x))))
+        m *= tl.exp(-fades * softplus(x))
         m += k[:, None] * (share * (v - tl.sum(m * k[:, None], 0)))[None, :]
         read = tl.where(known, tl.sum(m * q[:, None], 0), float("nan"))
+        to = out + (t * HEADS + head) * VALUE_DIM + column
+        tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
+    tl.store(at, m, mask=ok)
+
+
+@triton.jit
+def state_space(
+    mixed,
+    stride,
+    step,
+    step_stride,
+    rate,
+    bias,
+    skip,
+    memory,
+    blocks,
+    starts,
+    lengths,
+    num_blocks,
+    out,
+    least,
+    most,
+    KEY_HEADS: tl.constexpr,
+    HEADS: tl.constexpr,
+    KEY_DIM: tl.constexpr,
+    VALUE_DIM: tl.constexpr,
+    KEYS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
+    block become NaN."""
+    follow()
+    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    head = tl.program_id(1)
+    key = tl.arange(0, KEYS)
+    column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
+    is_key, is_column = key < KEY_DIM, column < VALUE_DIM
+    ok = is_key[:, None] & is_column[None, :] & known & (end > first)
+    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + column[None, :]
+    m = tl.load(at, mask=ok & (begins == 0), other=0.0)
+    fades = tl.load(rate + head)
+    shift = tl.load(bias + head)
+    passes = tl.load(skip + head)
+    of_key = HEADS * VALUE_DIM + head // (HEADS // KEY_HEADS) * KEY_DIM + key
+    for t in range(first, end):
+        row = mixed + t * stride
+        v = tl.load(row + head * VALUE_DIM + column, mask=is_column, other=0.0).to(tl.float32)
+        k = tl.load(row + of_key, mask=is_key, other=0.0).to(tl.float32)
+        q = tl.load(row + KEY_HEADS * KEY_DIM + of_key, mask=is_key, other=0.0).to(tl.float32)
+        d = softplus(tl.load(step + t * step_stride + head).to(tl.float32) + shift)
+        d = tl.where(d < least, least, tl.where(d > most, most, d))
+        m = m * tl.exp(-fades * d) + k[:, None] * (d * v)[None, :]
+        read = tl.where(known, tl.sum(m * q[:, None], 0) + passes * v, float("nan"))
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
     tl.store(at, m, mask=ok)

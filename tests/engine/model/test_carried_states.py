@@ -21,8 +21,8 @@ from windlass.engine.evaluation.attention import attention_weights
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 
-# With a memory, and without one; and bytes for a cache so little that sequences give up their places.
-FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10}
+# With a memory, without one, and with one beside attention; and bytes for a cache so little that sequences give up their places.
+FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10, "granite4_h": 400 << 10, "falcon_h1": 400 << 10}
 _generator = torch.Generator().manual_seed(1)
 PROMPTS = [torch.randint(3, 128, (count,), generator=_generator).tolist() for count in (5, 16, 17, 33, 60, 90)]
 
@@ -65,6 +65,8 @@ def check(reference: Reference, prompt: Sequence[int], got: Finished) -> None:
 )
 def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference, options: dict[str, Any]) -> None:
     little = {name: by_family[model.name] for name, by_family in options.items() if by_family is FAMILIES}
+    if little and model.name == "falcon_h1":  # whose states take more than a short context's keys
+        little["max_model_len"] = 144
     core = core_of(model, **options | little)
     requests = [greedy(str(i), prompt, 40) for i, prompt in enumerate(PROMPTS)]
     found = run(core, requests, every_logit="burst_seconds" not in options)
@@ -168,6 +170,8 @@ def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
     scorer = Scorer(core_of(model).runner.decoder, torch.float32)
     weights = attention_weights(scorer, PROMPTS[1], 2)
     assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:2]))
+    if model.name == "falcon_h1":  # all of whose layers attend
+        return
     with pytest.raises(RequestError, match=r"layer 1 attends to nothing, as it carries a state: ask for one of 2, 4"):
         attention_weights(scorer, PROMPTS[1], 1)
 

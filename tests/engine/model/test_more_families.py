@@ -40,9 +40,25 @@ SWITCHES = [
     ("lfm2", "norm_eps", 0.01),
     ("lfm2_moe", "routed_scaling_factor", 1.0),
     ("lfm2_moe", "norm_topk_prob", False),
+    ("granite4_h", "time_step_limit", [0.0, 1.0]),
+    ("granite4_h", "rms_norm_eps", 0.01),
 ]
 # Families with operations that no other has.
-OWN_OPERATIONS = ["apertus", "bitnet", "cohere_normed", "lfm2", "llama4", "nanochat", "olmo", "persimmon", "qwen3_5"]
+OWN_OPERATIONS = [
+    *(
+        "apertus",
+        "bitnet",
+        "cohere_normed",
+        "falcon_h1_normed",
+        "granite4_h",
+        "lfm2",
+        "llama4",
+        "nanochat",
+        "olmo",
+        "persimmon",
+        "qwen3_5",
+    ),
+]
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))

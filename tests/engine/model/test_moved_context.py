@@ -42,9 +42,12 @@ FAMILIES = [
     "gemma4_31b",
     "qwen3_5",
     "lfm2",
+    "granite4_h",
+    "falcon_h1",
 ]
 # Of the models whose layers carry states, one is quick enough.
-CASES = [pytest.param(one, marks=pytest.mark.slow) if one == "lfm2" else one for one in FAMILIES]
+SLOW = ("lfm2", "granite4_h", "falcon_h1")
+CASES = [pytest.param(one, marks=pytest.mark.slow) if one in SLOW else one for one in FAMILIES]
 SHIFT = ContextRule("shift", keep_tokens=16)
 STREAM = ContextRule("shift", attention_window=21, attention_sinks=5)
 

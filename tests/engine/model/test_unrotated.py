@@ -20,6 +20,9 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 
+SLOW = [name for name in FAMILIES if name.startswith("granite4_h")] + [
+    "nemotron_h"
+]  # with ten vectors and more in a layer
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -77,6 +80,11 @@ def test_batched_and_with_prefix_hits(family: Path) -> None:
     assert (torch.stack(beside["d", 0].logits) - expected).abs().max() / expected.abs().max() < TOLERANCE
 
 
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in sorted(FAMILIES)],
+    indirect=True,
+)
 def test_every_vector_and_every_position_counts(family: Path, tmp_path: Path) -> None:
     tensors = load_file(family / "model.safetensors")
     request = greedy("a", PROMPT, 1)

@@ -1,4 +1,4 @@
-"""Short convolutions and the gated delta rule on the CPU: float64 formulas, bits that nothing else changes, what is refused."""
+"""Short convolutions, the gated delta rule and state spaces on the CPU: float64 formulas, bits that nothing else changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, choose, kernels
-from helpers.recurrences import Convolution, DeltaRule, assert_near, some_of, some_rows, state_rows
+from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, some_rows, state_rows
 
 from windlass.kernels import StateRows, bind, cpu
 from windlass.kernels.cpu import recurrence
@@ -19,17 +19,23 @@ from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import recurrence as plain
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-Operands = Convolution | DeltaRule
+Operands = Convolution | DeltaRule | StateSpace
 Change = Callable[..., torch.Tensor]
 
 
 def change_of(operands: Operands, library: Library) -> Change:
+    if isinstance(operands, StateSpace):
+        return lambda own, rows: recurrence.state_space(*own.operands(rows), limits=own.limits, library=library)
     found = recurrence.short_convolution if isinstance(operands, Convolution) else recurrence.gated_delta_rule
     return lambda own, rows: found(*own.operands(rows), library=library)
 
 
 def some_operands(rows: StateRows) -> list[Operands]:
-    return [Convolution.random(rows, 300, 4), DeltaRule.random(rows, 2, 4, 12, 40)]
+    return [
+        Convolution.random(rows, 300, 4),
+        DeltaRule.random(rows, 2, 4, 12, 40),
+        StateSpace.random(rows, 2, 4, 40, 92),
+    ]
 
 
 @pytest.mark.parametrize("dtype", TYPES)
@@ -103,7 +109,7 @@ def test_gates_are_right_to_rounding(form: Library) -> None:
     assert ((left - gates).abs() <= (2e-6 + 2e-7 * gates.log().abs()) * gates)[big].all()
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_of_a_row_are_its_sequences(form: Library, which: int) -> None:
     """However it is cut into steps, whoever is computed beside it, and wherever its block lies."""
     rows = some_rows()
@@ -122,10 +128,14 @@ def test_bits_of_a_row_are_its_sequences(form: Library, which: int) -> None:
     assert torch.equal(alone.state[1], whole.state[5])
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_are_the_same_at_any_number_of_threads(form: Library, which: int) -> None:
     rows = some_rows()
-    own = [Convolution.random(rows, 1000, 4), DeltaRule.random(rows, 2, 8, 32, 96)][which]
+    own = [
+        Convolution.random(rows, 1000, 4),
+        DeltaRule.random(rows, 2, 8, 32, 96),
+        StateSpace.random(rows, 2, 8, 32, 96),
+    ][which]
     change, before = change_of(own, form), torch.get_num_threads()
     found = []
     try:
@@ -151,6 +161,10 @@ def test_nothing_outside_is_read(form: Library) -> None:
     ends = DeltaRule(*map(at_the_end_of_memory, rule.operands(rows)[:-1]))
     expected = recurrence.gated_delta_rule(*rule.operands(rows), library=form)
     assert torch.equal(recurrence.gated_delta_rule(*ends.operands(rows), library=form), expected)
+    space = StateSpace.random(rows, 1, 3, 10, 19)
+    last = StateSpace(*map(at_the_end_of_memory, space.operands(rows)[:-1]))
+    expected = recurrence.state_space(*space.operands(rows), library=form)
+    assert torch.equal(recurrence.state_space(*last.operands(rows), library=form), expected)
 
 
 def test_a_step_without_tokens_changes_nothing(form: Library) -> None:
@@ -161,7 +175,7 @@ def test_a_step_without_tokens_changes_nothing(form: Library) -> None:
             assert torch.equal(own.state, copy.state)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 @pytest.mark.parametrize(
     ("blocks", "starts", "error", "message"),
     [
@@ -232,6 +246,7 @@ def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.
         (Convolution.random(rows, 40, 4), backend.short_convolution, plain.short_convolution),
         (Convolution.random(rows, 40, 3).plain, backend.short_convolution, plain.short_convolution),
         (DeltaRule.random(rows, 2, 4, 16, 24), backend.gated_delta_rule, plain.gated_delta_rule),
+        (StateSpace.random(rows, 2, 4, 16, 24), backend.state_space, plain.state_space),
     ):
         copy = own.copy()
         assert_near(found(*own.operands(rows)), reference(*copy.operands(rows)).double())
@@ -278,21 +293,28 @@ def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> 
 def test_a_team_of_threads_has_the_bits_of_one(recorded: CompiledBackend) -> None:
     rows, before = some_rows(), torch.get_num_threads()
     mixed, rule = Convolution.random(rows, 1000, 4), DeltaRule.random(rows, 2, 8, 32, 96)
-    states = mixed.window.clone(), rule.memory.clone()
+    space = StateSpace.random(rows, 2, 8, 32, 96)
+    held = mixed.window, rule.memory, space.memory
+    states = [one.clone() for one in held]
     try:
         torch.set_num_threads(1)
         with recorded.record(cpu.Arena(1 << 20)) as recording:
-            found = recorded.short_convolution(*mixed.operands(rows)), recorded.gated_delta_rule(*rule.operands(rows))
-        named = *found, mixed.window[rows.blocks], rule.memory[rows.blocks]
+            found = (
+                recorded.short_convolution(*mixed.operands(rows)),
+                recorded.gated_delta_rule(*rule.operands(rows)),
+                recorded.state_space(*space.operands(rows)),
+            )
+        named = *found, *(one[rows.blocks] for one in held)
         expected = [one.clone() for one in named]
         for threads in (2, 3, 5):
             torch.set_num_threads(threads)
             for _ in range(5):
-                mixed.window.copy_(states[0]), rule.memory.copy_(states[1])
+                for one, state in zip(held, states, strict=True):
+                    one.copy_(state)
                 for one in found:
                     one.fill_(torch.nan)
                 assert recording.repeat()
-                named = *found, mixed.window[rows.blocks], rule.memory[rows.blocks]
+                named = *found, *(one[rows.blocks] for one in held)
                 assert all(map(torch.equal, named, expected))
     finally:
         torch.set_num_threads(before)
@@ -304,6 +326,7 @@ def test_a_recorded_call_refuses_a_block_that_there_is_not(recorded: CompiledBac
         (Convolution.random(rows, 20, 4), recorded.short_convolution),
         (Convolution.random(rows, 20, 3).plain, recorded.short_convolution),
         (DeltaRule.random(rows, 1, 2, 4, 4), recorded.gated_delta_rule),
+        (StateSpace.random(rows, 1, 2, 4, 4), recorded.state_space),
     ):
         with recorded.record(cpu.Arena(1 << 16)) as recording:
             call(*own.operands(rows))

@@ -1,4 +1,4 @@
-"""Layers that carry a state in plain torch: float64 formulas, and transformers' forms of the gated delta rule."""
+"""Layers that carry a state in plain torch: float64 formulas, and transformers' forms of the gated delta rule and of Mamba 2."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.recurrences import Convolution, DeltaRule, assert_near, some_of, some_rows, state_rows
+from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, some_rows, state_rows
+from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
 from windlass.kernels.torch import recurrence
@@ -33,6 +34,15 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     assert_near(own.memory, state)
 
 
+@pytest.mark.parametrize("dtype", TYPES)
+def test_state_space(dtype: torch.dtype) -> None:
+    rows = some_rows()
+    own = StateSpace.random(rows, 2, 4, 12, 20, dtype)
+    expected, state = own.expected(rows)
+    assert_near(recurrence.state_space(*own.operands(rows), limits=own.limits), expected)
+    assert_near(own.memory, state)
+
+
 def test_heads_of_keys_met_in_turns() -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
@@ -49,6 +59,7 @@ def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
     for own, call in (
         (Convolution.random(rows, 40, 4), recurrence.short_convolution),
         (DeltaRule.random(rows, 2, 4, 12, 20), recurrence.gated_delta_rule),
+        (StateSpace.random(rows, 2, 4, 12, 20), recurrence.state_space),
     ):
         whole = own.copy()
         expected = call(*whole.operands(rows))
@@ -80,3 +91,52 @@ def test_transformers_agree(form: Callable[..., tuple[torch.Tensor, torch.Tensor
     found = recurrence.gated_delta_rule(*own.operands(rows))
     assert_near(found, expected[0].flatten(1).double(), 1e-5)
     assert_near(own.memory[1], state[0].double(), 1e-5)
+
+
+def _as_theirs(own: StateSpace, key_heads: int) -> dict[str, torch.Tensor]:
+    """Operands by their names, of a batch of one."""
+    _, heads, key_dim, value_dim = own.memory.shape
+    shapes = (heads, value_dim), (key_heads, key_dim), (key_heads, key_dim)
+    parts = own.mixed.split([a * b for a, b in shapes], dim=1)
+    x, b, c = (part.reshape(1, -1, *shape) for part, shape in zip(parts, shapes, strict=True))
+    return {
+        "hidden_states": x,
+        "dt": own.step[None],
+        "A": -own.rate,
+        "B": b,
+        "C": c,
+        "D": own.skip,
+        "dt_bias": own.bias,
+    }
+
+
+def test_transformers_agree_on_the_state_space_of_a_prompt() -> None:
+    """Of more than a chunk, behind tokens that the memory has, with steps beyond both limits."""
+    rows = state_rows([1], [70], [False])
+    own = StateSpace.random(rows, 2, 6, 16, 24)
+    expected, state = mamba2.mamba2_chunk_scan(
+        **_as_theirs(own, 2),
+        chunk_size=32,
+        initial_states=own.memory[1:2].transpose(2, 3),
+        dt_softplus=True,
+        dt_limit=own.limits,
+        return_final_states=True,
+    )
+    steps = torch.nn.functional.softplus(own.step + own.bias)
+    assert (steps < own.limits[0]).any() and (steps > own.limits[1]).any()
+    found = recurrence.state_space(*own.operands(rows), limits=own.limits)
+    assert_near(found, expected[0].flatten(1).double(), 1e-5)
+    assert_near(own.memory[1], state[0].transpose(1, 2).double(), 1e-5)
+
+
+def test_transformers_agree_on_the_state_space_of_a_token() -> None:
+    rows = state_rows([1], [1], [False])
+    own = StateSpace.random(rows, 2, 6, 16, 24)
+    theirs_own, state = _as_theirs(own, 2), own.memory[1:2].transpose(2, 3).contiguous()
+    x, step = theirs_own.pop("hidden_states")[:, 0], theirs_own.pop("dt")[:, 0, :, None].expand(-1, -1, 24)
+    b, c = theirs_own.pop("B")[:, 0], theirs_own.pop("C")[:, 0]
+    rate = theirs_own.pop("A")[:, None, None].expand(-1, 24, 16)
+    skip, bias = (theirs_own.pop(name)[:, None].expand(-1, 24) for name in ("D", "dt_bias"))
+    expected = mamba2.mamba2_selective_state_update(state, x, step, rate, b, c, skip, bias, dt_softplus=True)
+    assert_near(recurrence.state_space(*own.operands(rows)), expected.flatten(1).double())
+    assert_near(own.memory[1], state[0].transpose(1, 2).double())

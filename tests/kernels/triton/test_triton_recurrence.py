@@ -1,14 +1,16 @@
-"""Triton's short convolutions and gated delta rule, interpreted, against float64 formulas."""
+"""Triton's short convolutions, gated delta rule and state spaces, interpreted, against float64 formulas."""
 
 from __future__ import annotations
 
+import math
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
 import torch
 from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE
-from helpers.recurrences import Convolution, DeltaRule, assert_near, some_of, state_rows
+from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, state_rows
 from torch import Tensor
 
 from windlass.kernels import StateRows
@@ -16,13 +18,15 @@ from windlass.kernels.backend import BackendOptions
 from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
-Operands = Convolution | DeltaRule
+Operands = Convolution | DeltaRule | StateSpace
 
 
 def change(own: Operands, rows: StateRows) -> Tensor:
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
     if isinstance(own, Convolution):
         return backend.short_convolution(*own.operands(rows))
+    if isinstance(own, StateSpace):
+        return backend.state_space(*own.operands(rows), limits=own.limits)
     return backend.gated_delta_rule(*own.operands(rows))
 
 
@@ -32,11 +36,16 @@ def rows_of_a_step() -> StateRows:
 
 
 def some_operands(rows: StateRows, key_heads: int = 1, dtype: torch.dtype = torch.float32) -> list[Operands]:
-    return [Convolution.random(rows, 21, 4, dtype), DeltaRule.random(rows, key_heads, 2 * key_heads, 12, 20, dtype)]
+    heads = key_heads, 2 * key_heads
+    return [
+        Convolution.random(rows, 21, 4, dtype),
+        DeltaRule.random(rows, *heads, 12, 20, dtype),
+        StateSpace.random(rows, *heads, 12, 20, dtype),
+    ]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])  # the interpreter cuts bfloat16 off
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_formulas(which: int, dtype: torch.dtype) -> None:
     rows = rows_of_a_step()
     own = some_operands(rows, 2, dtype)[which]
@@ -60,7 +69,7 @@ def test_widths_of_a_convolution(width: int) -> None:
         assert_near(each.state, state)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_of_a_row_are_its_sequences(which: int) -> None:
     rows = rows_of_a_step()
     own = some_operands(rows)[which]
@@ -95,7 +104,25 @@ def test_gates_at_their_ends() -> None:
     assert_near(own.memory, state)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+def test_steps_at_their_ends() -> None:
+    """Large arguments overflow nowhere, small steps are right to rounding, and NaN stays in its head."""
+    rows = state_rows([0], [6], [False])
+    own = replace(StateSpace.random(rows, 1, 3, 8, 8), limits=(0.0, math.inf))
+    own.step[:] = torch.tensor([30.0, 1e4, -1e4, 20.5, -9.0, -16.5])[:, None]
+    own.rate.copy_(torch.tensor([1e-3, 0.04, 0.1]))
+    expected, state = own.expected(rows)
+    assert_near(change(own, rows), expected, 1e-6 * float(expected.abs().max()))
+    assert_near(own.memory, state, 1e-6 * float(state.abs().max()))
+    small = replace(StateSpace.random(rows, 1, 1, 4, 4), memory=torch.zeros(1, 1, 4, 4), limits=(0.0, math.inf))
+    small.step[:], small.bias[:], small.skip[:] = torch.linspace(-17, -5, 6)[:, None], 0, 0
+    expected, _ = small.expected(rows)
+    found = change(small, rows)
+    assert ((found - expected).abs() <= 2e-6 * expected.abs().amax(1, keepdim=True)).all()
+    own.step[0, 1] = torch.nan
+    assert change(own, rows).view(6, 3, 8).isnan().any(2).tolist() == [[False, True, False]] * 6
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_rows_of_a_block_that_there_is_not_become_nan(which: int) -> None:
     """Instead of an error, for which the host would have to wait."""
     rows = state_rows([2, 6, -1, 0], [3, 2, 1, 2], [False, False, True, False])
@@ -107,7 +134,7 @@ def test_rows_of_a_block_that_there_is_not_become_nan(which: int) -> None:
     assert_near(own.state, state)
 
 
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("which", [0, 1, 2])
 def test_a_step_without_tokens_changes_nothing(which: int) -> None:
     for rows in (state_rows([], [], []), state_rows([0], [0], [True])):
         own = some_operands(rows)[which]

@@ -1,0 +1,134 @@
+"""Falcon H1: in every layer a memory that fades (Mamba 2) beside attention, and factors of what each part makes."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Literal
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
+from windlass.engine.model.families.carried_states import refuse_other_values
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Multipliers
+from windlass.engine.model.families.state_spaces import MOST, read_limits, read_shape
+from windlass.engine.model.feed_forward.gated_spec import GatedNames, GatedSpec
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.state_beside_spec import StateBesideSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.rotary.fields import shown
+
+_IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
+_MOST_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
+_READ = frozenset(
+    "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
+    "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
+    "mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mamba_use_mlp projectors_bias "
+    "time_step_limit time_step_floor time_step_min time_step_max time_step_rank num_logits_to_keep layers_block_type "
+    "attn_layer_indices".split()
+)
+# What other values would make another model of.
+_ALWAYS: dict[str, tuple[object, ...] | None] = {
+    "hidden_act": ("silu", "swish"),
+    "mamba_use_mlp": (True,),
+    "attn_layer_indices": ([],),
+}
+
+
+def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
+    refuse_other_values(config, _ALWAYS)
+    given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
+    if given != 1 and read_flag(config, "attention_bias"):
+        raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
+    state = _state_space(config)
+    beside = StateBesideSpec(
+        state,
+        attended=given * _factor(config, "attention_out_multiplier"),
+        remembered=_factor(config, "ssm_out_multiplier"),
+    )
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    factors = None if gate == down == 1 else (gate, down)
+    layers = []
+    for layer in spec.layers:
+        attention, feed_forward = layer.mixer, layer.feed_forward
+        assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedSpec)
+        mixer = replace(attention, scale=attention.scale * given**2 * key)
+        layers.append(replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=beside))
+    return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
+
+
+def _state_space(config: Config) -> StateSpaceSpec:
+    heads = read_size(config, "mamba_n_heads", 128, most=MOST)
+    inner = read_size(config, "mamba_d_ssm", 1024) if "mamba_d_ssm" not in config or config["mamba_d_ssm"] else None
+    if inner is None:
+        inner = read_size(config, "mamba_expand", 2, most=MOST) * read_size(config, "hidden_size")
+    if config.get("mamba_d_head") in (None, "auto"):
+        config = {**config, "mamba_d_head": max(1, inner // heads)}
+    shape = read_shape(
+        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+    )
+    heads, head_dim, *_ = shape
+    if heads * head_dim != inner:
+        raise LoadError(
+            f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not the {inner} that mamba_d_ssm, or mamba_expand "
+            "times hidden_size, says"
+        )
+    given = _factor(config, _STATE_IN)
+    bias, out_bias = (read_flag(config, name) for name in _BIASES)
+    if bias != out_bias or (bias and given != 1):
+        raise LoadError(
+            f"config.json: {' and '.join(_BIASES)} must be alike, and false where {_STATE_IN} is not 1: others are not supported"
+        )
+    gates, values, keys, queries, steps = (given * one for one in _factors(config, "ssm_multipliers", 5))
+    normed: Literal["gated", "before the gate"] | None = None
+    if read_flag(config, "mamba_rms_norm"):
+        normed = "before the gate" if read_flag(config, "mamba_norm_before_gate", default=True) else "gated"
+    return StateSpaceSpec(
+        *shape,
+        read_number(config, "rms_norm_eps") or FALCON_H1.rules.rms_norm_eps,
+        read_limits(config),
+        bias,
+        read_flag(config, "mamba_conv_bias", default=True),
+        normed=normed,
+        factors=None if {gates, values, keys, queries, steps} == {1.0} else (gates, values, keys, queries, steps),
+    )
+
+
+def _factor(config: Config, key: str) -> float:
+    """One where config.json has none."""
+    found = read_number(config, key) or 1.0
+    if found > _MOST_FACTOR:
+        raise LoadError(f"config.json: {key} must be a positive number up to {_MOST_FACTOR:g}, got {shown(found)}")
+    return found
+
+
+def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
+    """Ones where config.json has none."""
+    given = config.get(key)
+    if given is None:
+        return (1.0,) * count
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != count or not all(
+        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= _MOST_FACTOR for one in numbers
+    ):
+        raise LoadError(
+            f"config.json: {key} must be a list of {count} positive numbers up to {_MOST_FACTOR:g}, got {shown(given)}"
+        )
+    return tuple(map(float, numbers))
+
+
+FALCON_H1 = Family(
+    architecture="FalconH1ForCausalLM",
+    title="Falcon H1",
+    model_type="falcon_h1",
+    rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
+    feed_forward_names=GatedNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
+    norms=LayerNorms(feed_forward="pre_ff_layernorm"),
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    refine=_with_states,
+    reads=_READ,
+)

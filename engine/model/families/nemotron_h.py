@@ -1,0 +1,151 @@
+"""Nemotron H and Nemotron Nano 2: a layer is one part alone, a memory that fades (Mamba 2), attention, or a feed-forward."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.patterns import LayerFacts
+from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.values import Config, read_flag, read_number
+from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.family import MLP_BIAS, Family
+from windlass.engine.model.families.state_spaces import read_limits, read_shape
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.mixers.state_space_spec import StateSpaceNames, StateSpaceSpec
+from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION
+
+STATE_SPACE, FEED_FORWARD, EXPERTS = "linear_attention", "mlp", "moe"
+_BY_LETTER = {"M": STATE_SPACE, "*": FULL_ATTENTION, "-": FEED_FORWARD, "E": EXPERTS}
+_KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
+_PATTERN = "hybrid_override_pattern"
+_MOST_LAYERS = 10_000
+# Second names of what other keys say, which count.
+_AGAIN = {
+    "mamba_n_groups": "n_groups",
+    "mamba_d_conv": "conv_kernel",
+    "mamba_dt_limit": "time_step_limit",
+    "mamba_conv_bias": "use_conv_bias",
+}
+# What config.json says of what always holds, of parts that are not there, or of how weights began; None: any.
+_ALWAYS: dict[str, tuple[object, ...] | None] = {
+    "mamba_hidden_act": ("silu", "swish"),
+    "attention_bias": (False,),
+    "sliding_window": (),
+    **dict.fromkeys(
+        "expand chunk_size mamba_chunk_size mamba_expand mamba_proj_bias mamba_ssm_cache_dtype mamba_ssm_dtype residual_in_fp32 "
+        "rescale_prenorm_residual time_step_floor time_step_min time_step_max time_step_rank mamba_dt_min mamba_dt_max "
+        "mamba_dt_init_floor num_logits_to_keep use_mamba_kernels attention_head_dim use_bias "
+        "moe_intermediate_size moe_latent_size moe_shared_expert_intermediate_size moe_shared_expert_overlap "
+        "mtp_layers_block_type mtp_hybrid_override_pattern n_group topk_group n_routed_experts n_shared_experts "
+        "num_local_experts norm_topk_prob num_experts_per_tok routed_scaling_factor".split()
+    ),
+}
+_READ = frozenset(
+    (*_ALWAYS, *_AGAIN, *_AGAIN.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
+) | {"mlp_hidden_act", "layers_block_type"}
+
+
+def _rewritten(config: Config) -> dict[str, Any]:
+    """With the kinds of layers by their names, and as many layers as there are kinds. Raises LoadError for layers of experts."""
+    result = dict(config)
+    for again, name in _AGAIN.items():
+        if (given := result.pop(again, None)) is not None:
+            result[name] = given
+    older, kinds, pattern = (result.pop(key, None) for key in ("layers_block_type", "layer_types", _PATTERN))
+    kinds = older if kinds is None else kinds
+    if kinds is None and isinstance(pattern, str):
+        kinds = [_BY_LETTER.get(letter, letter) for letter in pattern[: _MOST_LAYERS + 1]]
+    if not isinstance(kinds, list) or not kinds:
+        raise LoadError(
+            f"config.json: layers_block_type must be a list with one name per layer, or {_PATTERN} a letter each"
+        )
+    result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
+    if EXPERTS in result["layer_types"]:
+        raise LoadError(
+            "config.json: a layer has experts without gates (Nemotron 3), which are not supported: take a Nemotron H or a "
+            "Nemotron Nano 2"
+        )
+    count = config.get("num_hidden_layers")
+    if count is not None and count != len(kinds):
+        raise LoadError(
+            f"config.json: num_hidden_layers is {shown(count)}, and {len(kinds)} layers have a kind: keep one"
+        )
+    result["num_hidden_layers"] = len(kinds)
+    if "attention_head_dim" in config and result.get("head_dim") is None:
+        result["head_dim"] = config["attention_head_dim"]
+    return result
+
+
+def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
+    """Those that attend see everything, and none rotates."""
+    kinds = checked_kinds(facts.given or [], f"{STATE_SPACE} and {FEED_FORWARD}")
+    return [FULL_ATTENTION for _ in kinds], [None] * facts.count
+
+
+def _as_published(family: Family, config: Config) -> Family:
+    """The family. Raises LoadError for what would make another model of it."""
+    refuse_other_values(config, _ALWAYS)
+    return family
+
+
+def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
+    """From layers of both parts to those of one, by their kinds."""
+    kinds = config["layer_types"]
+    found = with_states(spec, kinds, _state_space(config), STATE_SPACE)
+    layers = [
+        replace(layer, mixer=None) if kind == FEED_FORWARD else replace(layer, feed_forward=None)
+        for kind, layer in zip(kinds, found.layers, strict=True)
+    ]
+    return replace(found, layers=tuple(layers))
+
+
+def _state_space(config: Config) -> StateSpaceSpec:
+    shape = read_shape(
+        config, {"mamba_num_heads": 128, "mamba_head_dim": 64, "n_groups": 8, "ssm_state_size": 128, "conv_kernel": 4}
+    )
+    return StateSpaceSpec(
+        *shape,
+        read_number(config, "layer_norm_epsilon") or NEMOTRON_H.rules.rms_norm_eps,
+        read_limits(config),
+        read_flag(config, "use_bias"),
+        read_flag(config, "use_conv_bias", default=True),
+        StateSpaceNames(
+            *(f"mixer.{name}" for name in ("in_proj", "conv1d", "A_log", "dt_bias", "D", "norm", "out_proj"))
+        ),
+    )
+
+
+NEMOTRON_H = Family(
+    architecture="NemotronHForCausalLM",
+    title="Nemotron H and Nano 2",
+    model_type="nemotron_h",
+    positions="states",
+    rules=ConfigRules(
+        layer_pattern=_some_attend,
+        max_position_embeddings=4096,
+        num_hidden_layers=4,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        eos_token_id=(2,),
+        other_layers=(STATE_SPACE, FEED_FORWARD),
+        rewrite=_rewritten,
+    ),
+    feed_forward_bias=MLP_BIAS,
+    activation="relu2",
+    activation_key="mlp_hidden_act",
+    attention_names=AttentionNames(q="mixer.q_proj", k="mixer.k_proj", v="mixer.v_proj", out="mixer.o_proj"),
+    feed_forward_names=PlainNames(up="mixer.up_proj", down="mixer.down_proj"),
+    norms=LayerNorms(mixer="norm", feed_forward=None),
+    norm_eps_key="layer_norm_epsilon",
+    outer_names=OuterNames("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
+    variant=_as_published,
+    refine=_one_part_each,
+    reads=_READ,
+    unused=("mtp.",),
+)

@@ -1,0 +1,100 @@
+"""What a GGUF file says of Granite's models, in the names of config.json. It opens no file.
+
+llama.cpp has three architectures of them: dense, of experts, and hybrids with layers that carry a state, dense or of experts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.granite4 import STATE_SPACE
+from windlass.engine.model.families.softmax_experts import GRANITE_MOE_SHARED
+from windlass.engine.model.gguf.carried_states import attending, kinds
+from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.tensor_names import PlacedTensor
+
+_COUNT, _USED = "expert_count", "expert_used_count"
+_EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+_SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
+_WIDTH, _STATE, _GROUPS, _INNER, _HEADS = (
+    f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
+)
+_ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch
+# Granite 4's files have sizes of layers with states whether or not there are any: tensors of theirs are refused as unknown.
+_KEYS = (*_SCALES, _SHARED_WIDTH, _WIDTH, _STATE, _GROUPS, _INNER, _HEADS)
+_KEYS_OF_EXPERTS = (*_KEYS, _COUNT, _USED, _EXPERT_WIDTH)
+
+
+def _multipliers(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        "embedding_multiplier": keys.number("embedding_scale"),
+        "residual_multiplier": keys.number("residual_scale"),
+        "attention_multiplier": keys.number("attention.scale") or config["head_dim"] ** -0.5,
+        "logits_scaling": keys.number("logit_scale"),
+    }
+
+
+def _dense(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Granite 4's have a feed-forward under a shared expert's name."""
+    width = keys.count(_SHARED_WIDTH) or config["intermediate_size"]
+    return {**_multipliers(keys, config), "intermediate_size": width}
+
+
+def _with_shared_experts(keys: ArchitectureKeys) -> Family | None:
+    return GRANITE_MOE_SHARED if keys.count(_SHARED_WIDTH) else None
+
+
+def _experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    return {
+        **_multipliers(keys, config),
+        "num_local_experts": keys.size(_COUNT),
+        "num_experts_per_tok": keys.size(_USED),
+        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or None,
+    }
+
+
+def _hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Layers without heads of keys carry a state; llama.cpp calls the number of their heads a time step's rank."""
+    heads, inner, hidden = keys.size(_HEADS), keys.size(_INNER), keys.size("embedding_length")
+    if inner % hidden or inner % heads:
+        raise LoadError(
+            f"{keys.key(_INNER)} {inner} is not a multiple of {hidden}, the model's width, and of {heads} heads"
+        )
+    of_experts = (
+        _experts(keys, config) if keys.count(_COUNT) else {**_multipliers(keys, config), "num_local_experts": 0}
+    )
+    return {
+        **of_experts,
+        "intermediate_size": keys.count(_EXPERT_WIDTH) or config["intermediate_size"],
+        "shared_intermediate_size": keys.count(_SHARED_WIDTH) or config["intermediate_size"],
+        "layer_types": kinds(keys, config["num_hidden_layers"], STATE_SPACE),
+        "position_embedding_type": "nope" if keys.raw(_ROTATES) is False else "rope",
+        "mamba_n_heads": heads,
+        "mamba_d_head": inner // heads,
+        "mamba_expand": inner // hidden,
+        "mamba_n_groups": keys.size(_GROUPS),
+        "mamba_d_state": keys.size(_STATE),
+        "mamba_d_conv": keys.size(_WIDTH),
+    }
+
+
+def _biases(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+    """Of all layers: the first seldom attends."""
+
+    def some(name: str) -> bool:
+        return any(one.endswith(f".{name}.bias") for one in tensors)
+
+    return {
+        "attention_bias": some("attn_q"),
+        "mamba_proj_bias": some("ssm_in"),
+        "mamba_conv_bias": some("ssm_conv1d"),
+    }
+
+
+# Fields of `Architecture`.
+DENSE: dict[str, Any] = {"more": _dense, "reads": _KEYS}
+EXPERTS: dict[str, Any] = {"more": _experts, "reads": _KEYS_OF_EXPERTS, "choose": _with_shared_experts}
+HYBRID: dict[str, Any] = {"more": _hybrid, "reads": _KEYS_OF_EXPERTS, "plain": attending, "told_by": _biases}

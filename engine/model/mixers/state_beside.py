@@ -1,0 +1,42 @@
+"""A memory that fades beside the attention of a layer (Falcon H1, arXiv 2507.22448).
+
+Knows its spec, its weights and the backend. It knows no other layer, no checkpoint and no request.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from windlass.engine.model.adapters.adapter import LayerChanges
+from windlass.engine.model.mixers.state_beside_spec import STATE_PREFIX, StateBesideSpec
+from windlass.engine.model.mixers.state_space import StateSpace
+from windlass.kernels import Backend, StatePages, StateRows
+
+
+class StateBeside:
+    """Adds to what the attention made. weights: of `StateBesideSpec.weights`, by those names."""
+
+    def __init__(self, spec: StateBesideSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        own = {name.removeprefix(STATE_PREFIX): weight for name, weight in weights.items()}
+        self._state = StateSpace(spec.state, own, backend)
+        self._backend = backend
+        self._attended, self._remembered = (
+            torch.full((1,), factor, dtype=torch.float32, device=backend.device)
+            for factor in (spec.attended, spec.remembered)
+        )
+
+    def joined(
+        self, y: Tensor, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None
+    ) -> Tensor:
+        """y: [T, hidden], what the attention made of x, the layer's normed input; it is changed in place. states: of this layer,
+        changed in place. changes: what adapters add. Returns [T, hidden]."""
+        backend = self._backend
+        z = self._state.forward(x, rows, states, None if changes is None else changes.below(STATE_PREFIX))
+        backend.multiply(y, self._attended)
+        backend.multiply(z, self._remembered)
+        backend.add(y, z)
+        return y

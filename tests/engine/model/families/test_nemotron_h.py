@@ -1,0 +1,189 @@
+"""What config.json says of Nemotron H, whose layers are one part each, and what is refused; its weights, narrow and adapted."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.adapters import merged, save_adapter
+from helpers.configs import engine_config
+from helpers.engines import make_core
+from helpers.rewritten_weights import logits
+from helpers.tiny_unrotated import make_unrotated
+
+from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.evaluation.attention import attention_weights
+from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.feed_forward.plain_spec import PlainNames, PlainSpec
+from windlass.engine.model.loading.preflight import prepare_model
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
+from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+
+PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
+# In the shape of nvidia/NVIDIA-Nemotron-Nano-9B-v2, whose file has kinds of layers as letters.
+PUBLISHED: dict[str, Any] = {
+    "architectures": ["NemotronHForCausalLM"],
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "bos_token_id": 1,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "eos_token_id": 12,
+    "expand": 2,
+    "head_dim": 128,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4480,
+    "hybrid_override_pattern": PATTERN,
+    "initializer_range": 0.02,
+    "intermediate_size": 15680,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 80,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 131072,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 40,
+    "num_hidden_layers": 56,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "pad_token_id": 0,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05,
+    "sliding_window": None,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "time_step_floor": 0.0001,
+    "time_step_limit": [0.0, math.inf],
+    "time_step_max": 0.1,
+    "time_step_min": 0.001,
+    "torch_dtype": "bfloat16",
+    "use_bias": False,
+    "use_cache": True,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_unrotated("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
+
+
+def test_a_published_file() -> None:
+    spec = read_spec(PUBLISHED)
+    attending = tuple(index for index, letter in enumerate(PATTERN) if letter == "*")
+    carrying = tuple(index for index, letter in enumerate(PATTERN) if letter == "M")
+    assert not spec.notices and spec.trained_len == 131_072 and spec.norm_eps == 1e-5 and spec.eos_token_ids == (12,)
+    assert spec.kv_groups == (KVGroupSpec(attending, 8, 128, None),)
+    assert spec.state_group == StateGroupSpec(carrying, 128 * 80 + 2 * 8 * 128, 4, 128, 128, 80)
+    assert spec.rotary_groups[0].base.unrotated is not None
+    for letter, layer in zip(PATTERN, spec.layers, strict=True):
+        kinds = type(layer.mixer), type(layer.feed_forward)
+        none = type(None)
+        assert kinds == {"M": (StateSpaceSpec, none), "*": (AttentionSpec, none), "-": (none, PlainSpec)}[letter]
+    assert spec.layers[1].feed_forward == PlainSpec(
+        15_680, "relu2", names=PlainNames("mixer.up_proj", "mixer.down_proj")
+    )
+    stored = {tensor.name for weight in spec.weights() for tensor in weight.stored}
+    assert {name for name in stored if ".1." in name} == {
+        f"backbone.layers.1.{name}.weight" for name in ("norm", "mixer.up_proj", "mixer.down_proj")
+    }
+    assert stored - {name for name in stored if ".layers." in name} == {
+        "backbone.embeddings.weight",
+        "backbone.norm_f.weight",
+        "lm_head.weight",
+    }
+
+
+def test_kinds_of_layers_by_names_and_by_letters(model: Path) -> None:
+    written = json.loads((model / "config.json").read_text())
+    spec = read_spec(written)
+    assert not spec.notices
+    names = {"linear_attention": "mamba", "full_attention": "attention", "mlp": "mlp"}
+    letters = {"linear_attention": "M", "full_attention": "*", "mlp": "-"}
+    kinds = written.pop("layers_block_type")
+    assert read_spec({**written, "layers_block_type": [names[kind] for kind in kinds]}) == spec
+    assert read_spec({**written, "hybrid_override_pattern": "".join(letters[kind] for kind in kinds)}) == spec
+    older = {"mamba_n_groups": written.pop("n_groups"), "mamba_d_conv": written.pop("conv_kernel")}
+    assert read_spec({**written, **older, "layers_block_type": kinds}) == spec
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"hybrid_override_pattern": "M-"}, "num_hidden_layers is 56, and 2 layers have a kind: keep one"),
+        ({"hybrid_override_pattern": None}, "layers_block_type must be a list with one name per layer"),
+        ({"hybrid_override_pattern": ""}, "layers_block_type must be a list"),
+        ({"hybrid_override_pattern": ["M"]}, "layers_block_type must be a list"),
+        ({"layers_block_type": "mamba"}, "layers_block_type must be a list"),
+        ({"hybrid_override_pattern": "M?" * 28}, "layer_types has '?'"),
+        ({"hybrid_override_pattern": "ME*-" * 14}, "a layer has experts without gates"),
+        ({"hybrid_override_pattern": "M-" * 28}, "no layer is full_attention"),
+        ({"hybrid_override_pattern": "*" * 10**6, "num_hidden_layers": None}, "num_hidden_layers must be a positive"),
+        ({"mamba_num_heads": 0}, "mamba_num_heads must be a positive integer up to 65536"),
+        ({"mamba_num_heads": 1 << 40}, "mamba_num_heads must be a positive integer up to 65536"),
+        ({"mamba_head_dim": 1 << 20}, "mamba_head_dim must be a positive integer up to 65536"),
+        ({"n_groups": 7}, "mamba_num_heads 128 is not a multiple of n_groups 7"),
+        ({"ssm_state_size": -1}, "ssm_state_size must be a positive integer"),
+        ({"conv_kernel": 9}, "conv_kernel 9 is not supported: it may be 2 to 8"),
+        ({"use_bias": 1}, "use_bias must be true or false"),
+        ({"use_conv_bias": "no"}, "use_conv_bias must be true or false"),
+        ({"time_step_limit": [1, 0]}, "time_step_limit must be two numbers"),
+        ({"mamba_hidden_act": "gelu"}, "mamba_hidden_act='gelu', which changes the model"),
+        ({"mlp_hidden_act": "tanh"}, "activation 'tanh' is not supported"),
+        ({"attention_bias": True}, "attention_bias=true, which changes the model"),
+        ({"sliding_window": 8}, "sliding_window=8, which changes the model"),
+    ],
+    ids=lambda value: str(value)[:60],
+)
+def test_what_makes_no_sense_is_refused(changes: dict[str, Any], message: str) -> None:
+    with pytest.raises(LoadError, match=message) as caught:
+        read_spec({**PUBLISHED, **changes})
+    assert "\n" not in str(caught.value) and len(str(caught.value)) < 300
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_from_the_cache_are_the_same(quantization: str, model: Path, tmp_path: Path) -> None:
+    options = {"quantization": quantization, "weight_cache": str(tmp_path)}
+    first = logits(model, **options)
+    assert any("quantized weights read from" in notice for notice in make_core(model, **options).info.notices)
+    assert torch.equal(logits(model, **options), first)
+    near = torch.nn.functional.cosine_similarity(first.flatten(), logits(model).flatten(), dim=0)
+    assert near > (0.99 if quantization == "int8" else 0.7), near
+
+
+@pytest.mark.parametrize(
+    "targets", [["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj"], ["up_proj", "down_proj"]]
+)
+def test_an_adapter_changes_every_part(targets: list[str], model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model, targets)
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    assert (logits(model, adapter) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (logits(model) - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:
+    scorer = Scorer(make_core(model).runner.decoder, torch.float32)
+    weights = attention_weights(scorer, [5, 6, 7, 8], 2)
+    assert torch.allclose(weights.sum(-1), torch.ones(weights.shape[:2]))
+    with pytest.raises(
+        RequestError, match="layer 1 attends to nothing, as it is a feed-forward alone: ask for one of 2"
+    ):
+        attention_weights(scorer, [5, 6, 7, 8], 1)
+
+
+def test_ranks_are_refused(model: Path) -> None:
+    with pytest.raises(LoadError, match="a layer of one part alone is not split: leave it out"):
+        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)

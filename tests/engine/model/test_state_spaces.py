@@ -1,0 +1,101 @@
+"""Files of models whose memories fade token by token (Mamba 2): hostile ones, narrow, quantized, cached, changed by adapters."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers.adapters import merged, save_adapter
+from helpers.configs import engine_config
+from helpers.engines import make_core
+from helpers.rewritten_weights import logits, rewritten
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.loader import load_model
+from windlass.engine.model.loading.preflight import describe_model, prepare_model
+
+TOLERANCE = 1e-5  # of the largest logit
+MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "in_proj", "out_proj", "input_linear", "output_linear"]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_model("granite4_h", tmp_path_factory.mktemp("granite4_h"))
+
+
+@pytest.mark.parametrize(
+    ("tensor", "shape"),
+    [
+        ("conv1d.weight", (224, 4)),
+        ("conv1d.weight", (224, 1, 3)),
+        ("conv1d.bias", (224, 1)),
+        ("in_proj.weight", (352, 64)),
+        ("in_proj.bias", (224,)),
+        ("A_log", (8, 1)),
+        ("D", (4,)),
+        ("dt_bias", (16,)),
+        ("norm.weight", (4, 32)),
+        ("out_proj.weight", (128, 64)),
+    ],
+)
+def test_tensors_of_another_shape_are_refused(tensor: str, shape: tuple[int, ...], model: Path, tmp_path: Path) -> None:
+    weights = load_file(model / "model.safetensors")
+    other = rewritten(model, tmp_path / "other", {**weights, f"model.layers.3.mamba.{tensor}": torch.zeros(shape)})
+    with pytest.raises(LoadError, match=rf"layers\.3\.mamba\.{tensor}' has shape"):
+        describe_model(engine_config(other))
+
+
+@pytest.mark.parametrize("missing", ["1.mamba.A_log", "1.mamba.conv1d.bias", "2.self_attn.q_proj.weight"])
+def test_tensors_that_are_missing_are_named(missing: str, model: Path, tmp_path: Path) -> None:
+    weights = {n: w for n, w in load_file(model / "model.safetensors").items() if n != f"model.layers.{missing}"}
+    with pytest.raises(LoadError, match=f"{missing}' is missing"):
+        describe_model(engine_config(rewritten(model, tmp_path / "other", weights)))
+
+
+def test_what_fades_is_float32_whatever_matrices_are(model: Path, tmp_path: Path) -> None:
+    weights = {name: one.bfloat16() for name, one in load_file(model / "model.safetensors").items()}
+    loaded = load_model(engine_config(rewritten(model, tmp_path / "narrow", weights), device="cpu", dtype="bfloat16"))
+    found = loaded.decoder.weights()
+    for layer in (0, 1, 3):
+        own = {name.removeprefix(f"model.layers.{layer}.mamba."): one.float() for name, one in weights.items()}
+        expected = {
+            "convolution": own["conv1d.weight"][:, 0],
+            "convolution_bias": own["conv1d.bias"],
+            "rate": own["A_log"].exp(),
+            "step_bias": own["dt_bias"],
+            "skip": own["D"],
+            "norm": own["norm.weight"],
+        }
+        for name, wanted in expected.items():
+            one = found[f"layers.{layer}.{name}"]
+            assert isinstance(one, Tensor) and torch.equal(one, wanted), name
+
+
+@pytest.mark.parametrize("quantization", ["int8", "int4"])
+def test_quantized_weights_from_the_cache_are_the_same(quantization: str, model: Path, tmp_path: Path) -> None:
+    options = {"quantization": quantization, "weight_cache": str(tmp_path)}
+    first = logits(model, **options)
+    assert any("quantized weights read from" in notice for notice in make_core(model, **options).info.notices)
+    assert torch.equal(logits(model, **options), first)
+
+
+def test_random_weights_give_logits(model: Path) -> None:
+    found = logits(model, load_format="dummy")
+    assert found.isfinite().all() and float(found.std()) > 0.1
+
+
+@pytest.mark.parametrize("targets", [MATRICES, ["in_proj"], ["out_proj"]], ids=len)
+def test_an_adapter_changes_every_matrix(targets: list[str], model: Path, tmp_path: Path) -> None:
+    adapter = save_adapter(tmp_path / "adapter", model, targets)
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    assert (logits(model, adapter) - wanted).abs().max() < TOLERANCE * wanted.abs().max()
+    assert (logits(model) - wanted).abs().max() > 100 * TOLERANCE * wanted.abs().max()
+
+
+def test_ranks_are_refused(model: Path) -> None:
+    with pytest.raises(LoadError, match="a layer that carries a state is not split: leave it out"):
+        prepare_model(engine_config(model, tensor_parallel=2), "cpu", reads_narrow=True, free=None)
