@@ -147,7 +147,8 @@ def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bo
         if not _refused_later(engine):
             loading.begin()
         try:
-            app = make_app(client, path, settings, start.template)
+            with importing():
+                app = make_app(client, path, settings, start.template)
             with contextlib.closing(app.state.windlass) as state:
                 http = make_server(
                     app,
@@ -284,9 +285,8 @@ def exit_on_signal() -> Iterator[None]:
 def make_app(client: EngineClient, path: Path, settings: ServerSettings, template: str | None) -> FastAPI:
     """The app of a model's directory. template: in place of the model's own."""
     # Imported here: fastapi and the tokenizer take a while, and the engine process is already loading beside them.
-    with importing():
-        from windlass.server.app.app import create_app
-        from windlass.server.text.tokenizer import Tokenizer
+    from windlass.server.app.app import create_app
+    from windlass.server.text.tokenizer import Tokenizer
 
     tokenizer = Tokenizer.from_directory(path)
     if template is not None:

@@ -320,10 +320,11 @@ with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:
 
 def test_a_program_that_forgets_to_close_ends() -> None:
     program = (
-        "from windlass import LLM; import sys\n"
+        "from windlass import LLM; import gc, sys\n"
         f"llm = LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS})\n"
         "print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
-        "assert 'torch' not in sys.modules"
+        "assert 'torch' not in sys.modules\n"
+        "assert gc.isenabled() and gc.get_freeze_count() == 0"  # what the program makes is its own
     )
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout) == (0, "2\n"), done.stderr
@@ -335,7 +336,7 @@ def test_a_program_without_standard_error_gets_its_answers() -> None:
     program = (
         "from windlass import LLM\n"
         f"with LLM('demo', kv_cache_memory='64MiB', **{IN_PROCESS}) as llm:\n"
-        "    print(llm.generate('Once', max_tokens=2)[0].usage.completion_tokens)\n"
+        "    print(llm.generate('Once', max_tokens=2, ignore_eos=True)[0].usage.completion_tokens)\n"
     )
     command = ["sh", "-c", 'exec "$@" 2>&-', "sh", sys.executable, "-c", program]
     done = subprocess.run(command, stdout=subprocess.PIPE, text=True, timeout=60)
