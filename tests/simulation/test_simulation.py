@@ -15,6 +15,14 @@ from simulation.world import Report, simulate
 
 FIRST_LONG = 1_000  # seeds of the long forms begin behind those of the short one
 ENOUGH = 60  # seeds among which every planted mistake shows
+# Where it is known to show, its seeds begin there.
+SHOWN_BY = {
+    "deadlines_are_ignored": 29,
+    "a_preempted_request_loses_a_token": 27,
+    "nobody_watches_the_engine": 24,
+    "a_slow_reader_counts_against_the_engine": 39,
+    "everybody_is_told_of_a_death": 29,
+}
 
 
 def told(report: Report) -> str:
@@ -37,6 +45,11 @@ def run_seeds(seeds: range, replicas: int = 1) -> list[Report]:
         assert not report.violations, told(report)
         reports.append(report)
     return reports
+
+
+def seeds_for(mistake: str, count: int) -> list[int]:
+    first = SHOWN_BY.get(mistake, 0)
+    return [*range(first, count), *range(first)]
 
 
 def test_seeds() -> None:
@@ -68,7 +81,7 @@ def test_five_hundred_seeds() -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES_OF_REPLICAS)
 def test_planted_mistakes_with_two_engines_are_found(mistake: str) -> None:
-    for seed in range(3 * ENOUGH):
+    for seed in seeds_for(mistake, 3 * ENOUGH):
         with MISTAKES_OF_REPLICAS[mistake]():
             if simulate(seed, replicas=2).violations:
                 return
@@ -93,7 +106,7 @@ def test_the_same_seed_is_the_same_run() -> None:
 
 @pytest.mark.parametrize("mistake", MISTAKES)
 def test_planted_mistakes_are_found(mistake: str) -> None:
-    for seed in range(ENOUGH):
+    for seed in seeds_for(mistake, ENOUGH):
         with MISTAKES[mistake]():
             if simulate(seed).violations:
                 return
