@@ -50,9 +50,9 @@ class DecoderLayer:
     """One layer: x + mixer(norm(x)), then the same of the feed-forward; or the sum of both, where they are parallel.
 
     Where there is no mixer or no feed-forward, the layer is the other alone, behind the mixer's norm. feed_forward_norm None: the
-    feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind
-    the sums, see `LayerNorms`; None: before the parts. pages: the layer whose cached keys and values it reads, itself in most
-    models. beside, input, scalar, state: see `LayerSpec`.
+    feed-forward takes what the mixer took (parallel layers only). output_norm: norms stand behind the sums, see `LayerNorms`;
+    None: before the parts. pages: the layer whose cached keys and values it reads, itself in most models. beside, input, scalar,
+    state: see `LayerSpec`.
     """
 
     mixer_norm: Norm
