@@ -22,14 +22,15 @@ export OMP_NUM_THREADS ?= 2
 RELEASE := build/release
 TOOLS   := $(RELEASE)/bin
 
-.PHONY: help serve test test-slow test-ray test-gpu soak check format docs bench clean lock sbom audit wheels
+.PHONY: help serve test test-slow test-ray test-triton test-gpu soak check format docs bench clean lock sbom audit wheels
 
 help:
 	@echo "make serve      install if needed, get SmolLM2 135M (93 MB, once) and serve it on $(HOST):$(PORT)   (MODEL=demo: the bundled toy;"
 	@echo "                PORT=, HOST=, EXTRAS=hub,plots)"
 	@echo "make test       install if needed with the dev extra and run every test but the slow ones and the soaks"
-	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-gpu: engines, kernels and"
-	@echo "                real servers on a GPU (DEVICE=cuda:1, TESTERS=14, MARKS=slow)"
+	@echo "make test-slow  the slow tests; make test-ray: those on a Ray cluster, with the extra ray; make test-triton: kernels for GPUs,"
+	@echo "                interpreted, with the extra gpu; make test-gpu: engines, kernels and real servers on a GPU (DEVICE=cuda:1,"
+	@echo "                TESTERS=14, MARKS=slow)"
 	@echo "make soak       attacks, fuzzing, simulation and load in their long form"
 	@echo "make check      format, lint, types, imports; make format mends the first two"
 	@echo "make docs       the documentation as a site in build/docs, its links checked"
@@ -74,7 +75,7 @@ serve: $(VENV)/.installed$(if $(EXTRAS),-$(EXTRAS))
 	@exec $(BIN)/windlass serve $(MODEL) --host $(HOST) --port $(PORT)
 
 # The tests start hundreds of processes: where the environment forbids to keep compiled modules, each would compile them all anew.
-test test-slow test-ray test-gpu soak: export PYTHONDONTWRITEBYTECODE :=
+test test-slow test-ray test-triton test-gpu soak: export PYTHONDONTWRITEBYTECODE :=
 
 # The tests of a file stay in one process, so that they share its servers; a thread a process, or they would fight for cores.
 test: $(VENV)/.installed-dev
@@ -90,6 +91,11 @@ test-slow: $(VENV)/.installed-dev
 test-ray: $(VENV)/.installed-dev $(VENV)/.installed-ray
 	@echo "== testing on a Ray cluster"
 	OMP_NUM_THREADS=1 $(BIN)/pytest tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py
+
+# Programs for GPUs by themselves, in Triton's interpreter; the extra is Triton itself.
+test-triton: $(VENV)/.installed-dev $(VENV)/.installed-gpu
+	@echo "== testing programs for GPUs, interpreted"
+	OMP_NUM_THREADS=1 $(BIN)/pytest -n $(TESTERS) -m "$(MARKS)" tests/kernels/triton
 
 # Those of engines and of Triton's programs, on a GPU that all processes share, and those of real servers, a GiB and more each.
 # cuBLAS is as torch's own determinism asks for.

@@ -91,10 +91,11 @@ def test_engines_kernels_and_servers_are_tested_on_the_gpu_that_is_named(tmp_pat
         assert all((Path(__file__).parents[1] / word).exists() for word in second)
 
 
-def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("goal", "extra"), [("test-ray", "ray"), ("test-triton", "gpu")])
+def test_what_takes_an_extra_takes_it_beside_the_tools(goal: str, extra: str, tmp_path: Path) -> None:
     venv = install(tmp_path / "venv", ".installed-dev")
-    lines = commands(venv, "test-ray")
-    assert installs(lines) == ["-e '.[ray]'"]
+    lines = commands(venv, goal)
+    assert installs(lines) == [f"-e '.[{extra}]'"]
     assert all("-c constraints.txt" in line for line in lines if "pip install" in line)
 
 
@@ -104,6 +105,7 @@ def test_a_ray_cluster_takes_its_extra_beside_the_tools(tmp_path: Path) -> None:
         ("test", '-n 2 --dist loadfile -m "not slow and not soak"'),
         ("test-slow", '-n 2 --dist loadfile --no-loadscope-reorder -m "slow" --ignore tests/e2e/test_ray.py'),
         ("test-ray", "tests/e2e/test_ray.py tests/server/startup/ray tests/deploy/test_kubernetes.py"),
+        ("test-triton", '-n 2 -m "not slow and not soak" tests/kernels/triton'),
         ("soak", '-m "soak"'),
     ],
 )

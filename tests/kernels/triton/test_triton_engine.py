@@ -29,7 +29,10 @@ def results(directory: Path, requests: list[Any], **options: Any) -> dict[tuple[
     return found
 
 
-def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any) -> None:
+def check(
+    directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any
+) -> dict[tuple[str, int], Finished]:
+    """Returns what was found."""
     monkeypatch.setattr(binding, "_OWN_KERNELS", {})
     plain = results(directory, requests, **options)
     own = binding._Own(lambda options: None, binding._triton, narrow=False)
@@ -40,6 +43,7 @@ def check(directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch,
         assert one.token_ids == plain[key].token_ids
         logits, expected = torch.stack(one.logits), torch.stack(plain[key].logits)
         assert float((logits - expected).abs().max() / expected.abs().max()) < 1e-5
+    return found
 
 
 @pytest.mark.slow
@@ -70,6 +74,17 @@ def test_other_kinds_of_layers(
     if "quantization" in options:
         options = {**options, "activations": "float32"}
     check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", ["gemma4_e2b", "gemma4_26b", "qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"])
+def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys of earlier layers, and states: a prompt in two pieces, then one that begins like it, beside a stream."""
+    prompt = torch.randint(3, 128, (23,), generator=torch.Generator().manual_seed(1)).tolist()
+    requests = [greedy("a", prompt, 2), greedy("b", PROMPT, 5), greedy("c", prompt[:18] + PROMPT[:3], 2)]
+    options = {"max_num_batched_tokens": 20, "max_num_seqs": 2}
+    found = check(make_model(family, tmp_path / "m"), requests, monkeypatch, **options)
+    assert found["c", 0].outputs[-1].cached_tokens == 16
 
 
 @pytest.mark.slow
