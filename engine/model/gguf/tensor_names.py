@@ -170,8 +170,9 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    """Of layers whose memory fades, if there are any (Mamba 2)."""
-    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, StateSpaceSpec)), None)
+    """Of memories that fade, as layers or beside attention, if there are any (Mamba 2)."""
+    mixers = (layer.mixer if layer.state is None else layer.state.state for layer in spec.layers)
+    own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
     if own is None:
         return {}
     return {
