@@ -1,4 +1,4 @@
-"""Falcon H1 and Nemotron H as GGUF files, as llama.cpp's converter writes them: names, keys and factors written out.
+"""Falcon H1, Nemotron H and Nemotron 3 as GGUF files, as llama.cpp's converter writes them: names, keys and factors written out.
 
 Independent of the tables in engine/model/gguf.
 """
@@ -12,12 +12,14 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from helpers.gguf_conversion import Metadata, write
 from helpers.gguf_models import interleave
 from safetensors.torch import load_file
 from torch import Tensor
 
-ARCHITECTURES = {"FalconH1ForCausalLM": "falcon-h1", "NemotronHForCausalLM": "nemotron_h"}
+_FALCON, _NEMOTRON, _EXPERTS = "falcon-h1", "nemotron_h", "nemotron_h_moe"
+ARCHITECTURES = {"FalconH1ForCausalLM": _FALCON, "NemotronHForCausalLM": _NEMOTRON, "with layers of experts": _EXPERTS}
 _OUTER = {
     "model.embed_tokens": "token_embd",
     "model.final_layernorm": "output_norm",
@@ -37,7 +39,18 @@ _NAMES = {
     "up_proj": "ffn_up",
     "down_proj": "ffn_down",
 }
+_EXPERT_NAMES = {
+    "gate.weight": "ffn_gate_inp.weight",
+    "gate.e_score_correction_bias": "exp_probs_b.bias",
+    "shared_experts.up_proj.weight": "ffn_up_shexp.weight",
+    "shared_experts.down_proj.weight": "ffn_down_shexp.weight",
+}
 _STATE_NAMES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
+
+
+def architecture(config: Mapping[str, Any]) -> str:
+    """What the file of a model says it is."""
+    return _EXPERTS if "moe" in config.get("layers_block_type", ()) else ARCHITECTURES[config["architectures"][0]]
 
 
 def of_state(name: str, data: Tensor, groups: int) -> tuple[str, Tensor]:
@@ -64,10 +77,12 @@ def convert(
     changes: metadata in place of what belongs there, None to leave a key out.
     """
     config = json.loads((source / "config.json").read_text())
-    falcon = ARCHITECTURES[config["architectures"][0]] == "falcon-h1"
+    falcon = architecture(config) == _FALCON
     metadata = (falcon_metadata if falcon else nemotron_metadata)(config)
     if tensors is None:
         loaded = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
+        if not falcon:
+            loaded = _stacked(loaded, config)
         renamed = ((_of_falcon if falcon else _of_nemotron)(name, data, config) for name, data in loaded.items())
         tensors = {name: data.contiguous().numpy() for name, data in renamed}
     write(file, metadata | changes, tensors, kind)
@@ -94,12 +109,25 @@ def falcon_metadata(config: Mapping[str, Any]) -> Metadata:
 
 def nemotron_metadata(config: Mapping[str, Any]) -> Metadata:
     """The width of what would rotate is not that of a head, and the length is one that no model has."""
-    kinds = config["layers_block_type"]
+    kinds, experts = config["layers_block_type"], {}
+    widths = {"mlp": config["intermediate_size"], "moe": config["moe_intermediate_size"]}
+    if "moe" in kinds:
+        experts = {
+            "expert_count": config["n_routed_experts"],
+            "expert_used_count": config["num_experts_per_tok"],
+            "expert_feed_forward_length": config["moe_intermediate_size"],
+            "expert_shared_feed_forward_length": config["moe_shared_expert_intermediate_size"],
+            "expert_shared_count": config["n_shared_experts"],
+            "expert_weights_norm": config["norm_topk_prob"],
+            "expert_weights_scale": config["routed_scaling_factor"],
+            "expert_group_count": config["n_group"],
+        }
     return _as_written(
         config,
         {
+            **experts,
             "context_length": 2**20,
-            "feed_forward_length": [config["intermediate_size"] if kind == "mlp" else 0 for kind in kinds],
+            "feed_forward_length": [widths.get(kind, 0) for kind in kinds],
             "attention.head_count_kv": [
                 config["num_key_value_heads"] if kind == "full_attention" else 0 for kind in kinds
             ],
@@ -118,7 +146,7 @@ def nemotron_metadata(config: Mapping[str, Any]) -> Metadata:
 
 
 def _as_written(config: Mapping[str, Any], own: Metadata) -> Metadata:
-    name = ARCHITECTURES[config["architectures"][0]]
+    name = architecture(config)
     shared = {
         "vocab_size": config["vocab_size"],
         "block_count": config.get("num_hidden_layers") or len(config["layers_block_type"]),
@@ -176,10 +204,26 @@ def _of_nemotron(full: str, data: Tensor, config: Mapping[str, Any]) -> tuple[st
     if layer[2] and config["layers_block_type"][int(index)] == "linear_attention":
         name, data = of_state(name, data, config["n_groups"])
         return f"blk.{index}.{name}", data
+    if name in _EXPERT_NAMES:
+        return f"blk.{index}.{_EXPERT_NAMES[name]}", data
+    if stack := re.fullmatch(r"experts\.(up|down)_proj", name):
+        return f"blk.{index}.ffn_{stack[1]}_exps.weight", data
     if name in ("q_proj.weight", "k_proj.weight"):
         heads = config["num_attention_heads" if name[0] == "q" else "num_key_value_heads"]
         data = interleave(data, heads, config["head_dim"])
     return _inner(index, name), data
+
+
+def _stacked(loaded: Mapping[str, Tensor], config: Mapping[str, Any]) -> dict[str, Tensor]:
+    """With the experts of a layer in one tensor."""
+    found = {name: data for name, data in loaded.items() if ".experts." not in name}
+    stacks = {
+        (match[1], match[2]) for name in loaded if (match := re.fullmatch(r"(.+\.experts)\.\d+\.(.+)\.weight", name))
+    }
+    for prefix, part in stacks:
+        each = [loaded[f"{prefix}.{index}.{part}.weight"] for index in range(config["n_routed_experts"])]
+        found[f"{prefix}.{part}"] = torch.stack(each)
+    return found
 
 
 def _outer(full: str) -> str:

@@ -293,6 +293,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.HYBRID),
     "falcon-h1": Architecture(FALCON_H1, factored=True, **falcon_h1.FACTORED),
     "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS),
+    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS_OF_EXPERTS),
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,

@@ -1,4 +1,4 @@
-"""Falcon H1 and Nemotron H in GGUF files: they give the logits that transformers gives of the checkpoint they are of."""
+"""Falcon H1, Nemotron H and 3 in GGUF files: they give the logits that transformers gives of the checkpoint they are of."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 from gguf.quants import dequantize
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.gguf_logits import PROMPT, derived, logits
-from helpers.gguf_state_spaces import ARCHITECTURES, convert
+from helpers.gguf_state_spaces import architecture, convert
 from helpers.tiny_models import Reference, make_model
 from helpers.tiny_unrotated import logits_of, make_unrotated
 
@@ -24,11 +24,14 @@ from windlass.engine.model.gguf.metadata import read_facts
 from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
 from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
-FALCON, NEMOTRON = ("falcon_h1", "falcon_h1_normed"), ("nemotron_h", "nemotron_h_plain")
+FALCON = ("falcon_h1", "falcon_h1_normed")
+NEMOTRON = ("nemotron_h", "nemotron_h_plain", "nemotron_h_experts")
+# What GGUF cannot say: it has the groups of experts and not how many of them are chosen.
+NOT_WRITTEN: dict[str, dict[str, Any]] = {"nemotron_h_experts": {"n_group": 1, "topk_group": 1}}
 
 
 def checkpoint(family: str, directory: Path) -> Path:
-    return (make_unrotated if family in NEMOTRON else make_model)(family, directory)
+    return (make_unrotated if family in NEMOTRON else make_model)(family, directory, **NOT_WRITTEN.get(family, {}))
 
 
 @pytest.mark.parametrize("family", [*FALCON, *NEMOTRON])
@@ -84,7 +87,7 @@ def test_a_published_file() -> None:
     assert len(rename(tensors, facts.family, held)) == len(tensors) == 263
 
 
-@pytest.mark.parametrize("family", [FALCON[0], NEMOTRON[0]])
+@pytest.mark.parametrize("family", [FALCON[0], NEMOTRON[0], NEMOTRON[2]])
 def test_blocks_count_as_the_numbers_they_hold(family: str, tmp_path: Path) -> None:
     """Beside the file of the dequantized numbers, from which rounded activations alone tell it apart."""
     source = checkpoint(family, tmp_path / "hf")
@@ -143,9 +146,41 @@ def test_what_makes_no_sense_of_nemotron_h_is_refused(changes: dict[str, Any], m
     refused(NEMOTRON[0], changes, message, tmp_path)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"expert_count": 6}, "for 6 experts"),
+        ({"expert_used_count": 9}, "do not go together"),
+        ({"expert_shared_feed_forward_length": 40}, "has the shape"),
+        ({"expert_gating_func": 1}, "experts are chosen by sigmoids"),
+        ({"expert_weights_norm": 1}, "norm_topk_prob must be true or false"),
+        ({"expert_group_count": 4}, "expert_group_used_count is missing"),
+        ({"moe_latent_size": 32}, "moe_latent_size is 32: experts that see less"),
+        ({"feed_forward_length": [0, 40, 0, 0, 0]}, "none that the model should have|is missing"),
+    ],
+    ids=str,
+)
+def test_what_makes_no_sense_of_experts_is_refused(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    refused(NEMOTRON[2], changes, message, tmp_path)
+
+
+def test_what_is_said_of_a_block_that_predicts_further_tokens_is_left_out(tmp_path: Path) -> None:
+    source = checkpoint(NEMOTRON[2], tmp_path / "hf")
+    longer = {"block_count": 6, "nextn_predict_layers": 1}
+    longer |= {"attention.head_count_kv": [0, 0, 2, 0, 0, 2], "feed_forward_length": [0, 40, 0, 0, 40, 40]}
+    files = [
+        convert(
+            source, tmp_path / f"{len(changes)}.gguf", **{f"nemotron_h_moe.{key}": one for key, one in changes.items()}
+        )
+        for changes in ({}, longer)
+    ]
+    shorter, found = (describe_gguf([file]) for file in files)
+    assert found.config == shorter.config and found.index["tensors"].keys() == shorter.index["tensors"].keys()
+
+
 def refused(family: str, changes: dict[str, Any], message: str, directory: Path) -> None:
     source = checkpoint(family, directory / "hf")
-    prefix = ARCHITECTURES[json.loads((source / "config.json").read_text())["architectures"][0]]
+    prefix = architecture(json.loads((source / "config.json").read_text()))
     file = convert(source, directory / "model.gguf", **{f"{prefix}.{key}": value for key, value in changes.items()})
     with pytest.raises(LoadError, match=message) as caught:
         describe_gguf([file])
