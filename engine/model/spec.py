@@ -136,6 +136,7 @@ class ModelSpec:
     vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
     layer_inputs: what every layer is given of a token beside the stream; None where that is nothing.
     state_group: of the layers that carry a state from token to token; None where none does.
+    factored: weights hold factors that nobody tells: what an adapter adds to them would lack these.
     """
 
     architecture: str
@@ -168,6 +169,7 @@ class ModelSpec:
     vocabulary: tuple[int, int] | None = None
     layer_inputs: LayerInputsSpec | None = None
     state_group: StateGroupSpec | None = None
+    factored: bool = False
 
     @property
     def classifier(self) -> ClassifierInfo | None:

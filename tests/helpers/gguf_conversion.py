@@ -83,7 +83,8 @@ def convert(
 
 
 def write(file: Path, metadata: Metadata, tensors: Mapping[str, np.ndarray], kind: str = "F32") -> None:
-    """A GGUF file. Whole numbers become uint32, floats float32. Matrices are quantized, where their rows are whole blocks."""
+    """A GGUF file. Whole numbers become uint32, floats float32. Matrices are quantized, where their rows are whole blocks; a norm
+    of groups is none."""
     writer = gguf.GGUFWriter(file, str(metadata["general.architecture"]))
     for key, value in metadata.items():
         if key == "general.architecture" or value is None:
@@ -101,7 +102,7 @@ def write(file: Path, metadata: Metadata, tensors: Mapping[str, np.ndarray], kin
     for name, data in tensors.items():
         chosen = GGMLQuantizationType[kind]
         block = gguf.GGML_QUANT_SIZES[chosen][0]
-        if kind == "F32" or data.ndim < 2 or data.shape[-1] % block:
+        if kind == "F32" or data.ndim < 2 or data.shape[-1] % block or name.endswith("_norm.weight"):
             writer.add_tensor(name, data)
         else:
             writer.add_tensor(name, quantize(data, chosen), raw_dtype=chosen)

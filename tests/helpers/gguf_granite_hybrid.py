@@ -13,6 +13,7 @@ from typing import Any
 
 from helpers.gguf_conversion import Metadata, write
 from helpers.gguf_models import interleave
+from helpers.gguf_state_spaces import of_state
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -25,10 +26,6 @@ _NAMES = {
     "self_attn.k_proj": "attn_k",
     "self_attn.v_proj": "attn_v",
     "self_attn.o_proj": "attn_output",
-    "mamba.in_proj": "ssm_in",
-    "mamba.conv1d": "ssm_conv1d",
-    "mamba.norm": "ssm_norm",
-    "mamba.out_proj": "ssm_out",
     "block_sparse_moe.router.layer": "ffn_gate_inp",
     "block_sparse_moe.output_linear": "ffn_down_exps",
 }
@@ -98,18 +95,11 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> Iterator[tuple[str, T
             gate, up = data.chunk(2, dim=1)
             yield f"{prefix}ffn_gate_exps.weight", gate
             yield f"{prefix}ffn_up_exps.weight", up
-        elif own == "mamba.A_log":
-            yield f"{prefix}ssm_a", -data.exp()[:, None]
-        elif own == "mamba.D":
-            yield f"{prefix}ssm_d", data[:, None]
-        elif own == "mamba.dt_bias":
-            yield f"{prefix}ssm_dt.bias", data
+        elif own.startswith("mamba."):
+            state, data = of_state(own.removeprefix("mamba."), data, config["mamba_n_groups"])
+            yield f"{prefix}{state}", data
         else:
-            if own == "mamba.conv1d.weight":
-                data = data.squeeze(1)
-            elif own == "mamba.norm.weight":
-                data = data.view(config["mamba_n_groups"], -1)
-            elif re.fullmatch(r"self_attn\.[qk]_proj", name):
+            if re.fullmatch(r"self_attn\.[qk]_proj", name):
                 count = config["num_attention_heads"] if ".q_" in name else config["num_key_value_heads"]
                 data = interleave(data, count, len(data) // count)
             yield f"{prefix}{_NAMES[name]}.{end}", data

@@ -36,6 +36,16 @@ _NEMOTRON = {
     "max_position_embeddings": 256,
     "layer_norm_epsilon": 1e-3,
 }
+_EXPERTS = {
+    "layers_block_type": ["linear_attention", "moe", "full_attention", "linear_attention", "moe"],
+    "n_routed_experts": 8,
+    "num_experts_per_tok": 3,
+    "moe_intermediate_size": 40,
+    "moe_shared_expert_intermediate_size": 56,
+    "routed_scaling_factor": 2.5,
+    "n_group": 4,
+    "topk_group": 2,
+}
 # Names as tests and docs/models.md have them: the class, and settings.
 FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "gpt2": ("GPT2LMHeadModel", {"n_embd": 64, "n_layer": 4, "n_head": 4, "n_positions": 256, "n_inner": 96}),
@@ -46,6 +56,7 @@ FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     "baichuan_13b": ("BaichuanForCausalLM", {}),  # of `tiny_plain`
     "nemotron_h": ("NemotronHForCausalLM", {**_NEMOTRON, "use_bias": True, "mlp_bias": True}),
     "nemotron_h_plain": ("NemotronHForCausalLM", {**_NEMOTRON, "use_conv_bias": False}),
+    "nemotron_h_experts": ("NemotronHForCausalLM", {**_NEMOTRON, **_EXPERTS}),
     "granite4_h_nope": ("GraniteMoeHybridForCausalLM", {**_GRANITE, "num_local_experts": 0}),
     "granite4_h_nope_experts": (
         "GraniteMoeHybridForCausalLM",
@@ -73,6 +84,9 @@ def make_unrotated(family: str, directory: Path, *, head: str | None = None, see
         for key, parameter in model.named_parameters():
             if key.endswith(".A_log"):  # so that what a token added is there for many more
                 parameter.sub_(3.0)
+        for key, buffer in model.named_buffers():
+            if key.endswith("e_score_correction_bias"):
+                buffer.normal_(0.0, 0.3)
     model.save_pretrained(directory)
     return directory
 

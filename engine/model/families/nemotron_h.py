@@ -1,4 +1,5 @@
-"""Nemotron H and Nemotron Nano 2: a layer is one part alone, a memory that fades (Mamba 2), attention, or a feed-forward."""
+"""Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano: a layer is one part alone, a memory that fades (Mamba 2), attention, or a
+feed-forward, which may be of experts. Neither these nor a feed-forward have gates."""
 
 from __future__ import annotations
 
@@ -10,8 +11,10 @@ from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number
 from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert
 from windlass.engine.model.families.family import MLP_BIAS, Family
 from windlass.engine.model.families.state_spaces import read_limits, read_shape
+from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.mixers.state_space_spec import StateSpaceNames, StateSpaceSpec
@@ -51,7 +54,7 @@ _READ = frozenset(
 
 
 def _rewritten(config: Config) -> dict[str, Any]:
-    """With the kinds of layers by their names, and as many layers as there are kinds. Raises LoadError for layers of experts."""
+    """With the kinds of layers by their names, and as many layers as there are kinds. Raises LoadError."""
     result = dict(config)
     for again, name in _AGAIN.items():
         if (given := result.pop(again, None)) is not None:
@@ -65,10 +68,10 @@ def _rewritten(config: Config) -> dict[str, Any]:
             f"config.json: layers_block_type must be a list with one name per layer, or {_PATTERN} a letter each"
         )
     result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
-    if EXPERTS in result["layer_types"]:
+    if EXPERTS in result["layer_types"] and config.get("moe_latent_size") is not None:
         raise LoadError(
-            "config.json: a layer has experts without gates (Nemotron 3), which are not supported: take a Nemotron H or a "
-            "Nemotron Nano 2"
+            f"config.json: moe_latent_size is {shown(config['moe_latent_size'])}: experts that see less than the model's width "
+            "(Nemotron 3 Super and Ultra) are not supported"
         )
     count = config.get("num_hidden_layers")
     if count is not None and count != len(kinds):
@@ -83,14 +86,18 @@ def _rewritten(config: Config) -> dict[str, Any]:
 
 def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
     """Those that attend see everything, and none rotates."""
-    kinds = checked_kinds(facts.given or [], f"{STATE_SPACE} and {FEED_FORWARD}")
+    kinds = checked_kinds(facts.given or [], f"{STATE_SPACE}, {FEED_FORWARD} and {EXPERTS}")
     return [FULL_ATTENTION for _ in kinds], [None] * facts.count
 
 
 def _as_published(family: Family, config: Config) -> Family:
-    """The family. Raises LoadError for what would make another model of it."""
+    """The family, without experts where no layer has some. Raises LoadError for what would make another model of it."""
     refuse_other_values(config, _ALWAYS)
-    return family
+    return family if EXPERTS in config["layer_types"] else replace(family, experts=None)
+
+
+def _has_no_experts(config: Config, index: int) -> bool:
+    return bool(config["layer_types"][index] != EXPERTS)
 
 
 def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
@@ -98,7 +105,7 @@ def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
     kinds = config["layer_types"]
     found = with_states(spec, kinds, _state_space(config), STATE_SPACE)
     layers = [
-        replace(layer, mixer=None) if kind == FEED_FORWARD else replace(layer, feed_forward=None)
+        replace(layer, mixer=None) if kind in (FEED_FORWARD, EXPERTS) else replace(layer, feed_forward=None)
         for kind, layer in zip(kinds, found.layers, strict=True)
     ]
     return replace(found, layers=tuple(layers))
@@ -120,9 +127,28 @@ def _state_space(config: Config) -> StateSpaceSpec:
     )
 
 
+_EXPERTS = ExpertsRules(
+    experts=8,
+    top_k=2,
+    counts=("n_routed_experts", "num_local_experts"),
+    width=7688,
+    router=RouterSpec(scores="sigmoid", least_sum=1e-20),
+    normalized_key="norm_topk_prob",
+    scale_key="routed_scaling_factor",
+    grouped=True,
+    shared=SharedExpert(width_key="moe_shared_expert_intermediate_size", default=7688),
+    dense=_has_no_experts,
+    names=ExpertsNames(
+        router="mixer.gate",
+        experts="mixer.experts",
+        expert=PlainNames("up_proj", "down_proj"),
+        choice_bias="mixer.gate.e_score_correction_bias",
+        shared=PlainNames("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+    ),
+)
 NEMOTRON_H = Family(
     architecture="NemotronHForCausalLM",
-    title="Nemotron H and Nano 2",
+    title="Nemotron H, Nano 2 and 3",
     model_type="nemotron_h",
     positions="states",
     rules=ConfigRules(
@@ -133,7 +159,7 @@ NEMOTRON_H = Family(
         head_dim=128,
         rms_norm_eps=1e-5,
         eos_token_id=(2,),
-        other_layers=(STATE_SPACE, FEED_FORWARD),
+        other_layers=(STATE_SPACE, FEED_FORWARD, EXPERTS),
         rewrite=_rewritten,
     ),
     feed_forward_bias=MLP_BIAS,
@@ -148,4 +174,5 @@ NEMOTRON_H = Family(
     refine=_one_part_each,
     reads=_READ,
     unused=("mtp.",),
+    experts=_EXPERTS,
 )

@@ -15,6 +15,8 @@ from torch import Tensor
 from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.kernels import Backend, ExpertWeights, Routed, Routing
 
 _KEPT_ONES = 256  # tokens of a step
@@ -41,13 +43,10 @@ class ExpertsFeedForward:
         self._router_bias: Tensor | None = weights.get("router_bias")  # [E] float32
         choice_bias: Tensor | None = weights.get("choice_bias")
         self._choice_bias = None if choice_bias is None else choice_bias.view(-1)  # [E] float32
-        self._gate_up = self._experts(weights, "gate_up")  # [2 * intermediate, hidden] each
+        # [2 * intermediate, hidden] each, or [intermediate, hidden] where they have no gates
+        self._up = self._experts(weights, "gate_up" if spec.gated else "up")
         self._down = self._experts(weights, "down")  # [hidden, intermediate] each
-        self._shared: GatedFeedForward | None = None
-        if spec.shared is not None:
-            prefix = "shared."
-            own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
-            self._shared = GatedFeedForward(spec.shared, own, norm_eps, backend)
+        self._shared = self._shared_expert(weights, norm_eps)
         self._units: dict[int, Tensor] = {}  # by the number of tokens
         self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
 
@@ -59,6 +58,15 @@ class ExpertsFeedForward:
             if tokens <= _KEPT_ONES:
                 self._units[tokens] = found
         return found
+
+    def _shared_expert(self, weights: Mapping[str, Any], norm_eps: float) -> GatedFeedForward | PlainFeedForward | None:
+        spec, prefix = self.spec.shared, "shared."
+        if spec is None:
+            return None
+        own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+        if isinstance(spec, GatedSpec):
+            return GatedFeedForward(spec, own, norm_eps, self._backend)
+        return PlainFeedForward(spec, own, self._backend)
 
     def _experts(self, weights: Mapping[str, Any], name: str) -> ExpertWeights:
         each = [f"experts.{index}.{name}" for index in range(self.spec.experts)]
@@ -74,10 +82,10 @@ class ExpertsFeedForward:
         if router_input is not None:
             logits = backend.scaled(logits, float(x.shape[1]) ** -0.5)
         routed = backend.route(logits, self._routing, self._choice_bias, self._scales)
-        if self.spec.scaled_inputs or self.spec.clamp is not None:
+        if self.spec.scaled_inputs or self.spec.clamp is not None or not self.spec.gated:
             out = self._by_parts(x, routed)
         else:
-            out = backend.feed_forward_of_experts(x, self._gate_up, self._down, routed, self.spec.activation)
+            out = backend.feed_forward_of_experts(x, self._up, self._down, routed, self.spec.activation)
         if self._shared is not None:
             shared = self._shared.forward(x, None if changes is None else changes.below("shared."))
             if self._shared_gate is not None:
@@ -86,15 +94,17 @@ class ExpertsFeedForward:
         return out
 
     def _by_parts(self, x: Tensor, routed: Routed) -> Tensor:
-        """What the experts make of x, with inputs that are scaled, or gates and ups that are limited."""
+        """What the experts make of x, with inputs that are scaled, gates and ups that are limited, or without gates."""
         backend = self._backend
         chosen, weights = routed
-        gate_up = backend.linear_of_experts(x, self._gate_up, chosen)  # [T * k, 2 * intermediate]
+        up = backend.linear_of_experts(x, self._up, chosen)  # [T * k, 2 * intermediate], or [T * k, intermediate]
         if self.spec.scaled_inputs:  # the product of what is scaled is the scaled product
-            backend.scale_rows(gate_up, weights.view(-1))
+            backend.scale_rows(up, weights.view(-1))
             weights = self._ones(*weights.shape)
         if self.spec.clamp is not None:
-            y = backend.clamped_glu(gate_up, *self.spec.clamp)
+            y = backend.clamped_glu(up, *self.spec.clamp)
+        elif self.spec.gated:
+            y = backend.gated_activation(up, self.spec.activation)
         else:
-            y = backend.gated_activation(gate_up, self.spec.activation)
+            y = backend.activation(up, self.spec.activation)
         return backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainNames, PlainSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 
 _MOST_EXPERTS = 4096
@@ -64,25 +65,29 @@ class ExpertStacks:
 class ExpertsNames:
     """Of a checkpoint's tensors, within their layer.
 
-    expert: of each, "<experts>.<index>.<name>"; stacks: where all are stored as one instead. router_bias: a bias of the
+    expert: of each, "<experts>.<index>.<name>", plain where experts have no gates; stacks: where all are stored as one instead.
+    router_bias: a bias of the
     router's product; choice_bias: what is added to scores for the choice alone, and whether it is stored as a row [1, experts].
     shared: of what every token meets; shared_gate: of its gate.
     """
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    expert: GatedNames = field(default_factory=lambda: GatedNames("gate_proj", "up_proj", down="down_proj"))
+    expert: GatedNames | PlainNames = field(
+        default_factory=lambda: GatedNames("gate_proj", "up_proj", down="down_proj")
+    )
     router_bias: bool = False
     choice_bias: str | None = None
     choice_bias_is_row: bool = False
-    shared: GatedNames | None = None
+    shared: GatedNames | PlainNames | None = None
     shared_gate: str | None = None
     stacks: ExpertStacks | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class ExpertsSpec:
-    """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), and what the shared expert makes of x.
+    """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), where they have no gates of
+    weight * down(activation(up(x))), and what the shared expert makes of x.
 
     shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
     clamp: (alpha, limit) of gpt-oss's activation in place of the other. scaled_inputs: weights multiply what an expert is given
@@ -104,16 +109,26 @@ class ExpertsSpec:
     def apart(self) -> ExpertsSpec:
         """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
         names, shared = self.names, self.names.shared
-        if shared is not None and shared.gate_up is not None:
+        if isinstance(shared, GatedNames) and shared.gate_up is not None:
             shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
         return replace(self, names=replace(names, stacks=None, shared=shared))
 
     @property
-    def shared(self) -> GatedSpec | None:
+    def gated(self) -> bool:
+        """Whether experts have gates."""
+        return isinstance(self.names.expert, GatedNames)
+
+    @property
+    def shared(self) -> GatedSpec | PlainSpec | None:
         """The shared expert."""
         if self.shared_size is None or self.names.shared is None:
             return None
-        return GatedSpec(self.shared_size, self.activation, self.shared_bias, self.names.shared)
+        return self._one(self.shared_size, self.shared_bias, self.names.shared)
+
+    def _one(self, size: int, bias: bool, names: GatedNames | PlainNames) -> GatedSpec | PlainSpec:
+        if isinstance(names, GatedNames):
+            return GatedSpec(size, self.activation, bias, names)
+        return PlainSpec(size, self.activation, bias, names)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The router's fields of `ExpertsWeights`, then each expert's under "experts.<index>.", then "shared."."""
@@ -141,7 +156,7 @@ class ExpertsSpec:
         names, prefix = self.names, f"experts.{index}."
         if names.stacks is not None:
             return [weight.below(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
-        spec = GatedSpec(self.intermediate_size, self.activation, self.bias, self.names.expert)
+        spec = self._one(self.intermediate_size, self.bias, names.expert)
         weights = [weight.below(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
         return [replace(one, kind="expert") if one.kind == "matrix" else one for one in weights]
 

@@ -15,6 +15,7 @@ from windlass.engine.model.families.cohere import COHERE, COHERE2
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
 from windlass.engine.model.families.falcon import FALCON
+from windlass.engine.model.families.falcon_h1 import FALCON_H1
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from windlass.engine.model.families.gemma import GEMMA, GEMMA2
@@ -29,6 +30,7 @@ from windlass.engine.model.families.lfm2 import LFM2, LFM2_MOE
 from windlass.engine.model.families.llama import LLAMA
 from windlass.engine.model.families.llama_like import ARCEE, GRANITE, SEED_OSS
 from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.nemotron_h import NEMOTRON_H
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
@@ -42,7 +44,7 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN2_MOE,
     QWEN3_MOE,
 )
-from windlass.engine.model.gguf import granite, lfm2
+from windlass.engine.model.gguf import falcon_h1, granite, lfm2, nemotron_h
 from windlass.engine.model.gguf.carried_states import attending
 from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
@@ -80,7 +82,8 @@ class Architecture:
     norms_with_offset: the converter added the family's offset to the weights of its norms. more: keys of config.json that only
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
-    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart: see `GgufIndex`.
+    means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart, factored: see
+    `GgufIndex`.
     rope: the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of
     layers, in place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain
     sizes of config.json are.
@@ -98,6 +101,7 @@ class Architecture:
     fused_in_parts: bool = False
     values_in_turns: bool = False
     gates_apart: bool = False
+    factored: bool = False
     rope: Callable[[Mapping[str, Any], ArchitectureKeys], dict[str, Any]] = _as_told
     rotation: Callable[[ArchitectureKeys, Mapping[str, Any], Factors], dict[str, Any]] | None = None
     plain: Callable[[ArchitectureKeys, int], ArchitectureKeys] = _as_they_are
@@ -287,6 +291,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "granite": Architecture(GRANITE, interleaved=True, **granite.DENSE),
     "granitemoe": Architecture(GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **granite.EXPERTS),
     "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.HYBRID),
+    "falcon-h1": Architecture(FALCON_H1, factored=True, **falcon_h1.FACTORED),
+    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS),
+    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS_OF_EXPERTS),
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,

@@ -1,26 +1,71 @@
-"""Which layers of a GGUF model attend, where the others carry a state: those that have heads of keys. It opens no file."""
+"""What a GGUF file says of layers that carry a state, where others attend. It opens no file.
+
+Those attend that have heads of keys. llama.cpp has sizes of the others under the keys of Mamba: a group is a head of keys, a time
+step's rank the number of heads of values, the inner size that of all of them.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
+
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
-_KV_HEADS = "attention.head_count_kv"
+KV_HEADS = "attention.head_count_kv"
+_WIDTH, _STATE, _GROUPS, _HEADS, _INNER = SIZE_KEYS = tuple(
+    f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
+)
+
+
+@dataclass(frozen=True, slots=True)
+class StateSizes:
+    """heads: of values, each of head_dim numbers. groups: heads of keys, each of state_dim. width: of the convolution."""
+
+    heads: int
+    head_dim: int
+    groups: int
+    state_dim: int
+    width: int
+
+    @property
+    def values(self) -> int:
+        """Of all heads."""
+        return self.heads * self.head_dim
+
+
+def read_sizes(keys: ArchitectureKeys) -> StateSizes:
+    """Raises LoadError where one is missing, or heads do not share the values."""
+    heads, inner = keys.size(_HEADS), keys.size(_INNER)
+    if inner % heads:
+        raise LoadError(f"{keys.key(_INNER)} {inner} is not a multiple of {keys.key(_HEADS)} {heads}")
+    return StateSizes(heads, inner // heads, keys.size(_GROUPS), keys.size(_STATE), keys.size(_WIDTH))
 
 
 def attending(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
     """The keys of a model all of whose layers attend."""
-    heads = keys.raw(_KV_HEADS)
-    if not isinstance(heads, list):
+    return without_zeros(keys, KV_HEADS, count)
+
+
+def without_zeros(keys: ArchitectureKeys, name: str, count: int) -> ArchitectureKeys:
+    """The keys of a model all of whose layers have what this one counts. Raises LoadError unless all `count` layers are told."""
+    values = keys.raw(name)
+    if not isinstance(values, list):
         return keys
-    if len(heads) != count:
-        raise LoadError(f"{keys.key(_KV_HEADS)} has {len(heads)} entries for {count} layers: get another conversion")
-    return keys.replaced({_KV_HEADS: [one for one in heads if one != 0] or None})
+    if len(values) != count:
+        raise LoadError(f"{keys.key(name)} has {len(values)} entries for {count} layers: get another conversion")
+    return keys.replaced({name: [one for one in values if one != 0] or None})
 
 
 def kinds(keys: ArchitectureKeys, count: int, other: str) -> list[str]:
     """What `layer_types` says of each layer. other: what those are called that carry a state."""
-    heads = keys.raw(_KV_HEADS)
+    heads = keys.raw(KV_HEADS)
     found = [other if one == 0 else FULL_ATTENTION for one in heads] if isinstance(heads, list) else None
     return found or [FULL_ATTENTION] * count
+
+
+def some_bias(tensors: Mapping[str, PlacedTensor], name: str) -> bool:
+    """Whether any layer has this bias: the first may be of another kind."""
+    return any(one.endswith(f".{name}.bias") for one in tensors)

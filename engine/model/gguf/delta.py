@@ -1,39 +1,30 @@
-"""What a GGUF file says of layers that carry a state, in the names of config.json. It opens no file.
-
-llama.cpp has sizes of such layers under the keys of Mamba: a group is a head of keys, a time step's rank the number of heads of
-values, the inner size that of all of them.
-"""
+"""What a GGUF file says of Qwen 3.5 and Qwen3-Next, whose layers carry a state, in the names of config.json. It opens no file."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.engine.errors import LoadError
+from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_sizes
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 
-_WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES = (
-    f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "time_step_rank", "inner_size")
-)
 _INTERVAL, _FEED_FORWARD = "full_attention_interval", "feed_forward_length"
 _COUNT, _USED = "expert_count", "expert_used_count"
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 
 # Sections of a rotation tell apart how images lie, on text all positions are equal.
-_KEYS = (_WIDTH, _KEY, _KEY_HEADS, _HEADS, _VALUES, _INTERVAL, "rope.dimension_sections")
+_KEYS = (*SIZE_KEYS, _INTERVAL, "rope.dimension_sections")
 
 
 def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The sizes, and how often a layer attends."""
-    heads, values = keys.size(_HEADS), keys.size(_VALUES)
-    if values % heads:
-        raise LoadError(f"{keys.key(_VALUES)} {values} is not a multiple of {keys.key(_HEADS)} {heads}")
+    sizes = read_sizes(keys)
     return {
-        "linear_conv_kernel_dim": keys.size(_WIDTH),
-        "linear_key_head_dim": keys.size(_KEY),
-        "linear_num_key_heads": keys.size(_KEY_HEADS),
-        "linear_num_value_heads": heads,
-        "linear_value_head_dim": values // heads,
+        "linear_conv_kernel_dim": sizes.width,
+        "linear_key_head_dim": sizes.state_dim,
+        "linear_num_key_heads": sizes.groups,
+        "linear_num_value_heads": sizes.heads,
+        "linear_value_head_dim": sizes.head_dim,
         "full_attention_interval": keys.size(_INTERVAL, 4),
     }
 

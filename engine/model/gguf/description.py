@@ -84,6 +84,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
         "latent_in_parts": in_parts,
         "values_in_turns": facts.architecture.values_in_turns,
         "gates_apart": facts.architecture.gates_apart,
+        "factored": facts.architecture.factored,
     }
     metadata = headers[0].metadata
     told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)

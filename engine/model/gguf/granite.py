@@ -12,19 +12,16 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.granite4 import STATE_SPACE
 from windlass.engine.model.families.softmax_experts import GRANITE_MOE_SHARED
-from windlass.engine.model.gguf.carried_states import attending, kinds
+from windlass.engine.model.gguf.carried_states import SIZE_KEYS, attending, kinds, read_sizes, some_bias
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.tensor_names import PlacedTensor
 
 _COUNT, _USED = "expert_count", "expert_used_count"
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 _SCALES = ("embedding_scale", "residual_scale", "attention.scale", "logit_scale")
-_WIDTH, _STATE, _GROUPS, _INNER, _HEADS = (
-    f"ssm.{key}" for key in ("conv_kernel", "state_size", "group_count", "inner_size", "time_step_rank")
-)
-_ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch
+_ROTATES = "rope.scaling.finetuned"  # llama.cpp's switch, of these architectures alone
 # Granite 4's files have sizes of layers with states whether or not there are any: tensors of theirs are refused as unknown.
-_KEYS = (*_SCALES, _SHARED_WIDTH, _WIDTH, _STATE, _GROUPS, _INNER, _HEADS)
+_KEYS = (*_SCALES, _SHARED_WIDTH, *SIZE_KEYS)
 _KEYS_OF_EXPERTS = (*_KEYS, _COUNT, _USED, _EXPERT_WIDTH)
 
 
@@ -57,12 +54,10 @@ def _experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
 
 
 def _hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Layers without heads of keys carry a state; llama.cpp calls the number of their heads a time step's rank."""
-    heads, inner, hidden = keys.size(_HEADS), keys.size(_INNER), keys.size("embedding_length")
-    if inner % hidden or inner % heads:
-        raise LoadError(
-            f"{keys.key(_INNER)} {inner} is not a multiple of {hidden}, the model's width, and of {heads} heads"
-        )
+    """Layers without heads of keys carry a state."""
+    sizes, hidden = read_sizes(keys), config["hidden_size"]
+    if sizes.values % hidden:
+        raise LoadError(f"layers with a state have {sizes.values} values, which is no multiple of the model's {hidden}")
     of_experts = (
         _experts(keys, config) if keys.count(_COUNT) else {**_multipliers(keys, config), "num_local_experts": 0}
     )
@@ -72,29 +67,39 @@ def _hybrid(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]
         "shared_intermediate_size": keys.count(_SHARED_WIDTH) or config["intermediate_size"],
         "layer_types": kinds(keys, config["num_hidden_layers"], STATE_SPACE),
         "position_embedding_type": "nope" if keys.raw(_ROTATES) is False else "rope",
-        "mamba_n_heads": heads,
-        "mamba_d_head": inner // heads,
-        "mamba_expand": inner // hidden,
-        "mamba_n_groups": keys.size(_GROUPS),
-        "mamba_d_state": keys.size(_STATE),
-        "mamba_d_conv": keys.size(_WIDTH),
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.head_dim,
+        "mamba_expand": sizes.values // hidden,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state_dim,
+        "mamba_d_conv": sizes.width,
     }
 
 
 def _biases(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
-    """Of all layers: the first seldom attends."""
-
-    def some(name: str) -> bool:
-        return any(one.endswith(f".{name}.bias") for one in tensors)
-
     return {
-        "attention_bias": some("attn_q"),
-        "mamba_proj_bias": some("ssm_in"),
-        "mamba_conv_bias": some("ssm_conv1d"),
+        "attention_bias": some_bias(tensors, "attn_q"),
+        "mamba_proj_bias": some_bias(tensors, "ssm_in"),
+        "mamba_conv_bias": some_bias(tensors, "ssm_conv1d"),
     }
 
 
+def _rotating(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
+    """All layers attend. Raises LoadError where llama.cpp would rotate none of them."""
+    if keys.raw(_ROTATES) is False:
+        raise LoadError(
+            f"sets {keys.key(_ROTATES)}=false, by which no layer rotates and nothing tells positions apart: that is not "
+            "supported, get another conversion"
+        )
+    return dict(rope)
+
+
 # Fields of `Architecture`.
-DENSE: dict[str, Any] = {"more": _dense, "reads": _KEYS}
-EXPERTS: dict[str, Any] = {"more": _experts, "reads": _KEYS_OF_EXPERTS, "choose": _with_shared_experts}
+DENSE: dict[str, Any] = {"more": _dense, "reads": _KEYS, "rope": _rotating}
+EXPERTS: dict[str, Any] = {
+    "more": _experts,
+    "reads": _KEYS_OF_EXPERTS,
+    "choose": _with_shared_experts,
+    "rope": _rotating,
+}
 HYBRID: dict[str, Any] = {"more": _hybrid, "reads": _KEYS_OF_EXPERTS, "plain": attending, "told_by": _biases}

@@ -10,7 +10,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.lfm2 import CONVOLUTION
-from windlass.engine.model.gguf.carried_states import kinds
+from windlass.engine.model.gguf.carried_states import kinds, some_bias
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.tensor_names import PlacedTensor
 from windlass.engine.rotary.fields import shown
@@ -52,10 +52,9 @@ def lfm2_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
 
 def lfm2_by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
     """Whether projections and convolutions have biases."""
-    return {"conv_bias": any(name.endswith("shortconv.in_proj.bias") for name in tensors)}
+    return {"conv_bias": some_bias(tensors, "shortconv.in_proj")}
 
 
 def lfm2_moe_by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
     """And whether experts are chosen by a bias beside their scores."""
-    biased = any(name.endswith("exp_probs_b.bias") for name in tensors)
-    return {**lfm2_by_tensors(tensors), "use_expert_bias": biased}
+    return {**lfm2_by_tensors(tensors), "use_expert_bias": some_bias(tensors, "exp_probs_b")}

@@ -14,6 +14,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.feed_forward.plain_spec import PlainNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
@@ -170,8 +171,9 @@ def _convolution_names(spec: ModelSpec) -> dict[str, str]:
 
 
 def _state_space_names(spec: ModelSpec) -> dict[str, str]:
-    """Of layers whose memory fades, if there are any (Mamba 2)."""
-    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, StateSpaceSpec)), None)
+    """Of memories that fade, as layers or beside attention, if there are any (Mamba 2)."""
+    mixers = (layer.mixer if layer.state is None else layer.state.state for layer in spec.layers)
+    own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
     if own is None:
         return {}
     return {
@@ -283,22 +285,30 @@ def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tupl
         return None
     part, index, kind, both = matched.groups()
     if kind == "shexp":
-        own = None if shared is None else {"gate": shared.gate, "up": shared.up, "down": shared.down}[part]
+        own = None if shared is None else _parts(shared).get(part)
         return None if own is None else [(own, tensor)]
     if kind == "exps" or both:  # of all experts
         wide = spec.intermediate_size
         if tensor.shape[:1] != (spec.experts,) or (both and tensor.shape[1:2] != (2 * wide,)):
             raise LoadError(f"tensor {what} has the shape {list(tensor.shape)} for {spec.experts} experts")
-    if both:
+    parts = _parts(names.expert)
+    if both and "gate" in parts:
         return [
             (f"{names.experts}.{i}.{own}", one.rows(first, wide))
             for i, one in enumerate(tensor.each())
-            for own, first in ((names.expert.gate, 0), (names.expert.up, wide))
+            for own, first in ((parts["gate"], 0), (parts["up"], wide))
         ]
-    own = {"gate": names.expert.gate, "up": names.expert.up, "down": names.expert.down}[part]
+    own = parts.get(part)
+    if own is None:
+        return None
     if kind == "exps":
         return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.each())]
     return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
+
+
+def _parts(names: GatedNames | PlainNames) -> dict[str, str]:
+    gate = {"gate": names.gate} if isinstance(names, GatedNames) else {}
+    return {**gate, "up": names.up, "down": names.down}
 
 
 def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, PlacedTensor]:

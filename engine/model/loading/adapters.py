@@ -64,6 +64,12 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: i
     spec: of the model with its rows in the order of its original weights, whatever file they came from. Raises RequestError
     that says what in the files is at fault.
     """
+    if spec.factored:
+        raise refuse(
+            "the weights of this GGUF file are multiplied by factors that it does not name and the adapter was trained without: "
+            "serve the original Hugging Face model",
+            "unsupported_adapter",
+        )
     directory = Path(source.path)
     described = read_description(directory, max_rank)
     found = _read(directory, described, spec, max_rank)

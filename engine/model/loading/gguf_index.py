@@ -24,7 +24,7 @@ from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
-from windlass.engine.model.spec import LayerSpec, ModelSpec, StateMixerSpec
+from windlass.engine.model.spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
 VERSION = 1
@@ -70,7 +70,7 @@ class GgufIndex:
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
     latent_in_parts: what makes keys and what makes values of latent attention are two tensors. values_in_turns: heads of values
     of layers with a state meet those of keys by turns. gates_apart: gates and what they gate are two tensors, where checkpoints
-    have one.
+    have one. factored: weights have been multiplied by factors that checkpoints have apart.
     """
 
     files: tuple[Path, ...]
@@ -82,6 +82,7 @@ class GgufIndex:
     latent_in_parts: bool = False
     values_in_turns: bool = False
     gates_apart: bool = False
+    factored: bool = False
 
     def types(self) -> list[str]:
         """The types of the matrices, that of most numbers first."""
@@ -95,38 +96,25 @@ class GgufIndex:
         """Whether matrices are something else than plain numbers."""
         return any(name not in PLAIN for name in self.types())
 
-    def with_heads(self, spec: ModelSpec) -> ModelSpec:
-        """The spec with heads of values in the order that the files have."""
+    def original(self, spec: ModelSpec) -> ModelSpec:
+        """The spec of the model that the files were made of, by which adapters are read: with heads of values in their order,
+        and whether weights are such as no adapter knows."""
 
         def turned(layer: LayerSpec) -> LayerSpec:
             mixer = layer.mixer
             return replace(layer, mixer=replace(mixer, in_turns=True)) if isinstance(mixer, GatedDeltaSpec) else layer
 
-        return replace(spec, layers=tuple(map(turned, spec.layers))) if self.values_in_turns else spec
+        layers = tuple(map(turned, spec.layers)) if self.values_in_turns else spec.layers
+        return replace(spec, layers=layers, factored=self.factored)
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""
-        spec = as_gguf_holds(self.with_heads(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
+        spec = as_gguf_holds(self.original(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
         if self.fused_in_parts:
             spec = replace(spec, layers=tuple(map(_fused_in_parts, spec.layers)))
-        if not self.interleaved:
-            return spec
-        layers = []
-        for layer in spec.layers:
-            if layer.mixer is None or isinstance(layer.mixer, StateMixerSpec):
-                layers.append(layer)
-                continue
-            group = layer.mixer.rotary_group
-            pairs = 0 if group is None else spec.rotary_groups[group].base.rotary_dim
-            mixer = (
-                replace(layer.mixer, interleaved=bool(pairs))
-                if isinstance(layer.mixer, LatentSpec)
-                else replace(layer.mixer, interleaved_dims=pairs)
-            )
-            layers.append(replace(layer, mixer=mixer))
-        return replace(spec, layers=tuple(layers))
+        return _interleaved(spec) if self.interleaved else spec
 
 
 def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) -> ModelSpec:
@@ -146,7 +134,28 @@ def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) 
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
         if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_gguf=True))
+        if layer.state is not None:
+            layer = replace(layer, state=replace(layer.state, state=replace(layer.state.state, in_gguf=True)))
         layers.append(layer)
+    return replace(spec, layers=tuple(layers))
+
+
+def _interleaved(spec: ModelSpec) -> ModelSpec:
+    """The spec with rotated pairs as (2j, 2j + 1). Where the family has them otherwise the converter reordered all heads, those
+    that do not rotate too."""
+    attention = [mixer for mixer in spec.attention.values() if isinstance(mixer, AttentionSpec)]
+    by_family = any(mixer.interleaved_dims for mixer in attention)
+    layers = []
+    for layer in spec.layers:
+        mixer = layer.mixer
+        if isinstance(mixer, LatentSpec):
+            mixer = replace(mixer, interleaved=mixer.rotary_group is not None)
+        elif isinstance(mixer, AttentionSpec):
+            unrotated = 0 if by_family else mixer.head_dim
+            group = mixer.rotary_group
+            pairs = unrotated if group is None else spec.rotary_groups[group].base.rotary_dim
+            mixer = replace(mixer, interleaved_dims=pairs)
+        layers.append(replace(layer, mixer=mixer))
     return replace(spec, layers=tuple(layers))
 
 
@@ -230,6 +239,7 @@ def _parsed(content: dict[str, Any]) -> GgufIndex:
         bool(content.get("latent_in_parts", False)),
         bool(content.get("values_in_turns", False)),
         bool(content.get("gates_apart", False)),
+        bool(content.get("factored", False)),
     )
 
 

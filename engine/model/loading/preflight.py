@@ -216,7 +216,7 @@ def describe_model(config: EngineConfig) -> ModelDescription:
             "which there are none: lower it"
         )
     if gguf is not None:
-        own_spec, spec = gguf.with_heads(spec), gguf.adapt(spec)
+        own_spec, spec = gguf.original(spec), gguf.adapt(spec)
     fault = describe_quantized(hf_config, headers)
     if fault is None and not part.of_multimodal:
         fault = describe_tensors(headers)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
@@ -93,11 +94,10 @@ def split_feed_forward(
     size = spec.intermediate_size
     own = _inner_share(size, seat, unit_of("down"))
     if isinstance(spec, PlainSpec):
-        up = WeightSlice((own,))
-        return replace(spec, intermediate_size=own[1]), {"up": up, "up_bias": up, **_down(own)}
+        return replace(spec, intermediate_size=own[1]), _inner(own, size, gated=False)
     if spec.names.inner_norm is not None:
         raise refusal("a norm within the feed-forward is not split")
-    return replace(spec, intermediate_size=own[1]), _gated(own, size)
+    return replace(spec, intermediate_size=own[1]), _inner(own, size, gated=True)
 
 
 def split_beside(
@@ -114,20 +114,20 @@ def _split_experts(spec: ExpertsSpec, seat: RankPlace, unit_of: UnitOf) -> tuple
     """Every rank has a part of every expert: all of them meet the same tokens, and the router is had whole."""
     size = spec.intermediate_size
     own = _inner_share(size, seat, unit_of("experts.0.down"))
-    slices = {
-        f"experts.{index}.{name}": part for index in range(spec.experts) for name, part in _gated(own, size).items()
-    }
+    of_expert = _inner(own, size, gated=spec.gated)
+    slices = {f"experts.{index}.{name}": part for index in range(spec.experts) for name, part in of_expert.items()}
     result = replace(spec, intermediate_size=own[1])
     if spec.shared is not None and spec.shared_size is not None:
         shared = _inner_share(spec.shared_size, seat, unit_of("shared.down"))
-        slices |= {f"shared.{name}": part for name, part in _gated(shared, spec.shared_size).items()}
+        of_shared = _inner(shared, spec.shared_size, gated=isinstance(spec.shared, GatedSpec))
+        slices |= {f"shared.{name}": part for name, part in of_shared.items()}
         result = replace(result, shared_size=shared[1])
     return result, slices
 
 
-def _gated(own: Run, size: int) -> dict[str, WeightSlice]:
-    both = WeightSlice((own, _behind(own, size)))
-    return {"gate_up": both, "gate_up_bias": both, **_down(own)}
+def _inner(own: Run, size: int, *, gated: bool) -> dict[str, WeightSlice]:
+    name, up = ("gate_up", (own, _behind(own, size))) if gated else ("up", (own,))
+    return {name: WeightSlice(up), f"{name}_bias": WeightSlice(up), **_down(own)}
 
 
 def _down(own: Run) -> dict[str, WeightSlice]:

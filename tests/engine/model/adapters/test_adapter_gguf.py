@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from helpers import gguf_conversion, gguf_granite_hybrid, gguf_more, gguf_state_spaces
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
+from helpers.gguf_logits import derived
 from helpers.gguf_models import make_gguf
+from helpers.rewritten_weights import logits
 from helpers.tiny_models import make_model
+from helpers.tiny_unrotated import make_unrotated
 
 from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.errors import LoadError
 
 
 @pytest.mark.parametrize("interleaved", [True, False])
@@ -25,3 +31,37 @@ def test_rows_follow_the_original_order(tmp_path: Path, interleaved: bool) -> No
     assert found.token_ids == wanted.token_ids
     a, b = torch.stack(found.logits), torch.stack(wanted.logits)
     assert (a - b).abs().max() < 1e-5 * b.abs().max()
+
+
+def smollm3(family: str, directory: Path) -> Path:
+    """As GGUF has it, which does not say which layers do not rotate."""
+    return make_model(family, directory, no_rope_layer_interval=4, use_sliding_window=False, num_hidden_layers=5)
+
+
+@pytest.mark.parametrize(
+    ("family", "make", "convert"),
+    [
+        ("smollm3", smollm3, gguf_conversion.convert),
+        ("cohere2", make_model, gguf_more.convert),
+        ("granite4_h_nope", make_unrotated, gguf_granite_hybrid.convert),
+        ("nemotron_h", make_unrotated, gguf_state_spaces.convert),
+    ],
+    ids=lambda given: given if isinstance(given, str) else "",
+)
+def test_rows_of_layers_that_do_not_rotate_follow_it_too(
+    family: str, make: Callable[[str, Path], Path], convert: Callable[[Path, Path], Path], tmp_path: Path
+) -> None:
+    """The converter reorders those of SmolLM3, Granite and Nemotron H as well; Cohere's are in order there and here."""
+    model = make(family, tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model, ["q_proj", "k_proj"])
+    found = logits(derived(convert(model, tmp_path / "model.gguf"), tmp_path / "derived"), adapter)
+    wanted = logits(merged(model, adapter, tmp_path / "merged"))
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_where_a_file_has_factors_in_its_weights_adapters_are_refused(tmp_path: Path) -> None:
+    model = make_model("falcon_h1", tmp_path / "model")
+    adapter = save_adapter(tmp_path / "adapter", model)
+    directory = derived(gguf_state_spaces.convert(model, tmp_path / "model.gguf"), tmp_path / "derived")
+    with pytest.raises(LoadError, match="multiplied by factors that it does not name"):
+        logits(directory, adapter)

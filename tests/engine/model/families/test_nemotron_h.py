@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -14,12 +15,14 @@ from helpers.configs import engine_config
 from helpers.engines import make_core
 from helpers.rewritten_weights import logits
 from helpers.tiny_unrotated import make_unrotated
+from safetensors.torch import load_file, save_file
 
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.evaluation.attention import attention_weights
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainNames, PlainSpec
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
@@ -81,6 +84,11 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_unrotated("nemotron_h", tmp_path_factory.mktemp("nemotron_h"))
 
 
+@pytest.fixture(scope="module")
+def of_experts(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return make_unrotated("nemotron_h_experts", tmp_path_factory.mktemp("nemotron_h_experts"))
+
+
 def test_a_published_file() -> None:
     spec = read_spec(PUBLISHED)
     attending = tuple(index for index, letter in enumerate(PATTERN) if letter == "*")
@@ -107,6 +115,25 @@ def test_a_published_file() -> None:
     }
 
 
+def test_a_published_file_of_experts() -> None:
+    """In the shape of nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B, whose layers are experts where others are feed-forwards."""
+    pattern = "MEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEM*EMEMEMEM*EMEMEMEME"
+    sizes = {"n_routed_experts": 128, "num_experts_per_tok": 6, "n_shared_experts": 1, "n_group": 1, "topk_group": 1}
+    widths = {"intermediate_size": 1856, "moe_intermediate_size": 1856, "moe_shared_expert_intermediate_size": 3712}
+    weights = {"norm_topk_prob": True, "routed_scaling_factor": 2.5, "num_hidden_layers": 52}
+    spec = read_spec({**PUBLISHED, **sizes, **widths, **weights, "hybrid_override_pattern": pattern})
+    assert not spec.notices
+    for letter, layer in zip(pattern, spec.layers, strict=True):
+        assert isinstance(layer.feed_forward, ExpertsSpec) == (letter == "E") == (layer.mixer is None)
+    experts = spec.layers[1].feed_forward
+    assert isinstance(experts, ExpertsSpec) and not experts.gated
+    assert (experts.experts, experts.intermediate_size, experts.shared_size) == (128, 1856, 3712)
+    assert (experts.router.top_k, experts.router.scale, experts.router.scores) == (6, 2.5, "sigmoid")
+    stored = {stored.name for weight in experts.weights(2688) for stored in weight.stored}
+    parts = ("experts.0.up_proj", "experts.0.down_proj", "shared_experts.up_proj", "shared_experts.down_proj", "gate")
+    assert {f"mixer.{part}.weight" for part in parts} <= stored and len(stored) == 2 * 128 + 4
+
+
 def test_kinds_of_layers_by_names_and_by_letters(model: Path) -> None:
     written = json.loads((model / "config.json").read_text())
     spec = read_spec(written)
@@ -129,7 +156,15 @@ def test_kinds_of_layers_by_names_and_by_letters(model: Path) -> None:
         ({"hybrid_override_pattern": ["M"]}, "layers_block_type must be a list"),
         ({"layers_block_type": "mamba"}, "layers_block_type must be a list"),
         ({"hybrid_override_pattern": "M?" * 28}, "layer_types has '?'"),
-        ({"hybrid_override_pattern": "ME*-" * 14}, "a layer has experts without gates"),
+        (
+            {"hybrid_override_pattern": "ME*-" * 14, "moe_latent_size": 1024},
+            "moe_latent_size is 1024: experts that see",
+        ),
+        (
+            {"hybrid_override_pattern": "ME*-" * 14, "num_experts_per_tok": 9},
+            "do not go together: a token goes to 9 experts",
+        ),
+        ({"hybrid_override_pattern": "ME*-" * 14, "n_group": 3}, "8 experts do not make 3 groups"),
         ({"hybrid_override_pattern": "M-" * 28}, "no layer is full_attention"),
         ({"hybrid_override_pattern": "*" * 10**6, "num_hidden_layers": None}, "num_hidden_layers must be a positive"),
         ({"mamba_num_heads": 0}, "mamba_num_heads must be a positive integer up to 65536"),
@@ -172,6 +207,45 @@ def test_an_adapter_changes_every_part(targets: list[str], model: Path, tmp_path
     wanted = logits(merged(model, adapter, tmp_path / "merged"))
     assert (logits(model, adapter) - wanted).abs().max() < 1e-5 * wanted.abs().max()
     assert (logits(model) - wanted).abs().max() > 1e-3 * wanted.abs().max()
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"routed_scaling_factor": 1.0},
+        {"norm_topk_prob": False},
+        {"num_experts_per_tok": 2},
+        {"topk_group": 4},
+        {"mlp_hidden_act": "silu"},
+    ],
+    ids=str,
+)
+def test_what_is_said_of_experts_counts(changes: dict[str, Any], of_experts: Path, tmp_path: Path) -> None:
+    other = shutil.copytree(of_experts, tmp_path / "other")
+    config = json.loads((of_experts / "config.json").read_text())
+    (other / "config.json").write_text(json.dumps({**config, **changes}))
+    wanted = logits(of_experts)
+    assert (logits(other) - wanted)[0].abs().max() > 1e-3 * wanted.abs().max()
+
+
+def test_experts_in_blocks_and_adapters_of_what_all_tokens_meet(of_experts: Path, tmp_path: Path) -> None:
+    plain = logits(of_experts)[0]
+    assert torch.cosine_similarity(logits(of_experts, quantization="int8")[0], plain, dim=0) > 0.99
+    with pytest.raises(LoadError, match=r"experts\.0\.up_proj' that an adapter can change"):
+        logits(of_experts, save_adapter(tmp_path / "all", of_experts, ["up_proj"]))
+    adapter = only_shared(save_adapter(tmp_path / "adapter", of_experts, ["up_proj", "down_proj"]))
+    wanted = logits(merged(of_experts, adapter, tmp_path / "merged"))
+    assert (logits(of_experts, adapter) - wanted).abs().max() < 1e-5 * wanted.abs().max()
+    assert (plain - wanted[0]).abs().max() > 1e-3 * wanted.abs().max()
+
+
+def only_shared(adapter: Path) -> Path:
+    """Without its changes of single experts."""
+    tensors = load_file(adapter / "adapter_model.safetensors")
+    save_file(
+        {name: one for name, one in tensors.items() if ".experts." not in name}, adapter / "adapter_model.safetensors"
+    )
+    return adapter
 
 
 def test_attention_is_shown_of_layers_that_have_it(model: Path) -> None:

@@ -18,6 +18,7 @@ from helpers.gguf_gemma4 import ARCHITECTURES as GEMMA4
 from helpers.gguf_granite_hybrid import ARCHITECTURES as GRANITE_HYBRID
 from helpers.gguf_lfm2 import ARCHITECTURES as LFM2
 from helpers.gguf_more import ARCHITECTURES as MORE
+from helpers.gguf_state_spaces import ARCHITECTURES as STATE_SPACES
 from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file
 
@@ -168,7 +169,7 @@ def test_tensors_are_those_of_the_original(converted: tuple[Path, GGUFDescriptio
 
 
 def test_every_architecture_is_converted_here() -> None:
-    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4, DELTA, GRANITE_HYBRID, LFM2)
+    here = (ARCHITECTURES, MORE, EXPERTS, FURTHER, GEMMA4, DELTA, GRANITE_HYBRID, LFM2, STATE_SPACES)
     assert READ.keys() == {name for architectures in here for name in architectures.values()}
 
 

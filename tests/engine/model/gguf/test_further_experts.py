@@ -127,6 +127,7 @@ def test_four_bit_floats_are_kept_as_codes_of_five(tmp_path: Path) -> None:
         ("deepseek_v3", {"deepseek2.expert_count": 12}, "has the shape .* for 12 experts"),
         ("deepseek_v2", {"deepseek2.expert_weights_norm": True}, "norm_topk_prob false"),
         ("gpt_oss", {"gpt-oss.expert_count": 7}, "for 7 experts"),
+        ("granitemoe", {"granitemoe.rope.scaling.finetuned": False}, "finetuned=false, by which no layer rotates"),
     ],
 )
 def test_what_does_not_fit_is_told(family: str, changes: dict[str, Any], says: str, tmp_path: Path) -> None:

@@ -12,6 +12,7 @@ from helpers.gguf_more import convert
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.description import describe_gguf
 
 # The family, and what GGUF cannot say of its tiny model, so that a conversion would drop it.
@@ -85,3 +86,10 @@ def test_norms_of_a_falcon_are_told_apart_by_their_names(tmp_path: Path) -> None
         name = f"transformer.h.1.{norm}.weight"
         entry = tensors[name]
         assert data[entry["begin"] : entry["end"]] == original[name].numpy().tobytes()
+
+
+def test_a_granite_that_llama_cpp_would_not_rotate_is_refused(tmp_path: Path) -> None:
+    source, name = make_model("granite", tmp_path / "hf"), "granite.rope.scaling.finetuned"
+    describe_gguf([convert(source, tmp_path / "rotating.gguf", **{name: True})])
+    with pytest.raises(LoadError, match=f"{name}=false, by which no layer rotates"):
+        describe_gguf([convert(source, tmp_path / "still.gguf", **{name: False})])

@@ -1,0 +1,38 @@
+"""What a GGUF file says of Falcon H1, in the names of config.json. It opens no file.
+
+llama.cpp's converter multiplies the weights by the family's factors, each where it belongs, and names none of them. A head that
+is the embedding has been multiplied as that was. A norm of the memory is taken behind its gate.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_sizes
+from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.model.gguf.tensor_names import PlacedTensor, has_bias
+
+
+def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    sizes = read_sizes(keys)
+    return {
+        "mamba_n_heads": sizes.heads,
+        "mamba_d_head": sizes.head_dim,
+        "mamba_d_ssm": sizes.values,
+        "mamba_n_groups": sizes.groups,
+        "mamba_d_state": sizes.state_dim,
+        "mamba_d_conv": sizes.width,
+        "mamba_norm_before_gate": False,
+    }
+
+
+def _by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+    return {
+        "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
+        "mamba_conv_bias": has_bias(tensors, "ssm_conv1d"),
+    }
+
+
+# Fields of `Architecture`.
+FACTORED: dict[str, Any] = {"more": _falcon_h1, "reads": SIZE_KEYS, "told_by": _by_tensors}
