@@ -126,8 +126,8 @@ def plan_cache(
 
 
 def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int, others: int) -> int:
-    """As many as run, one to copy to, and as many again that later prompts may begin with; in half of the budget at most, and in
-    what `others` leave of it, bytes that are needed for pages in any case.
+    """As many as run, one to copy to, as many again that later prompts may begin with, and one for each token that these propose;
+    in half of the budget at most, and in what `others` leave of it, bytes that are needed for pages in any case.
 
     Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
     """
@@ -139,7 +139,8 @@ def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int, other
             f"{gib(budget)}: raise `cache.memory`"
         )
     room = max(fewest, min(budget // 2, budget - others))
-    return min(running + 1 + kept * running, room // states.block_bytes)
+    proposed = config.scheduling.speculation.most_proposed
+    return min(running + 1 + (kept + proposed) * running, room // states.block_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:

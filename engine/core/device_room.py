@@ -19,10 +19,8 @@ _MOST_PROPOSED_ROWS = 512  # what every row makes besides takes memory: its logi
 def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
     """Its rows, those of proposed tokens among them, and the blocks of a sequence of that length: what captured steps have room
     for."""
-    scheduling, speculation = config.scheduling, config.scheduling.speculation
-    proposed = max(speculation.num_tokens, speculation.draft_tokens if speculation.model else 0)
-    rows = scheduling.max_num_seqs
-    rows = max(rows, min(rows * (1 + proposed), _MOST_PROPOSED_ROWS))
+    scheduling, rows = config.scheduling, config.scheduling.max_num_seqs
+    rows = max(rows, min(rows * (1 + scheduling.speculation.most_proposed), _MOST_PROPOSED_ROWS))
     return min(rows, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
 
 

@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.changes import KeyRerotation
+from windlass.engine.cache.changes import KeyRerotation, ParkedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
@@ -99,7 +99,7 @@ class Drafter:
     def park(self, plan: SchedulerOutput) -> None:
         """Park what a plan parks: before blocks are loaded, which may go where that lay, in these pages too."""
         for parked in plan.parked:
-            self._cache.park(parked)
+            self._cache.park(_of_keys(parked))
             if parked.seq_id in self._valid:
                 self._parked[parked.seq_id] = self._valid[parked.seq_id]
             self._moved.pop(parked.seq_id, None)
@@ -112,13 +112,13 @@ class Drafter:
         for row in plan.rotary_rows:
             self._tables.write(row.row, self._specs_of(row.specs))
         for parked in plan.unparked:
-            self._cache.unpark(parked)
+            self._cache.unpark(_of_keys(parked))
             if parked.seq_id in self._parked:
                 self._valid[parked.seq_id] = self._parked.pop(parked.seq_id)
         for seq_id in plan.forgotten:
             self._cache.forget_parked(seq_id)
             self._parked.pop(seq_id, None)
-        self._cache.copy_blocks(plan.copies)
+        self._cache.copy_blocks([copy for copy in plan.copies if copy.group == 0])
         turned = [self._own(rerotation) for rerotation in plan.rerotations]
         self._rotator.apply_all((*map(self._own, plan.set_aside), *turned))  # who is left out is proposed for less well
         for own in turned:
@@ -255,6 +255,11 @@ class Drafter:
             while len(self._specs) > _MOST_SPECS:
                 self._specs.popitem(last=False)
         return found
+
+
+def _of_keys(parked: ParkedPages) -> ParkedPages:
+    """Without the states that the model carries beside its one KV group."""
+    return replace(parked, blocks=parked.blocks[:1])
 
 
 def _chunk(item: ScheduledSequence, start: int, end: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:

@@ -76,9 +76,9 @@ class Speculation:
                     drafts = not config.adaptive or self._payoff.allows(len(step.chunks))
                 count = min(room, self._most_drafted(seq.drafting)) if drafts else 0
             if count:
-                count = self._blocks.capacity(seq.cache, 1 + count) - 1
+                count = self._blocks.capacity_to_propose(seq.cache, count)
             if count > 0:
-                step.copies += self._blocks.allocate(seq.cache, 1 + count)
+                step.copies += self._blocks.allocate_to_propose(seq.cache, count)
                 chunk.num_tokens, chunk.draft = 1 + count, draft[:count]
                 if not draft:
                     chunk.num_drafted, seq.drafting.behind = count, 0

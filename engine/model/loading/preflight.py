@@ -36,7 +36,6 @@ from windlass.engine.model.loading.refusals import (
     check_quantization,
     check_replicas,
     check_share,
-    check_states,
 )
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.stored_names import with_stored_names, with_stored_stacks
@@ -108,7 +107,6 @@ def check_start(config: EngineConfig) -> ModelDescription:
             except LoadError as error:
                 raise in_its_words(error) from None
             check_pair(config, model.spec, described.spec)
-        check_states(config, model.spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -146,7 +144,6 @@ def prepare_model(
     check_quantization(config)
     check_share(config, device)
     model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
-    check_states(config, model.spec)
     kind = device.partition(":")[0]
     beside = 0
     if draft is not None:
