@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from windlass.engine.scheduling.plan import ScheduledSequence
 # Of each operation one: short convolutions, the gated delta rule, a state space beside attention; bytes for a cache of few pages.
 FAMILIES = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}
 LITTLE = {"max_num_seqs": 6, "max_model_len": 96, "max_total_tokens": 400, "deterministic": True}
+ROOMY: dict[str, Any] = {"max_model_len": 256}
 PROPOSING = {"speculative_ngram": 5, "speculative_ngram_min": 1}
 
 
@@ -152,18 +154,36 @@ def guess(core: EngineCore, answers: Results) -> None:
     drafter._draft = draft  # type: ignore[method-assign]
 
 
-def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path) -> None:
+def park_some(core: EngineCore, parked: list[int]) -> None:
+    """Let a stream that has dropped tokens give up its place, every few steps: its pages are kept aside."""
+    shifted = [seq for seq in core.scheduler.running if seq.cache.num_shifts]
+    if shifted and core.scheduler.counters.num_steps % 7 == 0:
+        core.scheduler._places.preempt(shifted[-1])
+        parked += [shifted[-1].seq_id] * shifted[-1].cache.is_parked
+
+
+def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has none of its own: blocks of states are not its to park and copy."""
     drafting = {"speculative_model": str(make_model("llama", tmp_path / "draft")), "speculative_adaptive": False}
     little = {**LITTLE, "kv_cache_memory": 2 * FAMILIES[model.name]}
-    for count, options in ((8, {"max_model_len": 256}), (8, little), (1, {"max_model_len": 256})):
-        want = run(make_core(model, **options), traffic()[:count])
+    shift, parked = ContextRule(overflow="shift", keep_tokens=16), list[int]()
+    shifting = [
+        replace(one, context=shift, sampling=replace(one.sampling, max_tokens=120), priority=-i)
+        for i, one in enumerate(traffic())
+    ]
+    for sent, options in ((traffic(), ROOMY), (shifting, little), (traffic()[:1], ROOMY)):
+        want = run(make_core(model, **options), sent)
         core = make_core(model, **drafting, speculative_tokens=3, **options)
         guess(core, want)
-        same(run_checked(core, traffic()[:count]), want, 0.0 if "deterministic" in options else 1e-5)
+        plan = core.scheduler.schedule
+        monkeypatch.setattr(
+            core.scheduler, "schedule", lambda core=core, plan=plan: (park_some(core, parked), plan())[1]
+        )
+        same(run_checked(core, sent), want, 0.0 if "deterministic" in options else 1e-5)
         stats = core.stats()
         accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
-        assert 12 * count < accepted < drafted - 5 * count
-        assert (stats.num_preemptions > 2) == (options is little)
+        assert 12 * len(sent) < accepted < drafted - 5 * len(sent)
+        assert bool(parked) == (sent is shifting)
+        parked.clear()
     if core.runner.replay.obstacle is None:
         assert core.runner.replay.num_repeated > 8, "steps with proposals are decode steps and may be repeated"
