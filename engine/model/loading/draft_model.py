@@ -55,8 +55,8 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
     if draft.state_group is not None:
         raise LoadError(
-            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, beside which none can "
-            f"draft: leave {_OPTION} out, or give another"
+            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token: so far only the model "
+            f"itself may have such. Leave {_OPTION} out, or give a draft model without"
         )
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:

@@ -8,8 +8,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import Results, prompt, run_checked, same
+from helpers.persisting import keeping
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule
@@ -87,6 +89,21 @@ def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
         cached = [got[f"{i}", 0].outputs[-1].cached_tokens for _, got in found]
         assert cached == [(len(text) + 40 + i - 1) // 16 * 16] * 2
     assert core.stats().spec_decode_num_accepted_tokens > 60
+
+
+@ON_A_CPU
+def test_states_behind_accepted_tokens_come_back_from_files(model: Path, tmp_path: Path) -> None:
+    text, few = prompt(1, 30, period=3), {"allowed_token_ids": (20, 21, 22)}
+    with keeping(model, tmp_path, **ROOMY, **PROPOSING) as core:
+        first = run(core, [greedy("first", text, 60, **few)])
+        assert core.stats().spec_decode_num_accepted_tokens > 10
+    turn = [*text, *first["first", 0].token_ids, 5]
+    with keeping(model, tmp_path, **ROOMY, **PROPOSING) as core:
+        found = run(core, [greedy("turn", turn, 20)])
+    assert found["turn", 0].outputs[-1].cached_tokens == 80
+    plain = make_core(model, deterministic=True, **ROOMY)
+    same(first, run(plain, [greedy("first", text, 60, **few)]), 0.0)
+    same(found, run(plain, [greedy("turn", turn, 20)]), 0.0)
 
 
 def test_streams_that_lose_their_places_or_drop_tokens(model: Path) -> None:
