@@ -110,7 +110,7 @@ of Nemotron H. There a `rope_scaling` is refused with the reason.
 * **Proposed tokens** (`--speculative-ngram`, `--speculative-model`) are checked as [elsewhere](serving.md#speculative-decoding).
   While they are, a stream has a state more for each of them, so that it can go on behind the last one that is accepted. With
   these options there is room for as many, within the half of the cache that states have at most. Where fewer are free, fewer
-  tokens are proposed. A draft model cannot carry states itself.
+  tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
 * **On a GPU** steps of such models are not captured. `--kv-host-memory` has as much room for states as for blocks of keys, which

@@ -68,7 +68,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
     step += decoder.backend.workspace_bytes
     if config.cache.persist is not None or config.cache.host_memory is not None:
         token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
-        states = 0 if model.spec.state_group is None else model.spec.state_group.block_bytes
+        states = model.spec.state_bytes + (0 if draft is None else draft.spec.state_bytes)
         step += staging_bytes(
             max(config.cache.block_size * token_bytes, states), saves=config.cache.host_memory is not None
         )

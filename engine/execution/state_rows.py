@@ -31,16 +31,19 @@ class StateNumbers(NamedTuple):
 
     def fill(self, items: Sequence[ScheduledSequence], sequences: LiveSequences) -> None:
         """Those of these chunks, in order. The state behind every token before a proposed one is kept."""
-        count, rows = len(items), [sequences.by_id[item.seq_id].row for item in items]
-        self.blocks[:count] = sequences.states(rows)
+        count, held = len(items), [sequences.by_id[item.seq_id] for item in items]
+        self.blocks[:count] = sequences.states([live.row for live in held])
         self.starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
         self.starts[count + 1 :] = self.starts[count]
         self.lengths[:count] = [item.start + item.num_tokens for item in items]
         self.kept.fill(-1)
-        for item, row, first in zip(items, rows, self.starts.tolist(), strict=False):
-            if item.draft:
-                proposed = len(item.draft)
-                self.kept[first : first + proposed] = sequences.kept_states(row, proposed)
+        for item, live, first in zip(items, held, self.starts.tolist(), strict=False):
+            kept = sequences.kept_states(live)
+            if kept.size:
+                # A draft model has a chunk for each token: from the one on whose state is kept in that place.
+                ahead = item.start + 1 - item.num_known_tokens
+                begin, end = max(0, -ahead), min(item.num_tokens, kept.size - ahead)
+                self.kept[first + begin : first + end] = kept[begin + ahead : end + ahead]
 
     def tensors(self) -> dict[str, Any]:
         """The same memory, by the names of a batch."""
@@ -60,6 +63,6 @@ def with_states(
     numbers = StateNumbers.zeros(tokens if alike else len(items), tokens)
     numbers.fill(items, sequences)
     fields: dict[str, Any] = {name: sent(tensor, batch.input_ids.device) for name, tensor in numbers.tensors().items()}
-    if not alike and not any(item.draft for item in items):
+    if not alike and not any(sequences.kept_states(sequences.by_id[item.seq_id]).size for item in items):
         fields["state_kept"] = None
     return replace(batch, **fields)

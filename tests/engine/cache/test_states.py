@@ -373,6 +373,8 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     assert ample.num_bytes - without.num_bytes == 17 * STATES.block_bytes and without.num_states == 0
     speculating = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig(num_tokens=3)))
     assert plan_cache(speculating, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 17 + 8 * 3
+    drafted = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES, beside_states=100)
+    assert drafted.num_states == 17 and drafted.num_bytes == ample.num_bytes + 17 * 100
     scarce = plan_cache(config, [GROUP], 256, "float32", 64 << 10, states=STATES)
     assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))

@@ -93,17 +93,24 @@ def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
 
 @ON_A_CPU
 def test_states_behind_accepted_tokens_come_back_from_files(model: Path, tmp_path: Path) -> None:
+    """Of the model itself, and of a draft model beside it."""
     text, few = prompt(1, 30, period=3), {"allowed_token_ids": (20, 21, 22)}
-    with keeping(model, tmp_path, **ROOMY, **PROPOSING) as core:
-        first = run(core, [greedy("first", text, 60, **few)])
-        assert core.stats().spec_decode_num_accepted_tokens > 10
-    turn = [*text, *first["first", 0].token_ids, 5]
-    with keeping(model, tmp_path, **ROOMY, **PROPOSING) as core:
-        found = run(core, [greedy("turn", turn, 20)])
-    assert found["turn", 0].outputs[-1].cached_tokens == 80
     plain = make_core(model, deterministic=True, **ROOMY)
-    same(first, run(plain, [greedy("first", text, 60, **few)]), 0.0)
-    same(found, run(plain, [greedy("turn", turn, 20)]), 0.0)
+    want = run(plain, [greedy("first", text, 60, **few)])
+    turn = [*text, *want["first", 0].token_ids, 5]
+    then = run(plain, [greedy("turn", turn, 20)])
+    drafted = {"speculative_model": str(model), "speculative_adaptive": False}
+    for proposing in (PROPOSING, drafted):
+        folder = tmp_path / next(iter(proposing))
+        with keeping(model, folder, **ROOMY, **proposing) as core:
+            same(run(core, [greedy("first", text, 60, **few)]), want, 0.0)
+            assert core.stats().spec_decode_num_draft_tokens > 10
+        with keeping(model, folder, **ROOMY, **proposing) as core:
+            found = run(core, [greedy("turn", turn, 20)])
+            stats = core.stats()
+        assert found["turn", 0].outputs[-1].cached_tokens == 80
+        same(found, then, 0.0)
+    assert 10 < stats.spec_decode_num_accepted_tokens == stats.spec_decode_num_draft_tokens
 
 
 def test_streams_that_lose_their_places_or_drop_tokens(model: Path) -> None:
@@ -204,3 +211,37 @@ def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypat
         parked.clear()
     if core.runner.replay.obstacle is None:
         assert core.runner.replay.num_repeated > 8, "steps with proposals are decode steps and may be repeated"
+
+
+def test_a_draft_model_with_states_is_always_right_where_it_is_the_model_itself(model: Path, tmp_path: Path) -> None:
+    """However far it is behind, after proposals of either kind, at the end of a block or not, and behind a cached prefix."""
+    options = {
+        **ROOMY,
+        "deterministic": True,
+        "max_num_batched_tokens": 20,
+        "max_num_seqs": 6,
+    }  # too few for all to propose
+    drafting = {"speculative_model": str(model), "speculative_adaptive": False, "speculative_tokens": 3}
+    first = [greedy(f"{i}", prompt(i, length), 30 + length) for i, length in enumerate((1, 15, 16, 17, 33, 60))]
+    for ngram in ({}, {"speculative_ngram": 4, "speculative_ngram_min": 2}):
+        core = make_core(model, **drafting, **ngram, **options)
+        plain = make_core(model, **options)
+        assert core.info.state_bytes == 2 * plain.info.state_bytes
+        got = run_checked(core, first)
+        same(got, run(plain, first), 0.0)
+        turns = [
+            greedy(f"{i}", [*one.prompt_token_ids, *got[f"{i}", 0].token_ids, 7, 8], 40) for i, one in enumerate(first)
+        ]
+        found = run_checked(core, turns)
+        same(found, run(plain, turns), 0.0)
+        assert all(one.outputs[-1].cached_tokens >= 16 for one in found.values())
+        stats = core.stats()
+        accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
+        assert (10 if ngram else 100) < accepted == drafted
+        assert bool(ngram) == (stats.spec_decode_num_accepted_tokens < stats.spec_decode_num_draft_tokens)
+    shift = ContextRule(overflow="shift", keep_tokens=16)
+    core = make_core(model, **drafting, **options | {"max_model_len": 64, "max_total_tokens": 300})
+    run_checked(core, [greedy(f"{i}", prompt(i, 20 + 9 * i), 90, context=shift) for i in range(4)])
+    stats = core.stats()
+    assert stats.context_shifts > 8
+    assert 100 < stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens
