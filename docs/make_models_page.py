@@ -108,8 +108,11 @@ their scaling is set per server and per request. Those of Granite 4 H do not rot
   the last are kept longest, and those alone go to files (`--kv-persist`). A file of a state is as large as the state.
 * **Contexts that drop tokens**, windows and distances of their own concern the layers that attend. A state keeps what dropped
   tokens have left in it.
-* **Refused:** `cache_reuse`, as a state belongs to all that was read before, proposed tokens (`--speculative-ngram`,
-  `--speculative-model`), which could not be taken back, and `--tensor-parallel`.
+* **Proposed tokens** (`--speculative-ngram`, `--speculative-model`) are checked as [elsewhere](serving.md#speculative-decoding).
+  While they are, a stream has a state more for each of them, so that it can go on behind the last one that is accepted. With
+  these options there is room for as many, within the half of the cache that states have at most. Where fewer are free, fewer
+  tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's.
+* **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
 * **On a GPU** steps of such models are not captured. `--kv-host-memory` has as much room for states as for blocks of keys, which
   takes most of it. Their programs were tested in Triton's interpreter and have run on no GPU.

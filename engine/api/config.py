@@ -151,6 +151,11 @@ class SpeculationConfig:
                 "`scheduling.speculation.model`, or leave it out"
             )
 
+    @property
+    def most_proposed(self) -> int:
+        """Tokens that a stream may propose in a step, by whichever way."""
+        return max(self.num_tokens, 0 if self.model is None else self.draft_tokens)
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SchedulerConfig:

@@ -172,8 +172,10 @@ class BlockManager:
         advanced = num_computed_tokens - handle.num_computed_tokens
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
-        if not under_way and self.enable_prefix_caching:
-            self._states.keep(handle, self.block_size, self._keeper, advanced)
+        if not under_way:
+            if self.enable_prefix_caching:
+                self._states.keep(handle, self.block_size, self._keeper, advanced)
+            self._states.settle(handle, advanced)
         if self._window_groups:
             self._drop_outside_window(handle)
         needed = -(-(handle.num_slots + under_way) // self.block_size)
@@ -238,6 +240,16 @@ class BlockManager:
             for _ in range(len(table.blocks), end):
                 table.append(pool.take(handle.unhashed))
         return copies if handle.far is None else copies + self.allocate(handle.far, num_tokens)
+
+    def capacity_to_propose(self, handle: CacheHandle, num_proposed: int) -> int:
+        """How many of so many proposed tokens behind the next one, which has been allocated, the pools have room for now."""
+        return self._states.capacity(self.capacity(handle, 1 + num_proposed) - 1)
+
+    def allocate_to_propose(self, handle: CacheHandle, num_proposed: int) -> list[BlockCopy]:
+        """`allocate` for the next token and so many proposed ones; until these are settled, the states behind all are held."""
+        copies = self.allocate(handle, 1 + num_proposed)
+        self._states.propose(handle, num_proposed)
+        return copies
 
     def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool, under_way: int = 0) -> None:
         """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""

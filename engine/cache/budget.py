@@ -53,6 +53,7 @@ def plan_cache(
     beside: int = 0,
     whole_prompts: bool = False,
     states: StateGroupSpec | None = None,
+    beside_states: int = 0,
 ) -> CachePlan:
     """Blocks within `budget` bytes, not more than running sequences hold unless the operator named the bytes and beginnings are
     shared, and the longest sequence they carry.
@@ -60,16 +61,18 @@ def plan_cache(
     trained_len: the model's own context length, which is wanted where the operator asks for none. A notice tells where the
     budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
     draft model's pages, which are as many as the first group's. whole_prompts: a prompt is computed in one step, which bounds
-    its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget. Raises
-    LoadError for an explicit `max_model_len` that does not fit.
+    its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget.
+    beside_states: bytes of a draft model's own behind a token, of which there are as many. Raises LoadError for an explicit
+    `max_model_len` that does not fit.
     """
     wanted = config.max_model_len or trained_len
     num_states = beside_pages = 0
     if states is not None:
         longest = -(-wanted // config.cache.block_size) * config.cache.block_size
         of_one = sum(bytes_per_token(group, dtype) for group in groups) * longest
-        num_states = _num_states(states, config, budget, of_one if config.max_model_len is not None else 0)
-        beside_pages = num_states * states.block_bytes
+        state_bytes = states.block_bytes + beside_states
+        num_states = _num_states(state_bytes, config, budget, of_one if config.max_model_len is not None else 0)
+        beside_pages = num_states * state_bytes
     notices: tuple[str, ...] = ()
     if whole_prompts and wanted > (step := config.scheduling.max_num_batched_tokens):
         if config.max_model_len is not None:
@@ -125,21 +128,22 @@ def plan_cache(
     return CachePlan(num_blocks, room, size(low), (*notices, notice), num_states)
 
 
-def _num_states(states: StateGroupSpec, config: EngineConfig, budget: int, others: int) -> int:
-    """As many as run, one to copy to, and as many again that later prompts may begin with; in half of the budget at most, and in
-    what `others` leave of it, bytes that are needed for pages in any case.
+def _num_states(state_bytes: int, config: EngineConfig, budget: int, others: int) -> int:
+    """As many as run, one to copy to, as many again that later prompts may begin with, and one for each token that these propose;
+    in half of the budget at most, and in what `others` leave of it, bytes that are needed for pages in any case.
 
     Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
     """
     running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
-    fewest = MOST_STATES * states.block_bytes
+    fewest = MOST_STATES * state_bytes
     if budget // 2 < fewest:
         raise LoadError(
             f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "
             f"{gib(budget)}: raise `cache.memory`"
         )
     room = max(fewest, min(budget // 2, budget - others))
-    return min(running + 1 + kept * running, room // states.block_bytes)
+    proposed = config.scheduling.speculation.most_proposed
+    return min(running + 1 + (kept + proposed) * running, room // state_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:

@@ -2,8 +2,10 @@
 
 What is cached of a prompt's states are copies: where a sequence stands at the end of a block of tokens, its block of states is
 offered to later prompts under the digest of that block, and from then on belongs to nobody alone; so the next token copies it
-first. Of the states that a stream leaves behind while it draws, only the last is worth its memory; of those of a prompt the last,
-and some at long intervals for prompts that go another way.
+first. Where tokens are only proposed, a sequence has a block more for each of them until it is known which are accepted: its own
+then holds the state behind all of them, the others in order those behind the tokens before. Of the states that a stream leaves
+behind while it draws, only the last is worth its memory; of those of a prompt the last, and some at long intervals for prompts
+that go another way.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ from windlass.engine.cache.changes import BlockCopy
 from windlass.engine.cache.handle import CacheHandle, PassingState
 from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey
 from windlass.engine.cache.pool import BlockPool
+from windlass.engine.cache.tables import BlockTable
 
 _STRIDE = 1024  # tokens
 
@@ -46,19 +49,48 @@ class StateBlocks:
                 copies.append(BlockCopy(group, source, target))
         return copies
 
-    def keep(self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int) -> None:
-        """Offer the state of a handle that stands at the end of a block of tokens, all of which are settled.
+    def capacity(self, num_proposed: int) -> int:
+        """For how many of so many proposed tokens there is a block now, where no other is missing."""
+        return min([num_proposed, *(self._pools[group].num_available for group in self.groups)])
 
-        advanced: tokens that brought it there. Of a prompt's states the last stays and one in every `_STRIDE` tokens, of those of
-        its answer the last; the others are the first to be evicted, and the keeper is not told of them.
+    def propose(self, handle: CacheHandle, num_proposed: int) -> None:
+        """Take a block for the state behind each token of a step but the last, where so many of them are proposed."""
+        for group in self.groups:
+            if has_part(self._pools[group], handle):
+                for _ in range(num_proposed):
+                    handle.tables[group].append(self._pools[group].take(handle.private))
+
+    def settle(self, handle: CacheHandle, advanced: int) -> None:
+        """Keep the state behind the first `advanced` tokens of a step, where some were proposed, and give up the others."""
+        for group in self.groups:
+            pool, table = self._pools[group], handle.tables[group]
+            if len(table.blocks) < 2:
+                continue
+            held, chosen = list(table.blocks), _block_behind(table, advanced)
+            table.replace(0, chosen)
+            while len(table.blocks) > 1:
+                table.pop()
+            for block in reversed(held):
+                if block != chosen:
+                    pool.release(block)
+
+    def keep(self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int) -> None:
+        """Offer the state behind the last block of tokens, where a handle has it; all of its tokens are settled.
+
+        advanced: tokens of the step, behind the last of which it stands, or behind any where some were proposed. Of a prompt's
+        states the last stays and one in every `_STRIDE` tokens, of those of its answer the last; the others are the first to be
+        evicted, and the keeper is not told of them.
         """
-        slots = handle.num_slots
-        if not self.groups or not slots or slots % block_size or handle.private or handle.is_far:
+        if not self.groups or handle.private or handle.is_far:
             return
-        index, drew = slots // block_size - 1, advanced < block_size
+        index, since = handle.num_slots // block_size - 1, handle.num_slots % block_size
+        proposed = len(handle.tables[self.groups[0]].blocks) > 1
+        if index < 0 or since >= (advanced if proposed else 1):
+            return
+        slots, drew = handle.num_slots - since, proposed or advanced < block_size
         digest, passing = handle.chain.digests[index], handle.passing_state
         for group in self.groups:
-            self._pools[group].register(handle.tables[group].blocks[0], digest)
+            self._pools[group].register(_block_behind(handle.tables[group], advanced - since), digest)
             if passing is not None and passing.drawn == drew and passing.digest in self._pools[group].cached:
                 self._pools[group].evict_first(self._pools[group].cached[passing.digest])
         if passing is not None and passing.drawn != drew:
@@ -78,6 +110,11 @@ class StateBlocks:
             block = self._pools[group].cached.get(state.digest)
             if keeper is not None and block is not None:
                 keeper.offer(BlockKey(group, state.digest), block, state.index)
+
+
+def _block_behind(table: BlockTable, count: int) -> int:
+    """Of a handle that has computed proposed tokens, the block with the state behind the first `count` tokens of the step."""
+    return table.blocks[count] if count < len(table.blocks) else table.blocks[0]
 
 
 def has_part(pool: BlockPool, handle: CacheHandle) -> bool:

@@ -42,7 +42,7 @@ def describe(
         block_size=config.cache.block_size,
         num_kv_blocks=plan.num_blocks,
         num_states=plan.num_states,
-        state_bytes=0 if spec.state_group is None else spec.state_group.block_bytes,
+        state_bytes=spec.state_bytes + (0 if draft is None else draft.spec.state_bytes),
         kv_cache_bytes=plan.num_bytes,
         kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups)
         + draft_bytes_per_token(draft),

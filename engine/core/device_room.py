@@ -19,10 +19,8 @@ _MOST_PROPOSED_ROWS = 512  # what every row makes besides takes memory: its logi
 def largest_decode_step(config: EngineConfig, length: int) -> tuple[int, int]:
     """Its rows, those of proposed tokens among them, and the blocks of a sequence of that length: what captured steps have room
     for."""
-    scheduling, speculation = config.scheduling, config.scheduling.speculation
-    proposed = max(speculation.num_tokens, speculation.draft_tokens if speculation.model else 0)
-    rows = scheduling.max_num_seqs
-    rows = max(rows, min(rows * (1 + proposed), _MOST_PROPOSED_ROWS))
+    scheduling, rows = config.scheduling, config.scheduling.max_num_seqs
+    rows = max(rows, min(rows * (1 + scheduling.speculation.most_proposed), _MOST_PROPOSED_ROWS))
     return min(rows, scheduling.max_num_batched_tokens), -(-length // config.cache.block_size)
 
 
@@ -70,7 +68,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
     step += decoder.backend.workspace_bytes
     if config.cache.persist is not None or config.cache.host_memory is not None:
         token_bytes = cache_bytes_per_token(model) + draft_bytes_per_token(draft)
-        states = 0 if model.spec.state_group is None else model.spec.state_group.block_bytes
+        states = model.spec.state_bytes + (0 if draft is None else draft.spec.state_bytes)
         step += staging_bytes(
             max(config.cache.block_size * token_bytes, states), saves=config.cache.host_memory is not None
         )

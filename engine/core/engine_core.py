@@ -116,7 +116,7 @@ class EngineCore:
         self._limits = make_limits(config, spec, plan)
         self.scheduler = make_scheduler(
             config,
-            model,
+            models,
             self._limits,
             self.blocks,
             tables=pages.tables,

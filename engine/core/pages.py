@@ -55,6 +55,7 @@ def plan_pages(
         beside=beside,
         whole_prompts=spec.sees_whole_texts,
         states=spec.state_group,
+        beside_states=0 if draft is None else draft.spec.state_bytes,
     )
 
 

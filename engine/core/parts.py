@@ -153,7 +153,7 @@ def make_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> Conte
 
 def make_scheduler(
     config: EngineConfig,
-    model: LoadedModel,
+    models: Models,
     limits: ContextLimits,
     blocks: BlockManager,
     *,
@@ -163,6 +163,7 @@ def make_scheduler(
     alone: bool,
 ) -> Scheduler:
     """alone: whether the model has no other ranks."""
+    model, draft = models.model, models.draft
     decoder, spec = model.decoder, model.decoder.spec
     return Scheduler(
         # What a pass draws is known to the first rank alone, until a plan tells the others. And a state that a failed pass has
@@ -183,6 +184,7 @@ def make_scheduler(
         ),
         adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
         store=store,
+        draft_keeps_up=draft is not None and draft.spec.state_group is not None,
     )
 
 

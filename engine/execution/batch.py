@@ -119,7 +119,9 @@ class BatchBuilder:
                 for first, count in self._pieces(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
         batch = self._make(chunks, ranged=ranged)
-        return with_states(batch, items, self._sequences) if self._has_states else batch
+        if not self._has_states:
+            return batch
+        return with_states(batch, items, self._sequences, repeatable=self.lasting)
 
     def _pieces(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
         """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
@@ -244,9 +246,8 @@ class BatchBuilder:
         memory = self._memory_for(len(said), blocks)
         memory.rows.said.T[...] = said
         memory.fill(self._sequences.all_tables(blocks), blocks)
-        if self._has_states:
-            memory.states[:] = self._sequences.states([row[4] for row in said])
-            memory.state_lengths[:] = [item.start + 1 for item in items]
+        if memory.states is not None:
+            memory.states.fill(items, self._sequences)
         return memory.batch
 
     def _said_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:

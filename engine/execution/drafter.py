@@ -5,6 +5,9 @@ of the same tokens in both, so what the scheduler says of blocks (copies, parked
 too, and prompts pass through both. Streams that do not draft leave it behind; before they draft again it computes what it
 has missed.
 
+Where it carries states they stand in the blocks of the model's, behind the same tokens. It cannot go back to what it has missed
+there: so it is behind a stream for a part of a block at most, and where a block of tokens ends it has computed all of them.
+
 Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
 went into the prefix cache may lack the last few of its keys. Where a token was missing when cached keys were re-rotated, its
 original is filled in from what is computed later, rotated back.
@@ -18,7 +21,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.changes import KeyRerotation
+from windlass.engine.cache.changes import KeyRerotation, ParkedPages
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
@@ -59,6 +62,7 @@ class Drafter:
         decoder = model.decoder
         self._decoder, self._cache, self._tables, self._rotations = decoder, model.cache, model.tables, model.rotations
         self._sequences, self._block_size = sequences, block_size
+        self._carries = decoder.spec.state_group is not None
         self._ids = min(vocab_size, decoder.spec.vocab_size)  # those that both know
         self._batches = BatchBuilder(
             sequences,
@@ -68,6 +72,7 @@ class Drafter:
             windows=decoder.spec.attention_windows,
             anchored=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
+            has_states=self._carries,
         )
         self._replay = DecodeReplay(decoder, model.cache)
         self.graphs: DecodeGraphs | None = None
@@ -82,7 +87,7 @@ class Drafter:
 
     def make_graphs(self, most_rows: int, most_blocks: int) -> None:
         """Let its steps be captured, where the device has graphs: see `DecodeGraphs.capture`."""
-        graphs = self._decoder.backend.make_graphs()
+        graphs = None if self._carries else self._decoder.backend.make_graphs()
         if graphs is not None:
             self.graphs = DecodeGraphs(
                 self._decoder,
@@ -99,7 +104,7 @@ class Drafter:
     def park(self, plan: SchedulerOutput) -> None:
         """Park what a plan parks: before blocks are loaded, which may go where that lay, in these pages too."""
         for parked in plan.parked:
-            self._cache.park(parked)
+            self._cache.park(self._own_pages(parked))
             if parked.seq_id in self._valid:
                 self._parked[parked.seq_id] = self._valid[parked.seq_id]
             self._moved.pop(parked.seq_id, None)
@@ -112,13 +117,13 @@ class Drafter:
         for row in plan.rotary_rows:
             self._tables.write(row.row, self._specs_of(row.specs))
         for parked in plan.unparked:
-            self._cache.unpark(parked)
+            self._cache.unpark(self._own_pages(parked))
             if parked.seq_id in self._parked:
                 self._valid[parked.seq_id] = self._parked.pop(parked.seq_id)
         for seq_id in plan.forgotten:
             self._cache.forget_parked(seq_id)
             self._parked.pop(seq_id, None)
-        self._cache.copy_blocks(plan.copies)
+        self._cache.copy_blocks([copy for copy in plan.copies if copy.group <= self._carries])
         turned = [self._own(rerotation) for rerotation in plan.rerotations]
         self._rotator.apply_all((*map(self._own, plan.set_aside), *turned))  # who is left out is proposed for less well
         for own in turned:
@@ -143,16 +148,18 @@ class Drafter:
             if item.num_drafted:
                 drafting.append((item, min(valid, item.start)))
                 caught_up.append((item, valid))
-                self._valid[item.seq_id] = end - 1, end
+                self._valid[item.seq_id] = end - (not self._leaves_state(item)), end
                 continue
             slot = self._sequences.by_id[item.seq_id].slot
             known = end - len(item.draft)
-            if item.start >= slot.num_prompt_tokens and known == item.start + 1:  # a stream that does not draft now
+            is_stream = item.start >= slot.num_prompt_tokens and known == item.start + 1
+            if is_stream and not self._leaves_state(item):  # one that does not draft now
                 self._valid[item.seq_id] = valid, end
                 continue
-            behind.append(_chunk(item, valid, known))
+            until = end if self._carries else known
+            behind.append(_chunk(item, valid, until, item.draft if self._carries else ()))
             caught_up.append((item, valid))
-            self._valid[item.seq_id] = known, end
+            self._valid[item.seq_id] = until, end
         if behind:
             self._run(behind)
         drafts = self._draft(drafting) if drafting else {}
@@ -165,6 +172,15 @@ class Drafter:
             for item in plan.sequences
         ]
         return replace(plan, sequences=tuple(filled))
+
+    def _own_pages(self, parked: ParkedPages) -> ParkedPages:
+        """Without states that the model carries alone, beside its one KV group."""
+        return replace(parked, blocks=parked.blocks[: 1 + self._carries])
+
+    def _leaves_state(self, item: ScheduledSequence) -> bool:
+        """Whether the state behind a stream's step, or behind one of its tokens, has to be right at once, as it may be kept."""
+        end = item.start + item.num_tokens + self._sequences.by_id[item.seq_id].layout.slot_offset
+        return self._carries and (bool(item.draft) or end % self._block_size == 0)
 
     def _valid_of(self, item: ScheduledSequence) -> int:
         """Leading tokens whose keys are there. What comes from the cache, or is met for the first time, has been computed."""
@@ -204,6 +220,12 @@ class Drafter:
             rows = [
                 _chunk(item, item.start + step, item.start + step + 1, (drafts[item.seq_id][-1],)) for item in wanted
             ]
+        left = [item for item, _ in drafting if self._leaves_state(item)]
+        if left:
+            ends = [item.start + item.num_tokens for item in left]
+            self._run(
+                [_chunk(item, end - 1, end, (drafts[item.seq_id][-1],)) for item, end in zip(left, ends, strict=True)]
+            )
         return drafts
 
     def _next_tokens(

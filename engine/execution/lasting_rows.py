@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import numpy as np
 import torch
 
+from windlass.engine.execution.state_rows import StateNumbers
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.kernels import Backend, StepRows
@@ -29,15 +29,14 @@ class LastingRows:
         self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
         ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
         positions, lengths = torch.from_numpy(self.rows.positions), torch.from_numpy(self.rows.lengths)
-        starts = torch.arange(rows + 1)
-        self.states, self.state_lengths = np.zeros((2, rows if has_states else 0), dtype=np.int64)
+        self.states = StateNumbers.zeros(rows, rows) if has_states else None
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=positions,
             rotary_ids=rotary_ids,
             slots=torch.from_numpy(self.rows.slots),
             block_tables=torch.from_numpy(self.rows.tables),
-            query_start=starts,
+            query_start=torch.arange(rows + 1),
             seq_lens=lengths,
             context_positions=positions,
             cos=self.rows.cos,
@@ -45,8 +44,6 @@ class LastingRows:
             q_scale=self.rows.q_scale,
             score_scale=self.rows.score_scale,
             lasting=True,
-            state_blocks=torch.from_numpy(self.states) if has_states else None,
-            state_starts=starts if has_states else None,
-            state_lengths=torch.from_numpy(self.state_lengths) if has_states else None,
+            **({} if self.states is None else self.states.tensors()),
         )
         self.adapter_slots = torch.full((rows,), -1)

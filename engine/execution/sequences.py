@@ -138,6 +138,10 @@ class LiveSequences:
             raise IndexError("a scheduled sequence has no state to change")
         return found
 
+    def kept_states(self, live: LiveSequence) -> NDArray[np.int32]:
+        """The blocks of the states behind the last known token and those proposed behind it, but for the last one; a view."""
+        return self._tables[self._num_groups, live.row, 1 : live.num_blocks[self._num_groups]]
+
     def tables(self, rows: list[int], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these rows; a view of what the next plan may change, where they lie side by side.
 

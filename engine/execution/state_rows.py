@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.batch import ForwardBatch
@@ -13,17 +16,53 @@ from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import sent
 
 
-def with_states(batch: ForwardBatch, items: Sequence[ScheduledSequence], sequences: LiveSequences) -> ForwardBatch:
-    """The batch of these chunks, in order, with its states."""
-    held = [sequences.by_id[item.seq_id] for item in items]
-    counts = torch.tensor([item.num_tokens for item in items])
-    firsts = torch.tensor([item.start for item in items])
-    blocks = torch.from_numpy(sequences.states([live.row for live in held]))
-    starts = torch.nn.functional.pad(counts.cumsum(0), (1, 0))
-    device = batch.input_ids.device
-    return replace(
-        batch,
-        state_blocks=sent(blocks, device),
-        state_starts=sent(starts, device),
-        state_lengths=sent(firsts + counts, device),
-    )
+class StateNumbers(NamedTuple):
+    """The arrays of a `StateRows`, filled in place. Where there is room for more sequences than a step has, those behind them
+    have no tokens."""
+
+    blocks: NDArray[np.int64]  # [S]
+    starts: NDArray[np.int64]  # [S + 1]
+    lengths: NDArray[np.int64]  # [S]
+    kept: NDArray[np.int64]  # [T]
+
+    @classmethod
+    def zeros(cls, sequences: int, tokens: int) -> StateNumbers:
+        return cls(*(np.zeros(size, dtype=np.int64) for size in (sequences, sequences + 1, sequences, tokens)))
+
+    def fill(self, items: Sequence[ScheduledSequence], sequences: LiveSequences) -> None:
+        """Those of these chunks, in order. The state behind every token before a proposed one is kept."""
+        count, held = len(items), [sequences.by_id[item.seq_id] for item in items]
+        self.blocks[:count] = sequences.states([live.row for live in held])
+        self.starts[1 : count + 1] = np.cumsum([item.num_tokens for item in items])
+        self.starts[count + 1 :] = self.starts[count]
+        self.lengths[:count] = [item.start + item.num_tokens for item in items]
+        self.kept.fill(-1)
+        for item, live, first in zip(items, held, self.starts.tolist(), strict=False):
+            kept = sequences.kept_states(live)
+            if kept.size:
+                # A draft model has a chunk for each token: from the one on whose state is kept in that place.
+                ahead = item.start + 1 - item.num_known_tokens
+                begin, end = max(0, -ahead), min(item.num_tokens, kept.size - ahead)
+                self.kept[first + begin : first + end] = kept[begin + ahead : end + ahead]
+
+    def tensors(self) -> dict[str, Any]:
+        """The same memory, by the names of a batch."""
+        return {f"state_{name}": torch.from_numpy(array) for name, array in self._asdict().items()}
+
+
+def with_states(
+    batch: ForwardBatch, items: Sequence[ScheduledSequence], sequences: LiveSequences, *, repeatable: bool
+) -> ForwardBatch:
+    """The batch of these chunks, in order, with its states.
+
+    repeatable: whether steps of single tokens are recorded: all those of as many tokens have arrays of the same shapes then,
+    whichever tokens are proposed.
+    """
+    tokens, attending = batch.input_ids.shape[0], batch.seq_lens.shape[0]
+    alike = repeatable and attending == tokens
+    numbers = StateNumbers.zeros(tokens if alike else len(items), tokens)
+    numbers.fill(items, sequences)
+    fields: dict[str, Any] = {name: sent(tensor, batch.input_ids.device) for name, tensor in numbers.tensors().items()}
+    if not alike and not any(sequences.kept_states(sequences.by_id[item.seq_id]).size for item in items):
+        fields["state_kept"] = None
+    return replace(batch, **fields)

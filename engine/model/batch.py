@@ -44,8 +44,8 @@ class ForwardBatch:
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
     rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
     of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_ends: of each sequence nobody asks
-    for more than the last hidden state; only where there are no versions. state_blocks, state_starts, state_lengths: see
-    `StateRows`; None where no layer carries a state.
+    for more than the last hidden state; only where there are no versions. state_blocks, state_starts, state_lengths,
+    state_kept: see `StateRows`; None where no layer carries a state.
     """
 
     input_ids: Tensor  # [T] int64
@@ -72,13 +72,14 @@ class ForwardBatch:
     state_blocks: Tensor | None = None  # [S] int64
     state_starts: Tensor | None = None  # [S + 1] int64
     state_lengths: Tensor | None = None  # [S] int64
+    state_kept: Tensor | None = None  # [T] int64
 
     @property
     def state_rows(self) -> StateRows | None:
         """Whose states the tokens change."""
         if self.state_blocks is None or self.state_starts is None or self.state_lengths is None:
             return None
-        return StateRows(self.state_blocks, self.state_starts, self.state_lengths)
+        return StateRows(self.state_blocks, self.state_starts, self.state_lengths, self.state_kept)
 
     @property
     def ends(self) -> Tensor:

@@ -172,6 +172,11 @@ class ModelSpec:
     factored: bool = False
 
     @property
+    def state_bytes(self) -> int:
+        """Of what a sequence carries from token to token."""
+        return 0 if self.state_group is None else self.state_group.block_bytes
+
+    @property
     def classifier(self) -> ClassifierInfo | None:
         """The classes that its head tells, if it has such a head."""
         return None if self.head is None else self.head.classes

@@ -71,7 +71,7 @@ class Scheduler:
     namespace: digest of everything but the request that keys depend on (weights, dtypes, layout version). whole_prompts: a
     prompt is computed in one step or not at all, as its tokens see those behind them too. cuts: where chunks of prompts end.
     adapter_key: what tells an adapter from others, by its id. store: where blocks are kept that the cache loses, which `blocks`
-    offers them to. clock: seconds, monotonic. fresh_seed: a seed for requests that bring none.
+    offers them to. clock: seconds, monotonic. fresh_seed: a seed for requests that bring none. draft_keeps_up: see `Speculation`.
     """
 
     def __init__(
@@ -89,6 +89,7 @@ class Scheduler:
         cuts: ChunkCuts = NO_CUTS,
         adapter_key: abc.Callable[[int], bytes] = _by_id,
         store: BlockStore | None = None,
+        draft_keeps_up: bool = False,
     ) -> None:
         self.config = config
         self._whole_prompts, self._cuts = whole_prompts, cuts
@@ -107,10 +108,7 @@ class Scheduler:
         self._requests = LiveRequests(eos_token_ids, seeds, self._stages.new_handle, limits.held, self._turns)
         self._places = Places(config.max_num_seqs, blocks, rotary, self._stages, self._writer, self.counters)
         self._speculation = Speculation(
-            config.speculation,
-            blocks,
-            self.counters,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            config.speculation, blocks, self.counters, config.max_num_batched_tokens, draft_keeps_up=draft_keeps_up
         )
         # Proposals are the other way to several tokens a step, and are counted by the tokens between them.
         speculates = config.speculation.num_tokens > 0 or config.speculation.model is not None

@@ -11,6 +11,8 @@ tokens are drawn.
 
 from __future__ import annotations
 
+import sys
+
 from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
@@ -28,17 +30,20 @@ _MOST_BEHIND = 64
 
 
 class Speculation:
-    """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit."""
+    """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit. draft_keeps_up: whether the draft model
+    computes what streams draw that do not ask it, as one does that carries states."""
 
     def __init__(
         self,
         config: SpeculationConfig,
         blocks: BlockManager,
         counters: SchedulerCounters,
-        *,
         max_num_batched_tokens: int,
+        *,
+        draft_keeps_up: bool = False,
     ) -> None:
         self._config = config
+        self._most_behind = sys.maxsize if draft_keeps_up else _MOST_BEHIND
         self._blocks = blocks
         self._counters = counters
         self._max_num_batched_tokens = max_num_batched_tokens
@@ -71,14 +76,14 @@ class Speculation:
                 continue
             draft = self._look_up(seq, seq.drafting, room) if config.num_tokens else ()
             count = len(draft)
-            if not draft and config.model is not None and seq.drafting.behind <= _MOST_BEHIND:
+            if not draft and config.model is not None and seq.drafting.behind <= self._most_behind:
                 if drafts is None:
                     drafts = not config.adaptive or self._payoff.allows(len(step.chunks))
                 count = min(room, self._most_drafted(seq.drafting)) if drafts else 0
             if count:
-                count = self._blocks.capacity(seq.cache, 1 + count) - 1
+                count = self._blocks.capacity_to_propose(seq.cache, count)
             if count > 0:
-                step.copies += self._blocks.allocate(seq.cache, 1 + count)
+                step.copies += self._blocks.allocate_to_propose(seq.cache, count)
                 chunk.num_tokens, chunk.draft = 1 + count, draft[:count]
                 if not draft:
                     chunk.num_drafted, seq.drafting.behind = count, 0

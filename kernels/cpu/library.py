@@ -42,7 +42,7 @@ PAGES_OF_ROWS = 4  # of int8 codes, token by token
 _POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
-_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG]  # blocks, starts, lengths, sequences
+_STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]  # blocks, starts, lengths, sequences, kept
 # Codes, scales, scales of super groups; bits, group, super groups, whether there are minima, offset.
 _BLOCKS = [_POINTER, _POINTER, _POINTER, _INT, _INT, _INT, _INT, _INT]
 

@@ -54,7 +54,7 @@ def short_convolution(
     code = library.short_convolution(
         *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width),
         *(None if bias is None else bias.data_ptr(), int(activation is not None), window.data_ptr(), window.shape[0]),
-        *_addressed(rows, "short_convolution"),
+        *_addressed(rows, tokens, "short_convolution"),
         *(out.data_ptr(), tokens, channels),
     )
     _raise_for(code, "short_convolution", tokens, window.shape[0])
@@ -91,7 +91,7 @@ def gated_delta_rule(
         *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(in_turns)),
-        *_addressed(rows, "gated_delta_rule"),
+        *_addressed(rows, tokens, "gated_delta_rule"),
         *(out.data_ptr(), tokens),
     )
     _raise_for(code, "gated_delta_rule", tokens, blocks)
@@ -128,7 +128,7 @@ def state_space(
         *(mixed.data_ptr(), mixed.stride(0), TYPE_CODES[mixed.dtype], step.data_ptr(), step.stride(0)),
         *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
-        *_addressed(rows, "state_space"),
+        *_addressed(rows, tokens, "state_space"),
         *(out.data_ptr(), tokens),
     )
     _raise_for(code, "state_space", tokens, blocks)
@@ -170,7 +170,7 @@ def _floats_ok(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return tensor.dtype == torch.float32 and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
 
 
-def _addressed(rows: StateRows, name: str) -> tuple[int, int, int, int]:
+def _addressed(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, int, int | None]:
     """The rows as the library takes them. Raises ValueError."""
     sequences = rows.lengths.numel()
     check(
@@ -179,7 +179,12 @@ def _addressed(rows: StateRows, name: str) -> tuple[int, int, int, int]:
         and vector_ok(rows.lengths, torch.int64, sequences),
         f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
     )
-    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences
+    check(
+        rows.kept is None or vector_ok(rows.kept, torch.int64, tokens),
+        f"{name}: kept must be int64 [{tokens}], contiguous",
+    )
+    kept = None if rows.kept is None else rows.kept.data_ptr()
+    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences, kept
 
 
 def _raise_for(code: int, name: str, tokens: int, blocks: int) -> None:

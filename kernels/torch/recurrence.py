@@ -34,6 +34,7 @@ def short_convolution(
             for i in range(width):
                 total += inputs[t + i] * weight[:, i]
             out[first + t] = total if activation is None else torch.nn.functional.silu(total)
+            _leave(inputs[t + 1 : t + width], window, rows, first + t)
         window[block] = inputs[end - first :]
     return out
 
@@ -65,6 +66,7 @@ def gated_delta_rule(
             share = torch.sigmoid(strength[t].float())
             m += k[:, :, None] * (share[:, None] * (v.view(heads, value_dim) - known))[:, None]
             out[t] = (m * (q * key_dim**-0.5)[:, :, None]).sum(1)
+            _leave(m, memory, rows, t)
         memory[block] = m
     return out.flatten(1)
 
@@ -94,12 +96,18 @@ def state_space(
             m *= torch.exp(-rate * d)[:, None, None]
             m += k[:, :, None] * (d[:, None] * v)[:, None]
             out[t] = (m * q[:, :, None]).sum(1) + skip[:, None] * v
+            _leave(m, memory, rows, t)
         memory[block] = m
     return out.flatten(1)
 
 
 def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _LENGTH_EPS)
+
+
+def _leave(state: Tensor, states: Tensor, rows: StateRows, token: int) -> None:
+    if rows.kept is not None and (block := int(rows.kept[token])) >= 0:
+        states[block] = state
 
 
 def _spans(rows: StateRows) -> list[tuple[int, int, int, bool]]:

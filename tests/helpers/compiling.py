@@ -240,15 +240,21 @@ def _states(dtype: torch.dtype) -> None:
     """Qwen 3.5's shapes, a smaller one, LFM2's, and those of Mamba 2 in Granite 4 and Nemotron H."""
     from windlass.kernels.triton import recurrence
 
-    for key_heads, heads, dim in ((16, 32, 128), (2, 2, 64)):
-        rows = state_rows([1, 0], [1, 9], [False, True])
+    some = state_rows([1, 0], [1, 9], [False, True])
+    for key_heads, heads, dim, kept in ((16, 32, 128, None), (16, 32, 128, torch.full((10,), -1)), (2, 2, 64, None)):
+        rows = some._replace(kept=kept)
         own = DeltaRule.random(rows, key_heads, heads, dim, dim, dtype)
         recurrence.gated_delta_rule(*own.operands(rows))
         recurrence.short_convolution(
             *Convolution.random(rows, 2 * dim * (key_heads + heads // 2), 4, dtype).operands(rows)
         )
     recurrence.short_convolution(*Convolution.random(rows, 2048, 3, dtype).plain.operands(rows))  # LFM2's
-    for key_heads, heads, value_dim in ((1, 48, 64), (8, 128, 80)):
+    for key_heads, heads, value_dim, kept in (
+        (1, 48, 64, None),
+        (8, 128, 80, torch.full((10,), -1)),
+        (8, 128, 80, None),
+    ):
+        rows = some._replace(kept=kept)
         space = StateSpace.random(rows, key_heads, heads, 128, value_dim, dtype)
         recurrence.state_space(*space.operands(rows))
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -261,6 +261,31 @@ class StateSpace:
 
     def _vector(self, t: int, first: int, size: int) -> Tensor:
         return self.mixed[t, first : first + size].double()
+
+
+Operands = Convolution | DeltaRule | StateSpace
+
+
+def assert_keeps(own: Operands, rows: StateRows, change: Callable[[Operands, StateRows], Tensor]) -> None:
+    """What is kept behind a token is bit for bit the state that a step leaves which ends there, and nothing else changes by it.
+
+    Kept are the states of some tokens of every sequence, of the first and the last among them.
+    """
+    tokens = int(rows.starts[-1])
+    chosen = sorted({t for t in range(tokens) if t % 7 < 2} | {max(0, tokens - i) for i in range(1, 7)})
+    kept = torch.full((tokens,), -1)
+    kept[chosen] = len(own.state) + torch.randperm(len(chosen))
+    more = torch.cat((own.state, torch.full((len(chosen), *own.state.shape[1:]), torch.nan)))
+    keeping = replace(own, window=more) if isinstance(own, Convolution) else replace(own, memory=more)
+    whole = own.copy()
+    expected = change(whole, rows)
+    assert torch.equal(change(keeping, rows._replace(kept=kept)), expected)
+    assert torch.equal(keeping.state[: len(own.state)].nan_to_num(), whole.state.nan_to_num())
+    for token in chosen:
+        cut = own.copy()
+        change(cut.part(0, token + 1), some_of(rows, 0, token + 1))
+        sequence = int((rows.starts <= token).sum()) - 1
+        assert torch.equal(keeping.state[kept[token]], cut.state[rows.blocks[sequence]]), token
 
 
 def softplus(x: float) -> float:

@@ -1,7 +1,7 @@
 """Takes blocks out of the pages and puts them back, as bytes; and holds what was read until its turn has come.
 
 Here are pages of main memory; `device_pages` has those of a device.
-Where a draft model keeps pages under the same block tables, a block of the first KV group is both.
+Where a draft model keeps pages and states under the same block tables, a block is both models'.
 """
 
 from __future__ import annotations
@@ -91,12 +91,13 @@ def bytes_of_blocks(planes: Sequence[Sequence[torch.Tensor]]) -> list[int]:
 
 
 def planes_of(storages: Sequence[KVStorage]) -> list[list[torch.Tensor]]:
-    """Of each KV group all that a block has. storages: of the model and, if there is one, of its draft model, which has one KV
-    group."""
+    """Of each group all that a block has. storages: of the model and, if there is one, of its draft model, which has one KV
+    group, and states only where the model has them too."""
     first, *others = [storage.planes for storage in storages]
     groups = [list(planes) for planes in first]
-    for planes in others:
-        groups[0] += planes[0]
+    for other in others:
+        for group, planes in zip(groups, other, strict=False):
+            group += planes
     return [[plane for plane in planes if plane.numel()] for planes in groups]
 
 

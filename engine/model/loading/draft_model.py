@@ -53,10 +53,10 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
-    if draft.state_group is not None:
+    if draft.state_group is not None and spec.state_group is None:
         raise LoadError(
-            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, beside which none can "
-            f"draft: leave {_OPTION} out, or give another"
+            f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, and layers of the model "
+            f"({spec.architecture}) do not: leave {_OPTION} out, or give one that is alike in this"
         )
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:

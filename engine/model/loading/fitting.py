@@ -30,11 +30,12 @@ def check_memory(
     device: str,
     free: int | None,
     beside: int = 0,
+    beside_states: int = 0,
 ) -> None:
     """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
 
     cached, stored: what keys and values are cached in, and matrices stored in before they are quantized. free: bytes before
-    the weights are there, None if nobody knows. beside: bytes per token of a draft model's cache.
+    the weights are there, None if nobody knows. beside, beside_states: bytes of a draft model's per token, and of its states.
     """
     spec = model.spec
     weights = plan_bytes(spec, plan)
@@ -60,6 +61,7 @@ def check_memory(
         beside,
         whole_prompts=spec.sees_whole_texts,
         states=spec.state_group,
+        beside_states=beside_states,
     )
     if left is not None and cache.num_bytes * engines > left:
         there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"

@@ -36,7 +36,6 @@ from windlass.engine.model.loading.refusals import (
     check_quantization,
     check_replicas,
     check_share,
-    check_states,
 )
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.loading.stored_names import with_stored_names, with_stored_stacks
@@ -108,7 +107,6 @@ def check_start(config: EngineConfig) -> ModelDescription:
             except LoadError as error:
                 raise in_its_words(error) from None
             check_pair(config, model.spec, described.spec)
-        check_states(config, model.spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -146,13 +144,13 @@ def prepare_model(
     check_quantization(config)
     check_share(config, device)
     model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
-    check_states(config, model.spec)
     kind = device.partition(":")[0]
-    beside = 0
+    beside = beside_states = 0
     if draft is not None:
         check_pair(config, model.spec, draft.model.spec)
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
+        beside_states = draft.model.spec.state_bytes
     dtype = dtypes.compute_dtype(config, model.config, kind, _type_in_files(model))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, reads_narrow=reads_narrow)
@@ -166,7 +164,7 @@ def prepare_model(
     title = None if model.quantized is None else model.quantized.title
     part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
     if part is None or kind == "cpu":  # whose memory all ranks have in common
-        check_memory(config, model, plan, cached, stored, kind, free, beside)
+        check_memory(config, model, plan, cached, stored, kind, free, beside, beside_states)
     else:
         check_memory(
             _of_part(config, part, cached), replace(model, spec=part.spec), part.plan, cached, stored, kind, free

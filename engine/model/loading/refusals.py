@@ -11,7 +11,6 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.gguf_index import GgufIndex
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
-from windlass.engine.model.spec import ModelSpec
 
 
 def check_quantization(config: EngineConfig) -> None:
@@ -35,22 +34,6 @@ def check_share(config: EngineConfig, device: str) -> None:
     """LoadError for a share of a GPU where there is none. device: "cpu", "cuda:1", …"""
     if device == "cpu" and config.cache.device_share is not None:
         raise LoadError("`cache.device_share` is for GPUs: use `cache.memory` on a CPU")
-
-
-def check_states(config: EngineConfig, spec: ModelSpec) -> None:
-    """LoadError for options that layers which carry a state from token to token have nothing for."""
-    if spec.state_group is None:
-        return
-    speculation = config.scheduling.speculation
-    for option, given in (
-        ("`scheduling.speculation.num_tokens`", speculation.num_tokens > 0),
-        ("`scheduling.speculation.model`", speculation.model is not None),
-    ):
-        if given:
-            raise LoadError(
-                f"{option}: layers of this model ({spec.architecture}) carry a state from token to token, which cannot go back "
-                "where a proposed token is rejected: leave it out"
-            )
 
 
 def check_not_quantized_twice(

@@ -109,7 +109,7 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
         free=free,
         num_kv_blocks=plan.num_blocks,
         num_states=plan.num_states,
-        state_bytes=0 if spec.state_group is None else spec.state_group.block_bytes,
+        state_bytes=spec.state_bytes + _a_state(draft),
         kv_cache_bytes=plan.num_bytes,
         max_model_len=plan.max_model_len,
         refusal=refusal,
@@ -148,11 +148,17 @@ def _a_token(model: ModelToLoad | None) -> int:
     return 0 if model is None else sum(bytes_per_token(g, model.cache_dtype) for g in model.model.spec.kv_groups)
 
 
+def _a_state(model: ModelToLoad | None) -> int:
+    """Bytes of what a sequence carries."""
+    return 0 if model is None else model.model.spec.state_bytes
+
+
 def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> CachePlan:
     """The blocks that a start would have. Raises LoadError for what does not fit, in a start's words."""
     spec, draft = model.model.spec, _drafted(config, device)
     here = None if free is None else max(0, free - _weights(draft))
-    check_memory(config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, _a_token(draft))
+    beside = _a_token(draft), _a_state(draft)
+    check_memory(config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, *beside)
     left = None if here is None else max(0, here - _weights(model))
     budget = config.cache.memory or default_kv_budget(left, config.replicas)
     if config.cache.memory is None and device != "cpu" and free is not None and left is not None:
@@ -166,6 +172,7 @@ def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | 
         beside=_a_token(draft),
         whole_prompts=spec.sees_whole_texts,
         states=spec.state_group,
+        beside_states=_a_state(draft),
     )
 
 

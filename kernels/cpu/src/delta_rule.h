@@ -128,6 +128,8 @@ static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, 
             read[v] = add_product(sums.of_query[v] * change.kept, change.delta[v], splat(slice.meets[at]));
         }
         store_columns(p.out + (t * p.heads + head) * p.value_dim + column, n, read);
+        if (const int64_t kept = p.rows.kept_after(t); kept >= 0)
+            leave(panel, change, dim, p.of_head(kept, head) + column, p.value_dim, n);
     }
     leave(panel, change, dim, memory, p.value_dim, n);
 }
@@ -194,14 +196,14 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
 }
 
 // qkv: [T][2 key_heads key_dim + heads value_dim], decay, strength: [T][heads], all of the type, rows so far apart. rate, bias:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. in_turns: see Backend.gated_delta_rule. out:
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. in_turns: see Backend.gated_delta_rule. out:
 // [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::refusal; it has written nothing then.
 EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int type, const void *decay, long decay_row,
                                            const void *strength, long strength_row, const float *rate, const float *bias,
                                            float *memory, long num_blocks, long key_heads, long heads, long key_dim,
                                            long value_dim, long in_turns, const int64_t *blocks, const int64_t *starts,
-                                           const int64_t *lengths, long sequences, void *out, long tokens) {
-    const StateRows rows = {blocks, starts, lengths, sequences};
+                                           const int64_t *lengths, long sequences, const int64_t *kept, void *out, long tokens) {
+    const StateRows rows = {blocks, starts, lengths, sequences, kept};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
     const long at_once = min_of(SLICE, tokens), keys = at_once * key_heads * key_dim, gates = at_once * heads;
     const long panels = most_threads() * key_dim * PANEL;  // each of whole lines

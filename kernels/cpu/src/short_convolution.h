@@ -24,6 +24,9 @@ template <class T> struct Piece {
     bool begins;
     const float *bias;  // NULL: none
     bool activated;
+    const StateRows &rows;
+    long first, block;  // the sequence's first token of the step, and its block
+    INLINE_MEMBER float *window_of(int64_t other, long past) const { return window + (other - block) * past * window_row; }
 };
 
 // taps[i][c] of weight[c][i].
@@ -59,6 +62,19 @@ template <class T> INLINE vf input(const Piece<T> &p, long row, long past, long 
     return n == W ? load(from) : load_some(from, n);
 }
 
+// The last inputs once `tokens` of the step's are over. Rows move towards the front: none is written before it was read.
+template <class T> INLINE void leave(const Piece<T> &p, long tokens, long past, float *window) {
+    for (long i = 0; i < past; i++) {
+        for (long c = 0; c < p.channels; c += W) {
+            const long n = min_of(W, p.channels - c);
+            const vf kept = input(p, tokens + i, past, c, n);
+            float *target = window + i * p.window_row + c;
+            if (n == W) store(target, kept);
+            else store_some(target, kept, n);
+        }
+    }
+}
+
 // WIDTH: 0 for any.
 template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, const float *weight, long of) {
     const long width = WIDTH ? WIDTH : of, past = width - 1;
@@ -76,25 +92,18 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
             if (n == W) store(target, total);
             else store_some(target, total, n);
         }
+        if (const int64_t kept = p.rows.kept_after(p.first + t); kept >= 0) leave(p, t + 1, past, p.window_of(kept, past));
     }
-    // Rows move towards the front: none is written before it was read.
-    for (long i = 0; i < past; i++) {
-        for (long c = 0; c < p.channels; c += W) {
-            const long n = min_of(W, p.channels - c);
-            const vf kept = input(p, p.tokens + i, past, c, n);
-            float *target = p.window + i * p.window_row + c;
-            if (n == W) store(target, kept);
-            else store_some(target, kept, n);
-        }
-    }
+    leave(p, p.tokens, past, p.window);
 }
 
 // x: [T][C] of the type, rows x_row apart. weight: [C][width], width 2 .. 8. bias: [C], or NULL. activation: 0 none, 1 silu.
-// window: [num_blocks][width - 1][C], changed in place. out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
+// window: [num_blocks][width - 1][C], changed in place. kept: see StateRows. out: [T][C] of the type. Returns 0, or a code of StateRows::refusal and has written nothing.
 EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type, const float *weight, long width, const float *bias,
                                             int activation, float *window, long num_blocks, const int64_t *blocks, const int64_t *starts,
-                                            const int64_t *lengths, long sequences, void *out, long tokens, long channels) {
-    const StateRows rows = {blocks, starts, lengths, sequences};
+                                            const int64_t *lengths, long sequences, const int64_t *kept, void *out, long tokens,
+                                            long channels) {
+    const StateRows rows = {blocks, starts, lengths, sequences, kept};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
     const long pieces = ceil_div(channels, PIECE), units = sequences * pieces;
     with_type(type, [&](auto *element) {
@@ -106,7 +115,7 @@ EXPORT int WINDLASS_NAME(short_convolution)(const void *x, long x_row, int type,
             const Piece<T> p = {
                 (const T *)x + first * x_row + c, x_row, window + rows.blocks[s] * (width - 1) * channels + c, channels,
                 (T *)out + first * channels + c, channels, rows.tokens(s), min_of(PIECE, channels - c), rows.begins(s),
-                bias ? bias + c : bias, activation != 0};
+                bias ? bias + c : bias, activation != 0, rows, first, rows.blocks[s]};
             (width == 4 ? convolve<T, 4> : convolve<T, 0>)(p, weight + c * width, width);
         });
     });

@@ -102,8 +102,10 @@ template <class T> struct Walk {
             vf value[V], added[V], read[V];
             load_columns(p.values(t) + of_head, columns, value);
             for (int v = 0; v < V; v++) added[v] = value[v] * slice.step[at];
-            pass<V>(from, whole && t + 1 == run.end ? memory : own, p.key_dim, slice.kept[at], key, key + p.key_heads * p.key_dim, added,
-                    read);
+            const Matrix<float> to = whole && t + 1 == run.end ? memory : own;
+            pass<V>(from, to, p.key_dim, slice.kept[at], key, key + p.key_heads * p.key_dim, added, read);
+            if (const int64_t kept = p.rows.kept_after(t); kept >= 0)
+                copy({to.at, to.row}, {p.of_head(kept, head) + first + c, p.value_dim}, p.key_dim, columns);
             for (int v = 0; v < V; v++) read[v] = add_product(read[v], value[v], splat(p.skip[head]));
             store_columns(p.out + t * p.heads * p.value_dim + of_head, columns, read);
             from = {panel, V * W};
@@ -164,13 +166,14 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
 }
 
 // mixed: [T][heads value_dim + 2 key_heads key_dim], step: [T][heads], both of the type, rows so far apart. rate, bias, skip:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. least, most: limits of the steps. out:
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. least, most: limits of the steps. out:
 // [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::refusal; it has written nothing then.
 EXPORT int WINDLASS_NAME(state_space)(const void *mixed, long mixed_row, int type, const void *step, long step_row, const float *rate,
                                       const float *bias, const float *skip, float *memory, long num_blocks, long key_heads,
                                       long heads, long key_dim, long value_dim, float least, float most, const int64_t *blocks,
-                                      const int64_t *starts, const int64_t *lengths, long sequences, void *out, long tokens) {
-    const StateRows rows = {blocks, starts, lengths, sequences};
+                                      const int64_t *starts, const int64_t *lengths, long sequences, const int64_t *kept, void *out,
+                                      long tokens) {
+    const StateRows rows = {blocks, starts, lengths, sequences, kept};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
     const long at_once = min_of(SLICE, tokens), keys = at_once * 2 * key_heads * key_dim, gates = at_once * heads;
     const long panels = most_threads() * key_dim * PANEL;  // each of whole lines

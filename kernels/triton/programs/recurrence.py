@@ -38,15 +38,17 @@ def short_convolution(
     starts,
     lengths,
     num_blocks,
+    kept,
     out,
     columns,
     HAS_BIAS: tl.constexpr,
     SILU: tl.constexpr,
     WIDTH: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `keep_inputs` changes it.
-    Rows of a sequence without a block become NaN."""
+    The others where a token's inputs are kept are written. Rows of a sequence without a block become NaN."""
     follow()
     first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
@@ -54,11 +56,17 @@ def short_convolution(
     own = window + block * (WIDTH - 1) * columns
     for t in range(first + tl.program_id(2), end, tl.num_programs(2)):
         total = tl.zeros([BLOCK], tl.float32)
+        if KEEPS:
+            other = tl.load(kept + t)
         if HAS_BIAS:
             total += tl.load(bias + column, mask=column < columns, other=0.0)
         for i in tl.static_range(WIDTH):
             tap = tl.load(weight + column * WIDTH + i, mask=column < columns, other=0.0)
-            total += inputs(x, stride, own, first, t - first + i, begins, column, ok, columns, WIDTH - 1) * tap
+            given = inputs(x, stride, own, first, t - first + i, begins, column, ok, columns, WIDTH - 1)
+            total += given * tap
+            if KEEPS and i > 0:
+                beside = window + (other * (WIDTH - 1) + i - 1) * columns + column
+                tl.store(beside, given, mask=ok & (other >= 0) & (other < num_blocks))
         if SILU:
             total = total * sigmoid(total)
         found = tl.where(known, total, float("nan"))
@@ -111,6 +119,7 @@ def gated_delta_rule(
     starts,
     lengths,
     num_blocks,
+    kept,
     out,
     scale,
     KEY_HEADS: tl.constexpr,
@@ -120,6 +129,7 @@ def gated_delta_rule(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
     block become NaN."""
@@ -130,7 +140,8 @@ def gated_delta_rule(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_column = key < KEY_DIM, column < VALUE_DIM
     ok = is_key[:, None] & is_column[None, :] & known & (end > first)
-    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + column[None, :]
+    numbers = key[:, None] * VALUE_DIM + column[None, :]
+    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
     m = tl.load(at, mask=ok & (begins == 0), other=0.0)
     fades = tl.load(rate + head)
     shift = tl.load(bias + head)
@@ -148,6 +159,10 @@ def gated_delta_rule(
         read = tl.where(known, tl.sum(m * q[:, None], 0), float("nan"))
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
+        if KEEPS:
+            other = tl.load(kept + t)
+            beside = memory + (other * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
+            tl.store(beside, m, mask=ok & (other >= 0) & (other < num_blocks))
     tl.store(at, m, mask=ok)
 
 
@@ -165,6 +180,7 @@ def state_space(
     starts,
     lengths,
     num_blocks,
+    kept,
     out,
     least,
     most,
@@ -174,6 +190,7 @@ def state_space(
     VALUE_DIM: tl.constexpr,
     KEYS: tl.constexpr,
     BLOCK: tl.constexpr,
+    KEEPS: tl.constexpr,
 ):
     """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
     block become NaN."""
@@ -184,7 +201,8 @@ def state_space(
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
     is_key, is_column = key < KEY_DIM, column < VALUE_DIM
     ok = is_key[:, None] & is_column[None, :] & known & (end > first)
-    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + key[:, None] * VALUE_DIM + column[None, :]
+    numbers = key[:, None] * VALUE_DIM + column[None, :]
+    at = memory + (block * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
     m = tl.load(at, mask=ok & (begins == 0), other=0.0)
     fades = tl.load(rate + head)
     shift = tl.load(bias + head)
@@ -201,4 +219,8 @@ def state_space(
         read = tl.where(known, tl.sum(m * q[:, None], 0) + passes * v, float("nan"))
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
+        if KEEPS:
+            other = tl.load(kept + t)
+            beside = memory + (other * HEADS + head) * KEY_DIM * VALUE_DIM + numbers
+            tl.store(beside, m, mask=ok & (other >= 0) & (other < num_blocks))
     tl.store(at, m, mask=ok)

@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.fake_executor import FakeRotation
 
+from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.changes import BlockCopy
@@ -96,6 +97,27 @@ def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
     a.compute(8, under_way=1)
     assert a.compute(1) == [] and a.state == [0]
     assert Held(blocks, list(range(20))).hit() == 0
+
+
+@pytest.mark.parametrize(("accepted", "hit"), [(0, 0), (1, 8), (2, 8), (5, 12), (6, 12)])
+def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is_offered(
+    accepted: int, hit: int
+) -> None:
+    blocks = manager(states=9)
+    a = Held(blocks, list(range(13)))
+    a.start()
+    a.compute(6)
+    assert blocks.allocate(a.cache, 1) == []
+    assert blocks.capacity_to_propose(a.cache, 100) == 8  # a block for each, but for the last of all
+    assert blocks.allocate_to_propose(a.cache, 6) == []
+    assert a.state == [0, 1, 2, 3, 4, 5, 6]  # behind tokens 12, 6, 7, 8, 9, 10 and 11
+    blocks.settle(a.cache, a.tokens, 7 + accepted)
+    assert a.state == [[1, 2, 3, 4, 5, 6, 0][accepted]]
+    assert Held(blocks, a.tokens).hit() == hit
+    blocks.assert_consistent([a.cache])
+    assert hit == 0 or blocks.pools[1].cached[a.cache.chain.digests[hit // SIZE - 1]] == {8: 2, 12: 6}[hit]
+    blocks.free(a.cache)
+    blocks.assert_balanced()
 
 
 def test_without_a_prefix_cache_nothing_is_copied() -> None:
@@ -264,10 +286,10 @@ def test_they_are_shown_as_what_they_are() -> None:
 
 def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
     """States are played with: each block holds the tokens that made it."""
-    hits = 0
+    hits = passed = 0
     for seed in range(30):
         rng = random.Random(seed)
-        blocks = manager(states=rng.randint(4, 9))
+        blocks = manager(states=rng.randint(4, 16))
         memory: dict[int, tuple[int, ...]] = {}
         live: list[Held] = []
         for _ in range(120):
@@ -285,16 +307,27 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
                 if not blocks.capacity(one.cache, count):
                     continue
                 computed = one.cache.num_computed_tokens
-                for copy in blocks.allocate(one.cache, count):
+                copies, proposed = blocks.allocate(one.cache, count), 0
+                if count == 1 and computed + count == len(one.tokens):
+                    proposed = blocks.capacity_to_propose(one.cache, rng.randint(0, 6))
+                    copies += blocks.allocate_to_propose(one.cache, proposed)
+                for copy in copies:
                     if copy.group == 1:
                         memory[copy.target] = memory[copy.source]
-                (block,) = one.state
+                block, *others = one.state
+                assert len(others) == proposed
                 before = memory[block] if computed else ()
                 assert before == tuple(one.tokens[:computed])
-                memory[block] = tuple(one.tokens[: computed + count])
-                blocks.settle(one.cache, one.tokens, computed + count)
+                accepted = rng.randint(0, proposed)
+                draft = [rng.randint(0, 1) if i < accepted else 2 for i in range(proposed)]
+                for i, behind in enumerate((*others, block)):
+                    memory[behind] = (*one.tokens[: computed + count], *draft[:i])
+                one.tokens += draft[:accepted]
+                blocks.settle(one.cache, one.tokens, computed + count + accepted)
+                passed += accepted
+                assert len(one.state) == 1 and memory[one.state[0]] == tuple(one.tokens[: computed + count + accepted])
             blocks.assert_consistent([one.cache for one in live])
-    assert hits > 10
+    assert hits > 10 and passed > 100
 
 
 @pytest.mark.parametrize(
@@ -338,6 +371,10 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     assert ample.num_bytes <= 1 << 20 and ample.num_blocks[0] == 8 * 16
     without = plan_cache(config, [GROUP], 256, "float32", 1 << 20)
     assert ample.num_bytes - without.num_bytes == 17 * STATES.block_bytes and without.num_states == 0
+    speculating = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig(num_tokens=3)))
+    assert plan_cache(speculating, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 17 + 8 * 3
+    drafted = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES, beside_states=100)
+    assert drafted.num_states == 17 and drafted.num_bytes == ample.num_bytes + 17 * 100
     scarce = plan_cache(config, [GROUP], 256, "float32", 64 << 10, states=STATES)
     assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))

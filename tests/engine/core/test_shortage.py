@@ -113,12 +113,20 @@ def test_the_newest_request_of_a_step_fails_and_the_others_go_on(
 
 @pytest.mark.parametrize("point", ["head", "draw"])
 @pytest.mark.parametrize(
-    "context", [ContextRule(), ContextRule("shift", keep_tokens=16)], ids=lambda rule: rule.overflow
+    ("context", "options"),
+    [
+        (ContextRule(), {}),
+        (ContextRule("shift", keep_tokens=16), {}),
+        (ContextRule("shift", keep_tokens=16), {"speculative_ngram": 4, "speculative_ngram_min": 1}),
+    ],
+    ids=["plain", "shift", "proposals"],
 )
-def test_where_layers_carry_states_the_others_begin_again(point: str, context: ContextRule, tmp_path: Path) -> None:
+def test_where_layers_carry_states_the_others_begin_again(
+    point: str, context: ContextRule, options: dict[str, Any], tmp_path: Path
+) -> None:
     """What the failed step has made of their states is nobody's to read."""
     model = make_model("qwen3_5", tmp_path / "model", max_position_embeddings=64)
-    core = make_core(model, shift_context=48)
+    core = make_core(model, shift_context=48, **options)
     running = greedy("running", prompt(1, 30), 30, context=context, n=2, temperature=0.7, seed=4)
     beside = greedy("beside", prompt(2, 6), 9)
     expected = {request.request_id: alone(core, request) for request in (running, beside)}

@@ -253,6 +253,11 @@ def test_pairs_that_cannot_work_are_refused(tmp_path: Path, directory_of: Callab
     for model, draft, said in (
         ("gemma3", "llama", "the model has layers with a sliding window"),
         ("llama", "gemma3", "the draft model has layers with a sliding window"),
+        (
+            "llama",
+            "lfm2",
+            r"the draft model is a Lfm2.*, whose layers carry a state .* of the model \(Llama.*\) do not",
+        ),
     ):
         with pytest.raises(LoadError, match=said):
             with_draft(directory_of(model), directory_of(draft))

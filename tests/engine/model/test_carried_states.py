@@ -159,8 +159,6 @@ def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     with pytest.raises(RequestError, match=r"cache_reuse: .* carry a state from token to token") as caught:
         core.add(request)
     assert caught.value.param == "cache_reuse"
-    with pytest.raises(LoadError, match=r"`scheduling.speculation.num_tokens`: .* leave it out"):
-        core_of(model, speculative_ngram=4)
     with pytest.raises(LoadError, match=r"needs .* of KV cache beside keys"):
         core_of(model, kv_cache_memory=4 << 10)
     assert core.info.num_states == 17 and core.info.state_bytes

@@ -149,7 +149,7 @@ def test_no_proposal_reaches_into_other_frequencies(
 
 @settings(max_examples=12, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
-    model=st.sampled_from(["llama", "gemma3"]),
+    model=st.sampled_from(["llama", "gemma3", "lfm2", "qwen3_5"]),  # the last two carry states
     budget=st.integers(5, 48),
     blocks=st.integers(9, 40),
     max_num_seqs=st.integers(1, 6),
@@ -197,7 +197,7 @@ def test_random_traffic_gives_the_bits_of_one_token_at_a_time(
         **options,
         max_num_batched_tokens=budget,
         max_num_seqs=max_num_seqs,
-        kv_cache_memory=blocks * alone.info.kv_bytes_per_token * 16,
+        kv_cache_memory=blocks * (alone.info.kv_bytes_per_token * 16 + alone.info.state_bytes),
         speculative_ngram=k,
         speculative_ngram_min=shortest,
     )

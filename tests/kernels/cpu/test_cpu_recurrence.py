@@ -10,7 +10,17 @@ from typing import Any
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, choose, kernels
-from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, some_rows, state_rows
+from helpers.recurrences import (
+    Convolution,
+    DeltaRule,
+    Operands,
+    StateSpace,
+    assert_keeps,
+    assert_near,
+    some_of,
+    some_rows,
+    state_rows,
+)
 
 from windlass.kernels import StateRows, bind, cpu
 from windlass.kernels.cpu import recurrence
@@ -19,7 +29,6 @@ from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import recurrence as plain
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
-Operands = Convolution | DeltaRule | StateSpace
 Change = Callable[..., torch.Tensor]
 
 
@@ -128,6 +137,13 @@ def test_bits_of_a_row_are_its_sequences(form: Library, which: int) -> None:
     assert torch.equal(alone.state[1], whole.state[5])
 
 
+@pytest.mark.parametrize("which", [0, 1, 2, 3])
+def test_states_are_kept_behind_tokens(form: Library, which: int) -> None:
+    rows = some_rows()
+    own = [*some_operands(rows), Convolution.random(rows, 35, 3)][which]
+    assert_keeps(own, rows, change_of(own, form))
+
+
 @pytest.mark.parametrize("which", [0, 1, 2])
 def test_bits_are_the_same_at_any_number_of_threads(form: Library, which: int) -> None:
     rows = some_rows()
@@ -150,7 +166,7 @@ def test_bits_are_the_same_at_any_number_of_threads(form: Library, which: int) -
 
 def test_nothing_outside_is_read(form: Library) -> None:
     rows = state_rows([5, 0], [3, 2], [False, False])
-    rows = StateRows(*map(at_the_end_of_memory, rows))
+    rows = StateRows(*map(at_the_end_of_memory, rows[:3]), at_the_end_of_memory(torch.tensor([1, -1, 2, -1, -1])))
     own = Convolution.random(rows, 37, 4).plain
     assert own.bias is not None
     x, weight, window, bias = map(at_the_end_of_memory, (own.x, own.weight, own.window, own.bias))
@@ -196,6 +212,11 @@ def test_rows_that_are_none_change_nothing(
     with pytest.raises(error, match=message):
         change_of(own, form)(own, StateRows(torch.tensor(blocks), torch.tensor(starts), good.lengths))
     assert torch.equal(own.state, before)
+    for block in (6, -2):
+        kept = torch.tensor([-1, block, -1, -1, -1])
+        with pytest.raises(IndexError, match="block is not one of 6"):
+            change_of(own, form)(own, good._replace(kept=kept))
+    assert torch.equal(own.state, before)
 
 
 def test_operands_that_do_not_fit_are_refused() -> None:
@@ -214,6 +235,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window.transpose(1, 2).contiguous().transpose(1, 2), rows), "contiguous"),
         ((x, weight, window, rows._replace(lengths=rows.lengths[:1])), "blocks, starts and lengths"),
         ((x, weight, window, rows._replace(starts=rows.starts.int())), "blocks, starts and lengths"),
+        ((x, weight, window, rows._replace(kept=rows.blocks)), r"kept must be int64 \[5\]"),
         ((x, weight, window, rows, None, bias[:7]), "bias must be"),
         ((x, weight, window, rows, None, bias.bfloat16()), "bias must be"),
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
@@ -262,8 +284,8 @@ def recorded(form: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> None:
-    """Other inputs, other blocks, other cuts between sequences, another one that begins."""
-    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])
+    """Other inputs, other blocks, other cuts between sequences, another one that begins, and other tokens that are kept."""
+    rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
     mixed, rule = Convolution.random(rows, 56, 4).plain, DeltaRule.random(rows, 1, 2, 12, 16)
 
     def work() -> torch.Tensor:
@@ -275,8 +297,8 @@ def test_recorded_calls_read_rows_and_states_anew(recorded: CompiledBackend) -> 
         found = work()
     assert recording.obstacle is None and len(recording.calls) == 2
     for later in (
-        state_rows([0, 3, 2], [1, 4, 1], [False, False, True]),
-        state_rows([5, 4, 1], [6, 0, 0], [True, False, False]),
+        state_rows([0, 3, 2], [1, 4, 1], [False, False, True])._replace(kept=torch.tensor([-1, 5, -1, 1, -1, -1])),
+        state_rows([5, 4, 1], [6, 0, 0], [True, False, False])._replace(kept=torch.tensor([0, -1, 2, 3, -1, 4])),
     ):
         for target, source in zip(rows, later, strict=True):
             target.copy_(source)

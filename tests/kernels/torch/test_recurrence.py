@@ -6,7 +6,16 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, some_rows, state_rows
+from helpers.recurrences import (
+    Convolution,
+    DeltaRule,
+    StateSpace,
+    assert_keeps,
+    assert_near,
+    some_of,
+    some_rows,
+    state_rows,
+)
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
@@ -66,6 +75,15 @@ def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
         parts = [call(*own.part(*span).operands(some_of(rows, *span))) for span in spans]
         assert torch.equal(torch.cat(parts), expected)
         assert torch.equal(own.state.nan_to_num(), whole.state.nan_to_num())
+
+
+def test_states_are_kept_behind_tokens() -> None:
+    rows = some_rows()
+    assert_keeps(Convolution.random(rows, 9, 4), rows, lambda one, of: recurrence.short_convolution(*one.operands(of)))
+    assert_keeps(
+        DeltaRule.random(rows, 1, 2, 4, 6), rows, lambda one, of: recurrence.gated_delta_rule(*one.operands(of))
+    )
+    assert_keeps(StateSpace.random(rows, 1, 2, 4, 6), rows, lambda one, of: recurrence.state_space(*one.operands(of)))
 
 
 @pytest.mark.parametrize(

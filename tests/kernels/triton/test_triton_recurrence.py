@@ -10,7 +10,16 @@ import pytest
 import torch
 from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE
-from helpers.recurrences import Convolution, DeltaRule, StateSpace, assert_near, some_of, state_rows
+from helpers.recurrences import (
+    Convolution,
+    DeltaRule,
+    Operands,
+    StateSpace,
+    assert_keeps,
+    assert_near,
+    some_of,
+    state_rows,
+)
 from torch import Tensor
 
 from windlass.kernels import StateRows
@@ -18,7 +27,6 @@ from windlass.kernels.backend import BackendOptions
 from windlass.kernels.triton.backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
-Operands = Convolution | DeltaRule | StateSpace
 
 
 def change(own: Operands, rows: StateRows) -> Tensor:
@@ -79,6 +87,12 @@ def test_bits_of_a_row_are_its_sequences(which: int) -> None:
     parts = [change(own.part(*span), some_of(rows, *span)) for span in spans]
     assert torch.equal(torch.cat(parts), expected)
     assert torch.equal(own.state[[0, 3, 5]], whole.state[[0, 3, 5]])
+
+
+@pytest.mark.parametrize("which", [0, 1, 2])
+def test_states_are_kept_behind_tokens(which: int) -> None:
+    rows = rows_of_a_step()
+    assert_keeps(some_operands(rows)[which], rows, change)
 
 
 def test_heads_of_keys_met_in_turns() -> None:
