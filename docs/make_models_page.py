@@ -114,8 +114,9 @@ their scaling is set per server and per request. Those of Granite 4 H do not rot
   tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
-* **On a GPU** steps of such models are not captured. `--kv-host-memory` has as much room for states as for blocks of keys, which
-  takes most of it. Their programs were tested in Triton's interpreter and have run on no GPU.
+* **On a GPU** their decode steps are captured as [those of other models](gpu.md#decode-steps), but each draws one token.
+  `--kv-host-memory` has as much room for states as for blocks of keys, which takes most of it. Their programs were tested in
+  Triton's interpreter and have run on no GPU.
 
 ## Encoders
 

@@ -172,10 +172,9 @@ class BlockManager:
         advanced = num_computed_tokens - handle.num_computed_tokens
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
-        if not under_way:
-            if self.enable_prefix_caching:
-                self._states.keep(handle, self.block_size, self._keeper, advanced)
-            self._states.settle(handle, advanced)
+        if self.enable_prefix_caching:
+            self._states.keep(handle, self.block_size, self._keeper, advanced, under_way)
+        self._states.settle(handle, advanced, under_way)
         if self._window_groups:
             self._drop_outside_window(handle)
         needed = -(-(handle.num_slots + under_way) // self.block_size)
@@ -250,6 +249,11 @@ class BlockManager:
         copies = self.allocate(handle, 1 + num_proposed)
         self._states.propose(handle, num_proposed)
         return copies
+
+    def set_states_aside(self, handle: CacheHandle, under_way: int) -> list[BlockCopy]:
+        """Copies to do between the tokens under way and those planned behind them, so that a state between them can be found by
+        later prompts."""
+        return self._states.set_aside(handle, self.block_size, under_way) if self.enable_prefix_caching else []
 
     def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool, under_way: int = 0) -> None:
         """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""

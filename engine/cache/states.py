@@ -2,10 +2,11 @@
 
 What is cached of a prompt's states are copies: where a sequence stands at the end of a block of tokens, its block of states is
 offered to later prompts under the digest of that block, and from then on belongs to nobody alone; so the next token copies it
-first. Where tokens are only proposed, a sequence has a block more for each of them until it is known which are accepted: its own
-then holds the state behind all of them, the others in order those behind the tokens before. Of the states that a stream leaves
-behind while it draws, only the last is worth its memory; of those of a prompt the last, and some at long intervals for prompts
-that go another way.
+first. Where tokens are only proposed, a sequence has a block more for each of them until it is known which are accepted: its
+own then holds the state behind all of them, the others in order those behind the tokens before. Where a token is planned while
+the one before it is being computed, and that ends a block, the copy is made in between: it is the one that is offered. Of the
+states that a stream leaves behind while it draws, only the last is worth its memory; of those of a prompt the last, and some
+at long intervals for prompts that go another way.
 """
 
 from __future__ import annotations
@@ -60,13 +61,30 @@ class StateBlocks:
                 for _ in range(num_proposed):
                     handle.tables[group].append(self._pools[group].take(handle.private))
 
-    def settle(self, handle: CacheHandle, advanced: int) -> None:
-        """Keep the state behind the first `advanced` tokens of a step, where some were proposed, and give up the others."""
+    def set_aside(self, handle: CacheHandle, block_size: int, under_way: int) -> list[BlockCopy]:
+        """Copy the state behind the tokens under way, before those to come change it, where it may be worth keeping.
+
+        Returns the copies, which are done in between. Where no block is left it is not kept.
+        """
+        if (handle.num_slots + under_way) % block_size or not self._offers(handle):
+            return []
+        if any(self._pools[group].num_available < 1 for group in self.groups):
+            return []
+        copies = []
+        for group in self.groups:
+            table = handle.tables[group]
+            table.append(self._pools[group].take(handle.private))
+            copies.append(BlockCopy(group, *table.blocks))
+        return copies
+
+    def settle(self, handle: CacheHandle, advanced: int, under_way: int) -> None:
+        """Give up all blocks but one: that with the state behind the first `advanced` tokens of a step, of which some may have
+        been proposed, or that which the tokens under way change."""
         for group in self.groups:
             pool, table = self._pools[group], handle.tables[group]
             if len(table.blocks) < 2:
                 continue
-            held, chosen = list(table.blocks), _block_behind(table, advanced)
+            held, chosen = list(table.blocks), table.blocks[0] if under_way else _block_behind(table, advanced)
             table.replace(0, chosen)
             while len(table.blocks) > 1:
                 table.pop()
@@ -74,20 +92,22 @@ class StateBlocks:
                 if block != chosen:
                     pool.release(block)
 
-    def keep(self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int) -> None:
+    def keep(
+        self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int, under_way: int
+    ) -> None:
         """Offer the state behind the last block of tokens, where a handle has it; all of its tokens are settled.
 
-        advanced: tokens of the step, behind the last of which it stands, or behind any where some were proposed. Of a prompt's
-        states the last stays and one in every `_STRIDE` tokens, of those of its answer the last; the others are the first to be
-        evicted, and the keeper is not told of them.
+        advanced: tokens of the step, behind the last of which it stands, or behind any where some were proposed. under_way: those
+        that change its own block meanwhile. Of a prompt's states the last stays and one in every `_STRIDE` tokens, of those of
+        its answer the last; the others are the first to be evicted, and the keeper is not told of them.
         """
-        if not self.groups or handle.private or handle.is_far:
+        if not self._offers(handle):
             return
         index, since = handle.num_slots // block_size - 1, handle.num_slots % block_size
-        proposed = len(handle.tables[self.groups[0]].blocks) > 1
-        if index < 0 or since >= (advanced if proposed else 1):
+        has_several = len(handle.tables[self.groups[0]].blocks) > 1
+        if index < 0 or since >= (advanced if has_several else 1) or (under_way and not has_several):
             return
-        slots, drew = handle.num_slots - since, proposed or advanced < block_size
+        slots, drew = handle.num_slots - since, has_several or advanced < block_size
         digest, passing = handle.chain.digests[index], handle.passing_state
         for group in self.groups:
             self._pools[group].register(_block_behind(handle.tables[group], advanced - since), digest)
@@ -98,6 +118,10 @@ class StateBlocks:
         handle.passing_state = PassingState(index, digest, drew)
         if not drew and slots // _STRIDE > (slots - advanced) // _STRIDE:
             self.end(handle, keeper)
+
+    def _offers(self, handle: CacheHandle) -> bool:
+        """Whether later prompts may find states of a handle."""
+        return bool(self.groups) and not handle.private and not handle.is_far
 
     def end(self, handle: CacheHandle, keeper: BlockKeeper | None) -> None:
         """The last state that a handle left in the cache stays, whatever comes of the handle."""
@@ -113,7 +137,7 @@ class StateBlocks:
 
 
 def _block_behind(table: BlockTable, count: int) -> int:
-    """Of a handle that has computed proposed tokens, the block with the state behind the first `count` tokens of the step."""
+    """Of a handle that has several, the block with the state behind the first `count` tokens of the step."""
     return table.blocks[count] if count < len(table.blocks) else table.blocks[0]
 
 

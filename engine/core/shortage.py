@@ -5,7 +5,8 @@ then is nobody's, and none of them was ever offered to others (see `windlass.eng
 
 What a plan changes once has been done by then, in books, blocks and sequences, so the plan stays as it was but for the sequences
 of that request. A step planned ahead cannot be computed again, as nobody knows yet what it goes on from: it is given up, nobody
-fails, and the same tokens are planned once more behind the step that it was to follow. Any other error of a step is a defect or
+fails, and the same tokens are planned once more behind the step that it was to follow; where layers carry states, which may have
+been changed by then, its sequences begin again behind that. Any other error of a step is a defect or
 a lost device, and nobody's to catch.
 
 What is done beside steps concerns whoever asked for it, and nobody else: `memory_for`.
@@ -23,7 +24,7 @@ from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import NO_MEMORY, NO_MEMORY_TO_TURN, DeviceMemoryError
 from windlass.engine.execution.device_passes import StartedStep
 from windlass.engine.execution.runner import Runner
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.kernels import is_out_of_memory
 
@@ -46,10 +47,8 @@ def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
     while step is None:
         # The error is gone by now, and with its traceback the tensors that the failed step held.
         failed += _fail_unturned(runner, scheduler) or _fail_newest(plan, scheduler)
-        live = {seq.seq_id for seq in scheduler.live_sequences()}
-        left = tuple(item for item in plan.sequences if item.seq_id in live)
-        if left and runner.has_changed_states:
-            scheduler.begin_again([item.seq_id for item in left])
+        left = _left(plan, scheduler)
+        if begin_again(plan, runner, scheduler):
             left = ()
         plan = replace(plan, sequences=left)
         _give_back(runner)
@@ -70,6 +69,13 @@ def begin_ahead(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> 
     return None
 
 
+def begin_again(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> bool:
+    """Let what is left of a failed plan begin again in later steps, where layers may have changed its states in vain."""
+    if runner.has_changed_states:
+        scheduler.begin_again([item.seq_id for item in _left(plan, scheduler)])
+    return runner.has_changed_states
+
+
 @contextmanager
 def memory_for(what: str) -> Iterator[None]:
     """Raises DeviceMemoryError where the device has none for what is done here."""
@@ -79,6 +85,12 @@ def memory_for(what: str) -> Iterator[None]:
         if not is_out_of_memory(error):
             raise
         raise DeviceMemoryError(f"the device has no memory left for {what}: try again later") from None
+
+
+def _left(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
+    """What a plan has of sequences that have not ended."""
+    live = {seq.seq_id for seq in scheduler.live_sequences()}
+    return tuple(item for item in plan.sequences if item.seq_id in live)
 
 
 def _give_back(runner: Runner) -> None:

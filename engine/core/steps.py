@@ -11,7 +11,8 @@ The life of a plan, by who calls what (`shortage` and `Runner` have the methods)
   `Runner.repeat` with the rest of the same plan, as often as it takes. Nothing else of a plan is ever done twice. Where layers
   may have changed states (`has_changed_states`), the rest is not repeated: its sequences begin again in later steps.
 * `begin_ahead` a plan whose `ahead` is not 0, behind one that is under way, whose results nobody knows. It calls `start`, once;
-  where there is no memory, the plan is given up and nothing is repeated: its tokens are planned again behind the other's.
+  where there is no memory, the plan is given up and nothing is repeated: its tokens are planned again behind the other's. Where
+  layers may have changed states, its sequences begin again once those results are taken in.
 * `results` of a step, once, before anything else is planned; the one that was begun ahead is the next to give its own.
 
 `Runner.execute` is `start` and its results at once, and `Runner.follow` a plan with nothing to compute.
@@ -24,7 +25,7 @@ import time
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce, StepForecast
-from windlass.engine.core.shortage import Begun, begin, begin_ahead
+from windlass.engine.core.shortage import Begun, begin, begin_again, begin_ahead
 from windlass.engine.execution.runner import Runner
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
@@ -52,7 +53,8 @@ class EngineSteps:
             self._began = time.perf_counter()
             self._tell(plan, watcher)
             begun = begin(plan, self._runner, scheduler)
-        if begun.step.under_way and (following := scheduler.ahead.plan(begun.plan)) is not None:
+        following = scheduler.ahead.plan(begun.plan) if begun.step.under_way else None
+        if following is not None:
             self._tell(following, watcher)
             self._under_way = begin_ahead(following, self._runner, scheduler)
         results = begun.step.results()
@@ -65,7 +67,10 @@ class EngineSteps:
         for result in results:
             if result.error is not None:
                 outputs += scheduler.fail_sequence(result.seq_id, result.error)
-        return outputs + begun.failed + scheduler.update(plan, results)
+        outputs += begun.failed + scheduler.update(plan, results)
+        if following is not None and self._under_way is None:
+            begin_again(following, self._runner, scheduler)
+        return outputs
 
     def _tell(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
         if watcher is not None:

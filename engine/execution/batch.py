@@ -23,7 +23,7 @@ from windlass.engine.execution.lasting_rows import LastingRows
 from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
 from windlass.engine.execution.row_ranges import RangeNumbers, RowRanges
 from windlass.engine.execution.sequences import LiveSequence, LiveSequences, columns_for
-from windlass.engine.execution.state_rows import with_states
+from windlass.engine.execution.state_rows import StateNumbers, with_states
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.batch import ForwardBatch, QueryVersions
 from windlass.engine.rotary.distances import Distances
@@ -44,12 +44,14 @@ class PlainRows(NamedTuple):
     """B rows, each a token that attends alone.
 
     said: [4, B] int64, of each its token, its slot's number in its sequence, its position less that number, and its rotary row.
-    tables: int32 [K, B, blocks]. ranges: None where every row meets all keys before it as it is.
+    tables: int32 [K, B, blocks]. ranges: None where every row meets all keys before it as it is. states: None where no layer
+    carries a state.
     """
 
     said: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: RowRanges | None
+    states: StateNumbers | None
 
 
 class BatchBuilder:
@@ -284,7 +286,11 @@ class BatchBuilder:
         if ranged:
             of_rows = [live_sequences[item.seq_id] for item in items for _ in range(item.num_tokens)]
             ranges = self._range_numbers.of(of_rows)
-        return PlainRows(numbers[:4], tables, ranges)
+        states = None
+        if self._has_states:
+            states = StateNumbers.zeros(len(said), len(said))
+            states.fill(items, self._sequences)
+        return PlainRows(numbers[:4], tables, ranges, states)
 
     def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
         """What the rows of a lasting batch of single tokens need to go on for so many passes in all.

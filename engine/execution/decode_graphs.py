@@ -26,6 +26,7 @@ from windlass.engine.execution.device_ranges import DeviceRanges
 from windlass.engine.execution.device_rows import LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
 from windlass.engine.execution.ranged_graphs import MOST_CELLS, RangedGraphs, RangedKey
 from windlass.engine.execution.replay import StepTensors
+from windlass.engine.execution.state_rows import StateNumbers
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
@@ -47,6 +48,7 @@ class _Rows(NamedTuple):
     said: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: NDArray[np.int64] | None
+    states: StateNumbers | None
 
 
 class DecodeGraphs:
@@ -83,6 +85,7 @@ class DecodeGraphs:
             width=most_blocks,
             ranged_width=most_blocks + _SPARE_BLOCKS,
             block_size=block_size,
+            has_states=decoder.spec.state_group is not None,
         )
         self.ranged = RangedGraphs(self._capture_ranged)
         self._captured: dict[int, _Captured] = {}  # by rows, rising
@@ -172,6 +175,10 @@ class DecodeGraphs:
         """What torch is asked for from now on comes after the passes that were asked for."""
         self._graphs.join()
 
+    def follow(self, work: abc.Callable[[], None]) -> None:
+        """Have this done behind the passes that were asked for, and in front of those to come, without waiting for any."""
+        self._graphs.ask(work)
+
     def run(self, items: abc.Sequence[ScheduledSequence]) -> StepTensors | None:
         """What a step's rows make, overwritten by the next step; None where no captured one can stand for it."""
         found = self._rows_of(items)
@@ -179,7 +186,7 @@ class DecodeGraphs:
             return None
         captured, rows = found
         count = rows.said.shape[1]
-        self.rows.fill(rows.said, rows.tables, [LARGEST] * count, rows.ranges)
+        self.rows.fill(rows.said, rows.tables, [LARGEST] * count, rows.ranges, rows.states)
         self._graphs.ask(captured.again)
         self.rows.end()
         self._graphs.join()
@@ -196,7 +203,7 @@ class DecodeGraphs:
         if found is None:
             return None
         captured, rows = found
-        self.rows.fill(rows.said, rows.tables, drawing, rows.ranges)
+        self.rows.fill(rows.said, rows.tables, drawing, rows.ranges, rows.states)
         return self._passes(captured, passes, len(items))
 
     def begin_ahead(
@@ -211,7 +218,7 @@ class DecodeGraphs:
         if found is None:
             raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
         captured, rows = found
-        self.rows.continue_from(order, rows.said, rows.tables, drawing, rows.ranges)
+        self.rows.continue_from(order, rows.said, rows.tables, drawing, rows.ranges, rows.states)
         return self._passes(captured, passes, len(items))
 
     def _passes(self, captured: _Captured, passes: int, rows: int) -> Fetched:
@@ -237,7 +244,7 @@ class DecodeGraphs:
             key, captured = found
             ranges = rows.ranges.padded(*key)
         rows.said[TOKEN] = rows.said[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
-        return captured, _Rows(rows.said, rows.tables, ranges)
+        return captured, _Rows(rows.said, rows.tables, ranges, rows.states)
 
 
 def _tensors(made: StepTensors) -> tuple[Tensor, ...]:

@@ -16,6 +16,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.execution.device_ranges import DeviceRanges
+from windlass.engine.execution.device_states import DeviceStates, put
+from windlass.engine.execution.state_rows import StateNumbers
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.bursts import MOST_PASSES
@@ -51,12 +53,13 @@ class Fetched:
 class _Staging:
     """Host memory for one plan's copies; free again once the device has passed its mark."""
 
-    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int) -> None:
+    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int, *, has_states: bool) -> None:
         self.said = graphs.host_memory((4, rows + 1), torch.int64)
         self.order = graphs.host_memory((rows + 1,), torch.int64)
         self.numbers = graphs.host_memory((4 + MOST_PASSES, rows), torch.float64)
         self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
         self.ranges = graphs.host_memory((ranges,), torch.int64)
+        self.states = graphs.host_memory(DeviceStates.shape(rows), torch.int64) if has_states else None
         self.drawn = graphs.host_memory((2, MOST_PASSES, rows), torch.int64)
         self.mark: Mark | None = None
 
@@ -65,7 +68,7 @@ class DeviceRows:
     """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under.
 
     ranges: where those of rows that have some are kept. ranged_width: columns of the tables of steps with such rows, whose slots
-    may be more than their tokens.
+    may be more than their tokens. has_states: whether layers carry states.
     """
 
     def __init__(
@@ -79,6 +82,7 @@ class DeviceRows:
         width: int,
         ranged_width: int,
         block_size: int,
+        has_states: bool = False,
     ) -> None:
         self.most, self._width, self._ranged_width = most, width, ranged_width
         self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
@@ -93,9 +97,10 @@ class DeviceRows:
         self._sent = torch.zeros(groups * most * ranged_width, dtype=torch.int32, device=device)  # tables side by side
         self._drawn = torch.zeros(2, MOST_PASSES, most, dtype=torch.int64, device=device)
         self._pass = torch.zeros(1, dtype=torch.int64, device=device)
+        self._states = DeviceStates(most, device) if has_states else None
         # A plan's copies may still be read while the next one's are written, never longer.
         numbers = ranges.fields * ranges.cells
-        self._staging = [_Staging(graphs, most, groups, ranged_width, numbers) for _ in range(2)]
+        self._staging = [_Staging(graphs, most, groups, ranged_width, numbers, has_states=has_states) for _ in range(2)]
         self._turn = 0
         self._known: NDArray[np.int32] | None = None  # the tables as they were sent last
         self._known_ranges: NDArray[np.int64] | None = None  # and the ranges
@@ -128,6 +133,7 @@ class DeviceRows:
             context_positions=context_positions,
             **self._rotary.cos_sin(rotary, positions)._asdict(),
             versions=versions,
+            **({} if self._states is None else self._states.of_rows(rows)),
         )
 
     def draws(self, rows: int) -> RowDraws:
@@ -158,16 +164,18 @@ class DeviceRows:
         tables: NDArray[np.int32],
         drawing: abc.Sequence[RowDrawing],
         ranges: NDArray[np.int64] | None = None,
+        states: StateNumbers | None = None,
     ) -> None:
         """Say what the rows are. said: [4, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
 
-        ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none.
+        ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none. states:
+        whose states they change, where layers carry some.
         """
         staging, rows = self._next_staging(), said.shape[1]
         staging.said[_INDEX] = _NO_ROW
         staging.said[:, :rows] = torch.from_numpy(said)
         self._graphs.ask(lambda: self._take_said(staging))
-        self._send(staging, tables, drawing, ranges)
+        self._send(staging, tables, drawing, ranges, states)
 
     def continue_from(
         self,
@@ -176,6 +184,7 @@ class DeviceRows:
         tables: NDArray[np.int32],
         drawing: abc.Sequence[RowDrawing],
         ranges: NDArray[np.int64] | None = None,
+        states: StateNumbers | None = None,
     ) -> None:
         """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
 
@@ -187,7 +196,7 @@ class DeviceRows:
         staging.said[_INDEX] = _NO_ROW
         staging.said[:, :rows] = torch.from_numpy(said)
         self._graphs.ask(lambda: self._take_order(staging))
-        self._send(staging, tables, drawing, ranges)
+        self._send(staging, tables, drawing, ranges, states)
 
     def fetch(self, passes: int, rows: int) -> Fetched:
         """What the passes asked for since `fill` or `continue_from` draw."""
@@ -214,13 +223,18 @@ class DeviceRows:
         tables: NDArray[np.int32],
         drawing: abc.Sequence[RowDrawing],
         ranges: NDArray[np.int64] | None,
+        states: StateNumbers | None,
     ) -> None:
-        """The tables and ranges, unless the device has them, and how the rows draw."""
+        """The tables and ranges, unless the device has them, whose states the rows change, and how they draw."""
         numbers = staging.numbers.numpy()
         for row, one in enumerate(drawing):
             numbers[:4, row] = one.numbers
             numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
         self._graphs.ask(lambda: self._take_numbers(staging))
+        if states is not None:
+            assert staging.states is not None
+            put(states, staging.states)
+            self._graphs.ask(lambda: self._take_states(staging))
         known = self._known_ranges
         if ranges is not None and (known is None or not np.array_equal(ranges, known)):
             self._known_ranges, count = None, ranges.size  # should the device have no memory for what it is asked
@@ -237,6 +251,8 @@ class DeviceRows:
     def _forget(self) -> None:
         self._said[_INDEX].fill_(_NO_ROW)
         self._pass.zero_()
+        if self._states is not None:
+            self._states.forget()
 
     def _take_said(self, staging: _Staging) -> None:
         self._said.copy_(staging.said, non_blocking=True)
@@ -250,6 +266,10 @@ class DeviceRows:
 
     def _take_numbers(self, staging: _Staging) -> None:
         self._numbers.copy_(staging.numbers, non_blocking=True)
+
+    def _take_states(self, staging: _Staging) -> None:
+        assert self._states is not None and staging.states is not None
+        self._states.take(staging.states)
 
     def _take_tables(self, staging: _Staging, shape: tuple[int, ...]) -> None:
         groups, rows, columns = shape

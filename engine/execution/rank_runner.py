@@ -76,7 +76,7 @@ class RankRunner:
     def make_graphs(self, most_rows: int, most_blocks: int) -> None:
         """Let decode steps be captured, where the device has graphs and the model draws tokens: see `DecodeGraphs.capture`."""
         decoder = self.decoder
-        if self._is_part or not decoder.spec.generates or decoder.spec.state_group is not None:
+        if self._is_part or not decoder.spec.generates:
             return
         graphs = decoder.backend.make_graphs()
         if graphs is None:
@@ -128,7 +128,10 @@ class RankRunner:
             self.cache.unpark(parked)
         for seq_id in plan.forgotten:
             self.cache.forget_parked(seq_id)
-        self.cache.copy_blocks(plan.copies)
+        if plan.ahead and plan.copies and self.graphs is not None:
+            self.graphs.follow(lambda: self.cache.copy_blocks(plan.copies))
+        else:
+            self.cache.copy_blocks(plan.copies)
         self.unturned = self._rotator.apply_all((*plan.set_aside, *plan.rerotations))
 
     def _check_turned(self) -> None:

@@ -71,6 +71,7 @@ class StepsAhead:
         if step.passes < 1:
             return None
         for chunk in step.chunks:
+            step.copies += self._blocks.set_states_aside(chunk.seq.cache, ahead)
             chunk.seq.last_step = self._counters.num_steps
             chunk.seq.num_planned_ahead += step.passes
         self._counters.count_step(step.passes * len(step.chunks))

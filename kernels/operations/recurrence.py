@@ -19,10 +19,11 @@ class StateRows(NamedTuple):
 
     A sequence that has as many tokens in all as in this step begins with a state of zeros, whatever its block holds. kept: where
     the state after each token is left besides, as it would be left in the sequence's own block if that token were its last; -1:
-    nowhere. So whoever is not sure of all of the tokens can go back to any of them. None: of no token.
+    nowhere. So whoever is not sure of all of the tokens can go back to any of them. None: of no token. On devices that capture
+    steps a block of -1 says that tokens are none, and rows of zeros come of them.
     """
 
-    blocks: Tensor  # [S] int64, distinct
+    blocks: Tensor  # [S] int64, distinct where they are not -1
     starts: Tensor  # [S + 1] int64
     lengths: Tensor  # [S] int64, tokens in all once this step is over
     kept: Tensor | None = None  # [T] int64, distinct where they are not -1, and none of `blocks`

@@ -24,7 +24,7 @@ def short_convolution(
     activation: Literal["silu"] | None = None,
     bias: Tensor | None = None,
 ) -> Tensor:
-    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
     width = weight.shape[1]
     for block, first, end, fresh in _spans(rows):
         before = torch.zeros_like(window[block]) if fresh else window[block]
@@ -55,7 +55,7 @@ def gated_delta_rule(
     key_heads = key_width // key_dim
     head = torch.arange(heads, device=qkv.device)
     of_head = head % key_heads if in_turns else head // (heads // key_heads)
-    out = torch.empty((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    out = torch.zeros((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     for block, first, end, fresh in _spans(rows):
         m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
         for t in range(first, end):
@@ -85,7 +85,7 @@ def state_space(
     _, heads, key_dim, value_dim = memory.shape
     key_width = (mixed.shape[1] - heads * value_dim) // 2
     of_head = torch.arange(heads, device=mixed.device) // (heads * key_dim // key_width)
-    out = torch.empty((mixed.shape[0], heads, value_dim), dtype=mixed.dtype, device=mixed.device)
+    out = torch.zeros((mixed.shape[0], heads, value_dim), dtype=mixed.dtype, device=mixed.device)
     for block, first, end, fresh in _spans(rows):
         m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
         for t in range(first, end):
@@ -111,7 +111,9 @@ def _leave(state: Tensor, states: Tensor, rows: StateRows, token: int) -> None:
 
 
 def _spans(rows: StateRows) -> list[tuple[int, int, int, bool]]:
-    """Of each sequence its block, its first token, the one behind its last, and whether it begins."""
+    """Of each sequence of tokens its block, its first token, the one behind its last, and whether it begins."""
     starts = rows.starts.tolist()
     spans = zip(rows.blocks.tolist(), starts[:-1], starts[1:], rows.lengths.tolist(), strict=True)
-    return [(block, first, end, length == end - first) for block, first, end, length in spans if end > first]
+    return [
+        (block, first, end, length == end - first) for block, first, end, length in spans if end > first and block != -1
+    ]

@@ -209,6 +209,23 @@ class PlayedBackend(RowIndependentBackend):
         opaque(_attend, q, pages, call, out)
         return out
 
+    def short_convolution(self, x: Tensor, *operands: Any) -> Tensor:
+        out = torch.empty_like(x)
+        opaque(lambda *given: out.copy_(super(PlayedBackend, self).short_convolution(*given)), x, *operands)
+        return out
+
+    def gated_delta_rule(self, qkv: Tensor, *operands: Any, **options: Any) -> Tensor:
+        return self._read(super().gated_delta_rule, qkv, *operands, **options)
+
+    def state_space(self, mixed: Tensor, *operands: Any, **options: Any) -> Tensor:
+        return self._read(super().state_space, mixed, *operands, **options)
+
+    def _read(self, operation: Callable[..., Tensor], columns: Tensor, *operands: Any, **options: Any) -> Tensor:
+        """What queries read of a memory, the last operand but one."""
+        out = columns.new_empty(len(columns), operands[-2].shape[1] * operands[-2].shape[3])
+        opaque(lambda *given: out.copy_(operation(*given, **options)), columns, *operands)
+        return out
+
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if not _recorders:
             return super().row_maxima(logits)

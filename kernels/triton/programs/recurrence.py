@@ -11,11 +11,13 @@ LENGTH_EPS = tl.constexpr(1e-6)
 
 @triton.jit
 def span(starts, blocks, lengths, num_blocks, sequence):
-    """Of a sequence its first token, the one behind its last, its block, whether that is one, and whether the sequence begins."""
+    """Of a sequence its first token, the one behind its last, its block, whether that is one, what its rows become where it is
+    not, and whether the sequence begins."""
     first = tl.load(starts + sequence)
     end = tl.load(starts + sequence + 1)
     block = tl.load(blocks + sequence)
-    return first, end, block, (block >= 0) & (block < num_blocks), tl.load(lengths + sequence) == end - first
+    lost = tl.where(block == -1, 0.0, float("nan"))
+    return first, end, block, (block >= 0) & (block < num_blocks), lost, tl.load(lengths + sequence) == end - first
 
 
 @triton.jit
@@ -48,9 +50,9 @@ def short_convolution(
     KEEPS: tl.constexpr,
 ):
     """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `keep_inputs` changes it.
-    The others where a token's inputs are kept are written. Rows of a sequence without a block become NaN."""
+    The others where a token's inputs are kept are written. Rows without a block become what `span` says."""
     follow()
-    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = (column < columns) & known
     own = window + block * (WIDTH - 1) * columns
@@ -69,7 +71,7 @@ def short_convolution(
                 tl.store(beside, given, mask=ok & (other >= 0) & (other < num_blocks))
         if SILU:
             total = total * sigmoid(total)
-        found = tl.where(known, total, float("nan"))
+        found = tl.where(known, total, lost)
         tl.store(out + t * columns + column, found.to(out.dtype.element_ty), mask=column < columns)
 
 
@@ -79,7 +81,7 @@ def keep_inputs(
 ):
     """Program (sequence, part of the columns): the last inputs become the window."""
     follow()
-    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    first, end, block, known, _, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = (column < columns) & known & (end > first)
     own = window + block * (WIDTH - 1) * columns
@@ -131,10 +133,10 @@ def gated_delta_rule(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
-    block become NaN."""
+    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
+    what `span` says."""
     follow()
-    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
     key = tl.arange(0, KEYS)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -156,7 +158,7 @@ def gated_delta_rule(
         share = sigmoid(tl.load(strength + t * strength_stride + head).to(tl.float32))
         m *= tl.exp(-fades * softplus(x))
         m += k[:, None] * (share * (v - tl.sum(m * k[:, None], 0)))[None, :]
-        read = tl.where(known, tl.sum(m * q[:, None], 0), float("nan"))
+        read = tl.where(known, tl.sum(m * q[:, None], 0), lost)
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
         if KEEPS:
@@ -192,10 +194,10 @@ def state_space(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows of a sequence without a
-    block become NaN."""
+    """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
+    what `span` says."""
     follow()
-    first, end, block, known, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
+    first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
     key = tl.arange(0, KEYS)
     column = tl.program_id(2) * BLOCK + tl.arange(0, BLOCK)
@@ -216,7 +218,7 @@ def state_space(
         d = softplus(tl.load(step + t * step_stride + head).to(tl.float32) + shift)
         d = tl.where(d < least, least, tl.where(d > most, most, d))
         m = m * tl.exp(-fades * d) + k[:, None] * (d * v)[None, :]
-        read = tl.where(known, tl.sum(m * q[:, None], 0) + passes * v, float("nan"))
+        read = tl.where(known, tl.sum(m * q[:, None], 0) + passes * v, lost)
         to = out + (t * HEADS + head) * VALUE_DIM + column
         tl.store(to, read.to(out.dtype.element_ty), mask=is_column)
         if KEEPS:

@@ -99,6 +99,26 @@ def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
     assert Held(blocks, list(range(20))).hit() == 0
 
 
+def test_a_state_that_ends_a_block_is_set_aside_from_the_tokens_planned_behind_it() -> None:
+    """Where there is a block for it; and a step that was planned so and is given up leaves the copy, which is as good."""
+    for states, given_up in ((4, False), (4, True), (1, False)):
+        blocks = manager(states=states)
+        a = Held(blocks, list(range(20)))
+        a.start()
+        a.compute(7)
+        assert blocks.set_states_aside(a.cache, 0) == []  # in the middle of a block
+        blocks.allocate(a.cache, 1)
+        copies = blocks.set_states_aside(a.cache, 1)
+        assert copies == ([BlockCopy(1, 0, 1)] if states > 1 else [])
+        blocks.settle(a.cache, a.tokens, 8, 0 if given_up else 1)
+        assert a.state == ([1] if given_up else [0])
+        assert Held(blocks, list(range(20))).hit() == (8 if states > 1 else 0)
+        assert states == 1 or blocks.pools[1].cached[a.cache.chain.digests[1]] == 1
+        blocks.assert_consistent([a.cache])
+        blocks.free(a.cache)
+        blocks.assert_balanced()
+
+
 @pytest.mark.parametrize(("accepted", "hit"), [(0, 0), (1, 8), (2, 8), (5, 12), (6, 12)])
 def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is_offered(
     accepted: int, hit: int

@@ -130,6 +130,27 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
     assert core.scheduler.counters.context_shifts >= 4
 
 
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h", "falcon_h1"])
+def test_captured_steps_of_layers_that_carry_states(family: str, directory_of: Callable[..., Path]) -> None:
+    """Whose answers are gone on with, too, from the states that they left while steps were planned ahead."""
+    directory = directory_of(family)
+    core = warmed(directory)
+    for sent in (streams(), contexts(logprobs=2)):
+        before = replayed(core)
+        same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
+        assert replayed(core) - before >= 34
+    first = [greedy(f"{i}", prompt(40 + i, 20 + i), 40, logprobs=1) for i in range(3)]
+    found = run_checked(core, first, every_logit=False)
+    same(found, answers(directory, first), NEAR)
+    then = [
+        greedy(f"{i}+", [*one.prompt_token_ids, *found[f"{i}", 0].token_ids, 5, 6], 9, logprobs=1)
+        for i, one in enumerate(first)
+    ]
+    got = run_checked(core, then, every_logit=False)
+    same(got, answers(directory, then), NEAR)
+    assert all(one.outputs[-1].cached_tokens == 48 for one in got.values())
+
+
 def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> None:
     """Of passages with holes between them, beside a context that shifts and a plain one."""
     directory, documents = directory_of("llama"), [prompt(seed, 40) for seed in (11, 12, 13)]

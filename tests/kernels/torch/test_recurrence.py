@@ -77,6 +77,21 @@ def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
         assert torch.equal(own.state.nan_to_num(), whole.state.nan_to_num())
 
 
+def test_tokens_that_are_none_become_zeros_and_change_nothing() -> None:
+    """Behind all others, as in a captured step."""
+    rows, some = state_rows([1, 2, -1], [1, 2, 3], [False, True, False]), state_rows([1, 2], [1, 2], [False, True])
+    for own, call in (
+        (Convolution.random(rows, 9, 4), recurrence.short_convolution),
+        (DeltaRule.random(rows, 1, 2, 4, 6), recurrence.gated_delta_rule),
+        (StateSpace.random(rows, 1, 2, 4, 6), recurrence.state_space),
+    ):
+        alone = own.copy()
+        expected = call(*alone.part(0, 3).operands(some))
+        found = call(*own.operands(rows))
+        assert torch.equal(found[:3], expected) and not found[3:].any()
+        assert torch.equal(own.state.nan_to_num(), alone.state.nan_to_num())
+
+
 def test_states_are_kept_behind_tokens() -> None:
     rows = some_rows()
     assert_keeps(Convolution.random(rows, 9, 4), rows, lambda one, of: recurrence.short_convolution(*one.operands(of)))

@@ -96,10 +96,30 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("family", ["qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"])
+def test_states_are_those_without(family: str, tmp_path: Path) -> None:
+    """A stream over the end of a block, where its state is set aside while the next step is under way; rows that are none, in
+    front of experts too; and what goes on from that state."""
+    directory = make_model(family, tmp_path / "m")
+    options: dict[str, Any] = {"max_model_len": 48, "max_num_seqs": 2}
+    plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)
+    graphs = captures(core, [2])
+    first = [greedy("a", PROMPT * 2, 5, logprobs=1)]
+    want = run(plain, first)
+    same(run(core, first, every_logit=False), want, 1e-5)
+    then = [greedy("b", [*PROMPT * 2, *want["a", 0].token_ids[:4], 9], 2, logprobs=1)]
+    got = run(core, then, every_logit=False)
+    same(got, run(plain, then), 1e-5)
+    assert got["b", 0].outputs[-1].cached_tokens == 16 and graphs.num_replayed == 5
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("family", "options"),
     [
         ("gemma2", {}),
+        ("gemma4_26b", {}),
+        ("gemma4_e2b", {}),
         ("gpt_oss", {}),
         ("qwen2_moe", {"quantization": "int8", "activations": "float32"}),
         ("deepseek_v2", {}),

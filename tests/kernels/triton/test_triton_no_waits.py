@@ -95,6 +95,10 @@ def test_a_wait_is_seen(read: Callable[[Tensor], object]) -> None:
         ("qwen2_moe", {"quantization": "int8", "activations": "float32"}),
         ("deepseek_v2", {}),
         ("bloom", {}),
+        ("gemma4_e2b", {}),
+        ("qwen3_5", {}),
+        ("lfm2", {}),
+        ("falcon_h1", {}),
         ("llama", {"deterministic": True, "kv_cache_dtype": "int8"}),
     ],
 )
