@@ -11,6 +11,7 @@ from helpers.device import DEVICE
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
 from helpers.interpreted import QUIET
+from helpers.marks import slow_but
 from helpers.tiny_models import make_model
 
 from windlass.engine.rotary.scaling import RopeScaling
@@ -46,7 +47,6 @@ def check(
     return found
 
 
-@pytest.mark.slow
 def test_a_prompt_and_its_next_tokens(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Grouped heads; two sequences, of which one decodes beside the prompt of the other; draws with filters and penalties."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
@@ -76,8 +76,9 @@ def test_other_kinds_of_layers(
     check(directory, [greedy("a", PROMPT, 2)], monkeypatch, **options)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("family", ["gemma4_e2b", "gemma4_26b", "qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"])
+@pytest.mark.parametrize(
+    "family", slow_but(["gemma4_e2b", "gemma4_26b", "qwen3_5", "lfm2", "granite4_h_experts", "falcon_h1"], "lfm2")
+)
 def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Keys of earlier layers, and states: a prompt in two pieces, then one that begins like it, beside a stream."""
     prompt = torch.randint(3, 128, (23,), generator=torch.Generator().manual_seed(1)).tolist()
