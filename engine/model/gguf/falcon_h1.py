@@ -2,7 +2,7 @@
 
 llama.cpp's converter multiplies the weights by the family's factors, each where it belongs, and names none of them. A head that
 is the embedding has been multiplied as that was. A norm of the memory is taken behind its gate. Files of TII's own converter,
-before llama.cpp had one, name the factors: their weights lack them.
+before llama.cpp had one, name the factors and do not tell whether weights have been multiplied by them.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from windlass.engine.model.gguf.tensor_names import PlacedTensor, has_bias
 
 
 def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """Raises LoadError for a file whose weights have not been multiplied."""
+    """Raises LoadError for a file whose weights may not have been multiplied."""
     if factors := sorted(name for name in keys.names() if name.endswith(("multiplier", "multipliers"))):
         raise LoadError(
-            f"names {keys.key(factors[0])}, by which its weights have not been multiplied: get a conversion by llama.cpp of July "
-            "2025 or later"
+            f"names {keys.key(factors[0])} and does not tell whether its weights have been multiplied by that: get a conversion "
+            "by llama.cpp of July 2025 or later"
         )
     sizes = read_sizes(keys)
     return {

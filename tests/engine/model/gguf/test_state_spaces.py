@@ -128,7 +128,7 @@ def test_blocks_count_as_the_numbers_they_hold(family: str, tmp_path: Path) -> N
         ({"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms=true, which makes it another model"),
         ({"attention.head_count_kv": [2, 2, 0, 2]}, "head_count_kv differs from layer to layer"),
         ({"expert_count": 4}, "which makes it a mixture of experts"),
-        ({"mlp_gate_multiplier": 0.75}, "names falcon-h1.mlp_gate_multiplier, by which its weights have not been"),
+        ({"mlp_gate_multiplier": 0.75}, "names falcon-h1.mlp_gate_multiplier and does not tell whether its weights"),
         ({"block_count": 3}, r"tensor blk\.3\.\S+ is of a layer behind the 3 of falcon-h1.block_count"),
     ],
     ids=str,
