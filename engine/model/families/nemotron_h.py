@@ -34,7 +34,8 @@ _AGAIN = {
     "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
 }
-# What config.json says of what always holds, of parts that are not there, or of how weights began; None: any.
+# What config.json says of what always holds, of parts that are not there, or of how weights began; None: any. No step is limited
+# by time_step_min: transformers 5.24 does that, the published code and llama.cpp do not (transformers' pull request 48989).
 _ALWAYS: dict[str, tuple[object, ...] | None] = {
     "mamba_hidden_act": ("silu", "swish"),
     "attention_bias": (False,),

@@ -1,7 +1,8 @@
 """What a GGUF file says of Falcon H1, in the names of config.json. It opens no file.
 
 llama.cpp's converter multiplies the weights by the family's factors, each where it belongs, and names none of them. A head that
-is the embedding has been multiplied as that was. A norm of the memory is taken behind its gate.
+is the embedding has been multiplied as that was. A norm of the memory is taken behind its gate. Files of TII's own converter,
+before llama.cpp had one, name the factors and do not tell whether weights have been multiplied by them.
 """
 
 from __future__ import annotations
@@ -9,12 +10,19 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_sizes
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.tensor_names import PlacedTensor, has_bias
 
 
 def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Raises LoadError for a file whose weights may not have been multiplied."""
+    if factors := sorted(name for name in keys.names() if name.endswith(("multiplier", "multipliers"))):
+        raise LoadError(
+            f"names {keys.key(factors[0])} and does not tell whether its weights have been multiplied by that: get a conversion "
+            "by llama.cpp of July 2025 or later"
+        )
     sizes = read_sizes(keys)
     return {
         "mamba_n_heads": sizes.heads,

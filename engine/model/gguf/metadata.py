@@ -7,6 +7,7 @@ of config.json means is the business of `config_json` and `families`. It opens n
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -18,10 +19,11 @@ from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
 from windlass.engine.model.gguf.latent import latent_sizes
 from windlass.engine.model.gguf.rope import Factors, read_rope
 from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import shown, shown_key
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _MOST_LAYERS = 10_000
+_BLOCK = re.compile(r"blk\.(\d{1,5})\.")
 _LOCAL_THETA = 10_000.0
 
 # Read here or by `rope`, or without a meaning for what is computed.
@@ -84,6 +86,7 @@ def read_facts(metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor],
         what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
         raise LoadError(f"{what}: give the GGUF file of a whole model")
     config = _shapes(keys, tensors[EMBEDDING], architecture, family)
+    _check_layers(keys, tensors)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
     config["tie_word_embeddings"] = HEAD not in tensors
     config |= _biases(family, tensors)
@@ -129,6 +132,16 @@ def _shapes(
         "max_position_embeddings": keys.size("context_length"),
         family.norm_eps_key or "rms_norm_eps": epsilon,
     }
+
+
+def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, PlacedTensor]) -> None:
+    """Raises LoadError for a file with more layers than it says: without these it is another model."""
+    blocks = keys.size("block_count")
+    for name in tensors:
+        if (found := _BLOCK.match(name)) and int(found[1]) >= blocks:
+            raise LoadError(
+                f"tensor {shown_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
+            )
 
 
 def _biases(family: Family, tensors: Mapping[str, PlacedTensor]) -> dict[str, bool]:

@@ -28,6 +28,10 @@ from windlass.engine.model.spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
 VERSION = 1
+_UNKNOWN_SCALE = (
+    "the head of this GGUF file is its embedding, with a factor in it that the file does not name: the likeliest token is the "
+    "model's, probabilities may be far from it: serve the original Hugging Face model to sample from them"
+)
 
 # Types whose blocks are multiplied as they are: the storage, the elements of a block and its bytes.
 BLOCKS = {
@@ -98,14 +102,15 @@ class GgufIndex:
 
     def original(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model that the files were made of, by which adapters are read: with heads of values in their order,
-        and whether weights are such as no adapter knows."""
+        and whether weights are such as no adapter knows. A notice says where logits have an unknown factor."""
 
         def turned(layer: LayerSpec) -> LayerSpec:
             mixer = layer.mixer
             return replace(layer, mixer=replace(mixer, in_turns=True)) if isinstance(mixer, GatedDeltaSpec) else layer
 
         layers = tuple(map(turned, spec.layers)) if self.values_in_turns else spec.layers
-        return replace(spec, layers=layers, factored=self.factored)
+        notices = (*spec.notices, _UNKNOWN_SCALE) if self.factored and spec.tied_embeddings else spec.notices
+        return replace(spec, layers=layers, factored=self.factored, notices=notices)
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it."""

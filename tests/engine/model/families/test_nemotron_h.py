@@ -13,8 +13,8 @@ import torch
 from helpers.adapters import merged, save_adapter
 from helpers.configs import engine_config
 from helpers.engines import make_core
-from helpers.rewritten_weights import logits
-from helpers.tiny_unrotated import make_unrotated
+from helpers.rewritten_weights import PROMPT, logits
+from helpers.tiny_unrotated import logits_of, make_unrotated
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
@@ -226,6 +226,25 @@ def test_what_is_said_of_experts_counts(changes: dict[str, Any], of_experts: Pat
     (other / "config.json").write_text(json.dumps({**config, **changes}))
     wanted = logits(of_experts)
     assert (logits(other) - wanted)[0].abs().max() > 1e-3 * wanted.abs().max()
+
+
+def test_dense_layers_and_biases_beside_experts(tmp_path: Path) -> None:
+    """Of all products but those of single experts, which have none."""
+    kinds = ["mlp", "moe", "full_attention", "linear_attention", "mlp"]
+    model = make_unrotated("nemotron_h_experts", tmp_path, layers_block_type=kinds, mlp_bias=True, use_bias=True)
+    wanted = logits_of(model, PROMPT)[-1]
+    assert (logits(model)[0] - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
+def test_steps_are_limited_by_the_limit_alone() -> None:
+    """Not by time_step_min, which is of their beginning, and which transformers 5.24 takes for it."""
+
+    def limits(**changes: Any) -> set[tuple[float, float]]:
+        layers = read_spec({**PUBLISHED, **changes}).layers
+        return {layer.mixer.limits for layer in layers if isinstance(layer.mixer, StateSpaceSpec)}
+
+    assert limits(time_step_min=0.5) == limits(time_step_min=0.5, time_step_limit=None) == {(0.0, math.inf)}
+    assert limits(time_step_limit=[0.1, 2.0]) == limits(mamba_dt_limit=[0.1, 2.0]) == {(0.1, 2.0)}
 
 
 def test_experts_in_blocks_and_adapters_of_what_all_tokens_meet(of_experts: Path, tmp_path: Path) -> None:

@@ -50,6 +50,18 @@ def test_the_file_gives_the_logits_of_transformers(family: str, tmp_path: Path) 
     assert (torch.stack(result.logits) - wanted).abs().max() < 1e-5 * wanted.abs().max()
 
 
+def test_a_head_with_a_factor_that_nobody_tells_is_noticed(tmp_path: Path) -> None:
+    """As llama.cpp has it: the embedding has its own factor in it, and lacks the head's."""
+    source = make_model(FALCON[0], tmp_path / "hf", tie_word_embeddings=True)
+    core = make_core(derived(convert(source, tmp_path / "model.gguf"), tmp_path / "derived"))
+    (notice,) = core.runner.decoder.spec.notices
+    assert "a factor in it that the file does not name" in notice and not make_core(source).runner.decoder.spec.notices
+    config = json.loads((source / "config.json").read_text())
+    found = run(core, [greedy("a", PROMPT, 1)])["a", 0].logits[0]
+    wanted = logits(source)[0] * config["embedding_multiplier"] / config["lm_head_multiplier"]
+    assert (found - wanted).abs().max() < 1e-5 * wanted.abs().max()
+
+
 def test_a_published_file() -> None:
     """In the shape of nvidia/NVIDIA-Nemotron-3-Nano-4B-GGUF: layers attend by their heads of keys, and no width is a multiple."""
     attending, dense = (12, 17, 24, 32), (1, 3, 5, 8, 10, 13, 15, 18, 20, 22, 25, 27, 29, 33, 37, 39, 41)
@@ -116,6 +128,8 @@ def test_blocks_count_as_the_numbers_they_hold(family: str, tmp_path: Path) -> N
         ({"ssm.dt_b_c_rms": True}, "ssm.dt_b_c_rms=true, which makes it another model"),
         ({"attention.head_count_kv": [2, 2, 0, 2]}, "head_count_kv differs from layer to layer"),
         ({"expert_count": 4}, "which makes it a mixture of experts"),
+        ({"mlp_gate_multiplier": 0.75}, "names falcon-h1.mlp_gate_multiplier and does not tell whether its weights"),
+        ({"block_count": 3}, r"tensor blk\.3\.\S+ is of a layer behind the 3 of falcon-h1.block_count"),
     ],
     ids=str,
 )
