@@ -91,7 +91,7 @@ def test_the_next_turn_begins_where_the_last_one_ended(model: Path, reference: R
 def test_samples_of_a_prompt_go_apart(model: Path, reference: Reference) -> None:
     core = core_of(model)
     prompt = PROMPTS[4]
-    found = run(core, [greedy("three", prompt, 20, n=3, temperature=1.0)])
+    found = run(core, [greedy("three", prompt, 20, n=3, temperature=1.0, seed=5)])
     drawn = [found["three", index] for index in range(3)]
     assert len({tuple(one.token_ids) for one in drawn}) == 3
     for one in drawn:
@@ -212,7 +212,8 @@ def test_keys_that_turn_or_stand_twice_with_one_place(model: Path) -> None:
 def test_samples_whose_keys_stand_twice(model: Path) -> None:
     core = core_of(model, kv_cache_memory=FAMILIES[model.name], max_num_seqs=8)
     twice = RopeScaling.from_dict({"rope_type": "self_extend", "group_size": 4, "window": 16})
-    requests = [greedy(str(i), PROMPTS[5][: 40 + i], 20, n=3, temperature=1.0, rope_scaling=twice) for i in range(3)]
+    drawn: dict[str, Any] = {"n": 3, "temperature": 1.0, "seed": 5}
+    requests = [greedy(str(i), PROMPTS[5][: 40 + i], 20, rope_scaling=twice, **drawn) for i in range(3)]
     assert len(run(core, requests, every_logit=False)) == 9
     again = run(core, [greedy("again", PROMPTS[5][:60], 4, rope_scaling=twice)])["again", 0]
     assert again.outputs[-1].cached_tokens in (0, 32)
