@@ -207,8 +207,9 @@ class Scheduler:
 
     def begin_again(self, seq_ids: abc.Iterable[int]) -> None:
         """Let sequences wait that had a part in a step whose pages are nobody's to read."""
-        for seq_id in seq_ids:
-            self._places.preempt(self._requests.by_id[seq_id], parks=False)
+        for seq in map(self._requests.by_id.__getitem__, seq_ids):
+            seq.num_planned_ahead = 0
+            self._places.preempt(seq, parks=False)
 
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""
