@@ -48,7 +48,7 @@ from windlass.engine.scheduling.requests import LiveRequests
 from windlass.engine.scheduling.restoring import Restoring
 from windlass.engine.scheduling.results import ResultIntake
 from windlass.engine.scheduling.reuse import PassageReuser
-from windlass.engine.scheduling.sequence import Sequence, rank_of
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
@@ -342,7 +342,7 @@ class Scheduler:
             return ()
         if sampling.n > 1 and seq.index == 0 and seq.children is None:
             seq.children = self._requests.add_children(seq)
-        return (seq, *(seq.children or ()))
+        return (seq, *(child for child in seq.children or () if child.status is SequenceStatus.FORKING))
 
     # -- admission ------------------------------------------------------------------------------------------------
 
