@@ -64,7 +64,7 @@ def begin_ahead(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> 
     if runner.graphs is not None:
         runner.graphs.rows.end()  # what was asked for by then is still to be done
     _give_back(runner)
-    pause = scheduler.ahead.give_up(plan)
+    pause = scheduler.ahead.give_up(plan, has_changed_states=runner.has_changed_states)
     _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
     return None
 

@@ -130,6 +130,7 @@ class Runner(RankRunner):
 
         The keys and values that were written before it failed are written again, to the same slots.
         """
+        self.unturned = frozenset()  # those whose keys they are have no part in it, and its layers do change states
         for item in plan.sequences:
             del self.sequences.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # what its first passes drew
             for seq_id in item.samples:

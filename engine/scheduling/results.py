@@ -63,7 +63,7 @@ class ResultIntake:
                 seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
             if seq.request.sampling.max_tokens == 0 and seq.num_uncomputed_tokens == 0:
                 outputs += self._finish_scoring(seq, by_id, now)
-            elif seq.children:
+            elif seq.children and item.samples:  # a prompt that begins again has them before its end
                 outputs += self._fork(seq, seq.children, by_id, now)
             elif item.samples:
                 outputs.append(self._take_tokens(seq, _result(by_id, seq), now))

@@ -48,7 +48,7 @@ from windlass.engine.scheduling.requests import LiveRequests
 from windlass.engine.scheduling.restoring import Restoring
 from windlass.engine.scheduling.results import ResultIntake
 from windlass.engine.scheduling.reuse import PassageReuser
-from windlass.engine.scheduling.sequence import Sequence, rank_of
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
 from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
 from windlass.engine.scheduling.stages import StageChanges
@@ -207,8 +207,9 @@ class Scheduler:
 
     def begin_again(self, seq_ids: abc.Iterable[int]) -> None:
         """Let sequences wait that had a part in a step whose pages are nobody's to read."""
-        for seq_id in seq_ids:
-            self._places.preempt(self._requests.by_id[seq_id], parks=False)
+        for seq in map(self._requests.by_id.__getitem__, seq_ids):
+            seq.num_planned_ahead = 0
+            self._places.preempt(seq, parks=False)
 
     def has_work(self) -> bool:
         """Whether any request is waiting, running or between `schedule` and `update`."""
@@ -341,7 +342,7 @@ class Scheduler:
             return ()
         if sampling.n > 1 and seq.index == 0 and seq.children is None:
             seq.children = self._requests.add_children(seq)
-        return (seq, *(seq.children or ()))
+        return (seq, *(child for child in seq.children or () if child.status is SequenceStatus.FORKING))
 
     # -- admission ------------------------------------------------------------------------------------------------
 

@@ -77,15 +77,16 @@ class StepsAhead:
         self._counters.count_step(step.passes * len(step.chunks))
         return self._writer.write(step)
 
-    def give_up(self, output: SchedulerOutput) -> int:
+    def give_up(self, output: SchedulerOutput, *, has_changed_states: bool) -> int:
         """A step that was planned so will not be computed. What it took goes back once the step before it is taken in.
 
-        For some steps none is planned so, each time for twice as many. Returns how many.
+        For some steps none is planned so, each time for twice as many. Returns how many. has_changed_states: its sequences begin
+        again then, and count as under way until they do, as the states that they hold are not those between the two steps.
         """
         self._counters.count_step(output.num_tokens, -1)
         pause, self._pause = self._pause, min(2 * self._pause, LONGEST_PAUSE)
         self._not_before = self._counters.num_steps + pause
-        for item in output.sequences:
+        for item in () if has_changed_states else output.sequences:
             seq = self._requests.by_id.get(item.seq_id)
             if seq is not None:
                 seq.num_planned_ahead -= output.passes

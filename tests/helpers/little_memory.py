@@ -74,8 +74,9 @@ def little_memory(
         runner.sampler.sample, runner.replay.max_rows = sample, max_rows  # type: ignore[method-assign]
 
 
-def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int) -> list[int]:
-    """Let every so many-th step planned ahead find no memory, behind 0 to 4 calls of the device. Returns behind how many."""
+def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int, calls: int | None = None) -> list[int]:
+    """Let every so many-th step planned ahead find no memory, behind so many calls of the device, in turn 0 to 4 where none are
+    given. Returns behind how many."""
     assert core.runner.graphs is not None
     device = core.runner.graphs._graphs
     begin, ask = core.runner.graphs.begin_ahead, device.ask
@@ -87,7 +88,7 @@ def fail_ahead(core: EngineCore, monkeypatch: pytest.MonkeyPatch, *, every: int)
         asked: list[int] = []
 
         def counted(work: Callable[[], None]) -> None:
-            if len(asked) == turn % 5:
+            if len(asked) == (turn % 5 if calls is None else calls):
                 failed.append(len(asked))
                 raise torch.OutOfMemoryError(NO_ROOM)
             asked.append(1)

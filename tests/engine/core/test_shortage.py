@@ -144,6 +144,28 @@ def test_where_layers_carry_states_the_others_begin_again(
     nothing_is_left(core)
 
 
+@pytest.mark.parametrize("ended", [None, 1], ids=["all", "one ends meanwhile"])
+def test_samples_of_a_prompt_that_begins_again_in_chunks(ended: int | None, tmp_path: Path) -> None:
+    """They were there when the step failed, and wait for the end of the prompt once more."""
+    model = make_model("qwen3_5", tmp_path / "model")
+    core = make_core(model, max_num_batched_tokens=16, prefix_caching=False)
+    forking = greedy("forking", prompt(1, 24), 12, n=3, temperature=0.9, seed=4)
+    expected = alone(core, forking)
+    core.add(forking)
+    outputs = core.step()
+    core.add(greedy("newest", prompt(3, 24), 12))
+    with little_memory(core, 12, "head") as failed:
+        outputs += core.step()
+    assert failed and core.scheduler.counters.num_preemptions == 1
+    if ended is not None:
+        core.end_sample("forking", ended)
+        del expected[ended]
+    outputs += outputs_of(core)
+    assert [output.request_id for output in outputs if output.error is not None] == ["newest"]
+    assert tokens_of(outputs, "forking") == expected
+    nothing_is_left(core)
+
+
 def test_a_window_and_a_prompt_that_is_cut(tmp_path: Path) -> None:
     core = make_core(make_model("gemma3", tmp_path / "model"), max_num_batched_tokens=24, prefix_caching=False)
     running, long = greedy("running", prompt(6, 40), 20), greedy("long", prompt(5, 70), 6)

@@ -152,6 +152,28 @@ def test_where_keys_turn_over_several_steps(
     check(core, right, got, want)
 
 
+def test_the_others_find_no_memory_either_and_carry_states(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Their states have been changed by then, so they begin again; until then no layer had computed."""
+    model = make_model("qwen3_5", tmp_path / "model", max_position_embeddings=M)
+    want = run(make_core(model, **OPTIONS), requests())
+    core = make_core(model, **OPTIONS)
+    Turning(core, 1, monkeypatch)
+    repeat, failed = core.runner.repeat, list[SchedulerOutput]()
+
+    def fails(plan: SchedulerOutput) -> Any:
+        results = repeat(plan)
+        if not failed:
+            failed.append(plan)
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return results
+
+    monkeypatch.setattr(core.runner, "repeat", fails)
+    got = run(core, requests(), every_logit=False)
+    assert failed and set(errors_of(got)) == {"turning", "same prompt"}
+    for index in range(2):
+        assert got["beside", index].token_ids == want["beside", index].token_ids
+
+
 def test_nobody_else_is_there(models: dict[str, Path], monkeypatch: pytest.MonkeyPatch) -> None:
     core = make_core(models["llama"], **OPTIONS)
     Turning(core, 0, monkeypatch)

@@ -130,6 +130,23 @@ def test_steps_ahead_that_find_no_memory(directory_of: Callable[[str], Path], mo
     assert set(failed) == {0, 1, 2, 3, 4} and core.stats().num_preemptions
 
 
+def test_a_state_that_a_step_ahead_has_changed_in_vain(
+    directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two streams end their blocks at once, where one state more is left to set aside: nobody finds the other's."""
+    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    sent = [greedy(f"{i}", prompt(i, 20), 50, temperature=1.0, seed=i) for i in range(2)]
+    options = {**OPTIONS, "max_num_seqs": 2}
+    want = run(make_core(directory_of("qwen3_5"), cuda_graphs=False, **options), sent, every_logit=False)
+    info = make_core(directory_of("qwen3_5"), **options).info
+    memory = 3 * info.state_bytes + 10 * 16 * info.kv_bytes_per_token
+    core, _ = graphed(directory_of("qwen3_5"), kv_cache_memory=memory, **options)
+    assert core.blocks.available()[-1] == 3
+    failed = fail_ahead(core, monkeypatch, every=1, calls=5)  # behind what the device computes, in a new block
+    same(run_checked(core, sent, every_logit=False), want, 0.0)
+    assert failed and core.stats().num_preemptions
+
+
 def test_no_step_waits_for_states(directory_of: Callable[[str], Path]) -> None:
     """Of all that is captured nothing makes the host wait, and no copy of a state either."""
     core, device = graphed(directory_of("qwen3_5"), prefix_caching=True, **OPTIONS)
