@@ -14,6 +14,7 @@ from typing import Any
 import httpx
 import numpy as np
 import pytest
+from helpers.eventually import eventually
 from helpers.pseudo_terminal import CTRL_C, PseudoTerminal
 from helpers.real_server import RealServer, serve
 
@@ -55,11 +56,12 @@ def run(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]
 def test_figures_are_those_of_the_requests_between_two_looks(server: RealServer) -> None:
     complete(server, 8)  # before the first look
     with Client(server.url) as client:
-        watch = ServerWatch(client)
+        watch, beats = ServerWatch(client), server.metric("windlass_event_loop_lag_seconds_count")
         complete(server, 16)
         complete(server, 10, rope_scaling="long", n=2)
         complete(server, 12, rope_scaling={"rope_type": "linear", "factor": 2.0})
         httpx.post(f"{server.url}/v1/completions", json={"prompt": "a", "timeout": 1e-9})
+        eventually(lambda: server.metric("windlass_event_loop_lag_seconds_count") > beats, 30)
         found = watch.next()
         after = watch.next()
     total = {name: round(getattr(found, f"{name}_rate") * found.seconds, 6) for name in ("generated", "finished")}

@@ -17,6 +17,7 @@ from helpers.live_server import live_server
 from helpers.pseudo_terminal import CTRL_C, CTRL_D, ENTER, UP, PseudoTerminal, paste
 from helpers.real_server import RealServer, serve
 
+from windlass.server.cli.chat.console import ChatConsole
 from windlass.server.options.settings import SamplingDefaults
 
 MAIN = ("-m", "windlass.server.cli.main")
@@ -138,7 +139,7 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
     terminal.wait_prompt()
     terminal.type("What does horse mean?" + ENTER)
     terminal.wait(r"horse mean\?\n.*\w{3}")
-    terminal.type(CTRL_C + CTRL_C)
+    terminal.type(CTRL_C)
     terminal.wait(r"\[stopped after about \d+ tokens.*\]\n")
     eventually(lambda: server.metric("windlass_num_requests_running") == 0, 30)
     terminal.wait_prompt()
@@ -151,6 +152,24 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
     assert context > answer(server, ("user", "What does dog mean?"), max_tokens=5)[1]  # what was there of it stayed
     terminal.type("/quit" + ENTER)
     assert terminal.end() == 0
+
+
+def test_of_several_ctrl_c_that_stop_an_answer_the_first_counts():
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        console = ChatConsole()
+        for _ in range(2):
+            with console.stoppable():
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+                signal.raise_signal(signal.SIGINT)
+            signal.raise_signal(signal.SIGINT)  # what is told of the stopped answer is told
+        with console.leavable():
+            for _ in range(2):
+                with pytest.raises(KeyboardInterrupt):
+                    signal.raise_signal(signal.SIGINT)
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def test_lines_that_were_typed_come_back_and_pasted_ones_are_one_message(server, terminal):
