@@ -68,7 +68,7 @@ class PseudoTerminal:
         return self.wait(pattern)
 
     def wait_prompt(self) -> None:
-        """Until a line is asked for: what is typed before would be shown twice."""
+        """Until a line is asked for: what is typed before would be shown twice, and ctrl-D before is lost."""
         self.wait(r"(^|\n)> ")
 
     def wait(self, pattern: str, seconds: float = 60.0) -> str:

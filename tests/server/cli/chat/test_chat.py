@@ -68,6 +68,7 @@ def test_what_was_said_is_sent_along_taken_back_asked_again_and_forgotten(server
     terminal.ask("/new", r"forgotten.*\n")
     terminal.ask("/system off", r"the model is told: nothing of ours\n")
     assert read(terminal.ask(dog)) == answer(server, ("user", dog))
+    terminal.wait_prompt()
     terminal.type(CTRL_D)
     assert terminal.end() == 0
 
@@ -150,6 +151,7 @@ def test_ctrl_c_stops_an_answer_and_nothing_else(server, terminal):
     )  # of whatever came before it was stopped
     context = read(terminal.ask("What does dog mean?"))[1]
     assert context > answer(server, ("user", "What does dog mean?"), max_tokens=5)[1]  # what was there of it stayed
+    terminal.wait_prompt()
     terminal.type("/quit" + ENTER)
     assert terminal.end() == 0
 
