@@ -1,4 +1,7 @@
-"""Whose states the rows of decode steps change, in a device's memory, where captured steps find them, whatever their number."""
+"""Whose states the rows of decode steps change, in a device's memory, where captured steps find them, whatever their number.
+
+Responsible for those numbers alone: it knows no model, and no states themselves.
+"""
 
 from __future__ import annotations
 

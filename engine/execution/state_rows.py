@@ -40,7 +40,8 @@ class StateNumbers(NamedTuple):
         for item, live, first in zip(items, held, self.starts.tolist(), strict=False):
             kept = sequences.kept_states(live)
             if kept.size:
-                # A draft model has a chunk for each token: from the one on whose state is kept in that place.
+                # A draft model has a chunk for each token: from the one on whose state is kept in that place. What was set aside
+                # in front of a step planned ahead stands behind no token of that step.
                 ahead = item.start + 1 - item.num_known_tokens
                 begin, end = max(0, -ahead), min(item.num_tokens, kept.size - ahead)
                 self.kept[first + begin : first + end] = kept[begin + ahead : end + ahead]
