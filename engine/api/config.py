@@ -115,12 +115,13 @@ class CacheConfig:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class SpeculationConfig:
-    """Speculative decoding by prompt lookup, and by a draft model where that finds nothing.
+    """Speculative decoding by prompt lookup, and where that finds nothing by a draft model or the model's own prediction layer.
 
     num_tokens: what a running stream may propose per step from its own text, at most; 0: none. min_match, max_match: how
     many of its last tokens must, and how many may, agree with an earlier place.
-    model: directory of the draft model, None for none. quantization: of its weights. draft_tokens: what it proposes for a
-    stream per step, at most. adaptive: it proposes less where less is accepted, and nothing where that saves no time.
+    model: directory of the draft model, None for none. quantization: of its weights. mtp: the layer in the model's own files that
+    predicts a token further (multi-token prediction) proposes. draft_tokens: what either proposes for a stream per step, at
+    most. adaptive: it proposes less where less is accepted, and nothing where that saves no time.
     """
 
     num_tokens: int = 0
@@ -128,6 +129,7 @@ class SpeculationConfig:
     max_match: int = 4
     model: str | None = None
     quantization: Quantization = "none"
+    mtp: bool = False
     draft_tokens: int = 4
     adaptive: bool = True
 
@@ -151,10 +153,21 @@ class SpeculationConfig:
                 "`scheduling.speculation.model`, or leave it out"
             )
 
+        if self.model is not None and self.mtp:
+            raise LoadError(
+                "`scheduling.speculation.mtp` is the model's own layer in place of the draft model that "
+                "`scheduling.speculation.model` names: leave one of them out"
+            )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether something is computed to propose tokens: a draft model, or the model's prediction layer."""
+        return self.model is not None or self.mtp
+
     @property
     def most_proposed(self) -> int:
         """Tokens that a stream may propose in a step, by whichever way."""
-        return max(self.num_tokens, 0 if self.model is None else self.draft_tokens)
+        return max(self.num_tokens, self.draft_tokens if self.drafts else 0)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -177,7 +177,10 @@ class RequestOutput:
 
 @dataclass(frozen=True, slots=True)
 class DraftInfo:
-    """The draft model beside it. num_tokens: what it proposes for a stream per step, at most; the rest as in `ModelInfo`."""
+    """The draft model beside it, or its own prediction layer, which has no path.
+
+    num_tokens: what it proposes for a stream per step, at most; the rest as in `ModelInfo`.
+    """
 
     path: str
     architecture: str

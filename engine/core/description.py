@@ -66,10 +66,10 @@ def describe(
 
 
 def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
-    decoder = draft.decoder
+    decoder, named = draft.decoder, draft.decoder.spec.architecture
     return DraftInfo(
         path=speculation.model or "",
-        architecture=decoder.spec.architecture,
+        architecture=f"prediction layer of {named}" if speculation.mtp else named,
         quantization=draft.quantization,
         weight_dtype=dtype_name(decoder.weight_dtype),
         num_parameters=decoder.num_parameters(),

@@ -11,7 +11,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.description import draft_bytes_per_token, dtype_name
 from windlass.engine.core.device_room import room_for_pages
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.drafter import DraftModel
+from windlass.engine.execution.draft_pages import DraftModel
 from windlass.engine.model.loading.chosen_device import free_memory, is_out_of_memory
 from windlass.engine.model.loading.fitting import no_room
 from windlass.engine.model.loading.loader import LoadedModel

@@ -17,7 +17,8 @@ from windlass.engine.core.keeping import PageOwner, open_store
 from windlass.engine.core.pages import allocate_pages, make_draft_model
 from windlass.engine.core.ranks.others import OtherRanks
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.drafter import DraftModel
+from windlass.engine.execution.draft_pages import DraftModel
+from windlass.engine.execution.drafter import Drafter
 from windlass.engine.execution.runner import RankOrder, Runner
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.context_refusals import context_refusals
@@ -58,7 +59,7 @@ class Pages:
 def load_models(config: EngineConfig, progress: Progress | None, others: OtherRanks | None) -> Models:
     """The model, this rank's part of it where there are others, which load theirs meanwhile. Raises LoadError."""
     model = load_model(config, progress, None if others is None else RankSeat(0, others.memory, others.store))
-    draft = load_draft(config, progress)
+    draft = load_draft(config, model, progress)
     weight_bytes = model.decoder.weight_bytes()
     if others is not None:
         others.meet_in(model.decoder.backend.options.ranks)
@@ -92,7 +93,7 @@ def make_store(config: EngineConfig, models: Models, pages: Pages) -> BlockStore
     """See `open_store`."""
     owners = [PageOwner(config.model, models.model, pages.cache)]
     if models.draft is not None and pages.draft is not None:
-        owners.append(PageOwner(config.scheduling.speculation.model or "", models.draft, pages.draft.cache))
+        owners.append(PageOwner(config.scheduling.speculation.model or config.model, models.draft, pages.draft.cache))
     return open_store(config, owners)
 
 
@@ -122,7 +123,7 @@ def make_runner(
     if config.compute.cuda_graphs:
         largest = largest_decode_step(config, plan.max_model_len)
         runner.make_graphs(*largest)
-        if runner.drafter is not None:
+        if isinstance(runner.drafter, Drafter):
             runner.drafter.make_graphs(*largest)
     return runner
 
@@ -184,7 +185,7 @@ def make_scheduler(
         ),
         adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
         store=store,
-        draft_keeps_up=draft is not None and draft.spec.state_group is not None,
+        draft_keeps_up=draft is not None and (draft.spec.joined is not None or draft.spec.state_group is not None),
     )
 
 

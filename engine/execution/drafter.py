@@ -1,55 +1,34 @@
 """Lets a draft model propose tokens: greedily, one after the other, for all streams of a step at once.
 
-It has a decoder and pages of its own, under the block tables of the model it drafts for: a block holds the keys and values
-of the same tokens in both, so what the scheduler says of blocks (copies, parked pages, re-rotations) is done to these pages
-too, and prompts pass through both. Streams that do not draft leave it behind; before they draft again it computes what it
-has missed.
+It has a decoder and pages of its own, under the block tables of the model it drafts for (`draft_pages`), and prompts pass through
+both. Streams that do not draft leave it behind; before they draft again it computes what it has missed.
 
 Where it carries states they stand in the blocks of the model's, behind the same tokens. It cannot go back to what it has missed
 there: so it is behind a stream for a part of a block at most, and where a block of tokens ends it has computed all of them.
 
 Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come: a block that
-went into the prefix cache may lack the last few of its keys. Where a token was missing when cached keys were re-rotated, its
-original is filled in from what is computed later, rotated back.
+went into the prefix cache may lack the last few of its keys.
 """
 
 from __future__ import annotations
 
-from collections import OrderedDict, abc
-from dataclasses import dataclass, replace
+from dataclasses import replace
 
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.changes import KeyRerotation, ParkedPages
-from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
 from windlass.engine.execution.device_rows import LARGEST
-from windlass.engine.execution.key_rotator import KeyRotator
+from windlass.engine.execution.draft_pages import DraftModel, DraftPages, chunk_of
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
-from windlass.engine.model.decoder import Decoder
-from windlass.engine.rotary.scaling import RotarySpec
-from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.rotary.transfer import RotationTransfer
 from windlass.engine.scheduling.bursts import MOST_PASSES
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 from windlass.kernels import sent
 
 # What is caught up row by row, as a step that can be repeated; more goes as a chunk.
 _ROWS = 2
-_MOST_SPECS = 256
-
-
-@dataclass(frozen=True, slots=True)
-class DraftModel:
-    """What a drafter is made of. tables: as many rows as the model's, written by the drafter alone."""
-
-    decoder: Decoder
-    cache: KVStorage
-    tables: RotaryTables
-    rotations: RotationTransfer
 
 
 class Drafter:
@@ -60,7 +39,7 @@ class Drafter:
 
     def __init__(self, model: DraftModel, sequences: LiveSequences, vocab_size: int, block_size: int) -> None:
         decoder = model.decoder
-        self._decoder, self._cache, self._tables, self._rotations = decoder, model.cache, model.tables, model.rotations
+        self._decoder, self._cache, self._tables = decoder, model.cache, model.tables
         self._sequences, self._block_size = sequences, block_size
         self._carries = decoder.spec.state_group is not None
         self._ids = min(vocab_size, decoder.spec.vocab_size)  # those that both know
@@ -76,13 +55,8 @@ class Drafter:
         )
         self._replay = DecodeReplay(decoder, model.cache)
         self.graphs: DecodeGraphs | None = None
-        self._rotator = KeyRotator(decoder.spec, model.cache, block_size, decoder.backend)
-        self._specs: OrderedDict[tuple[RotarySpec, ...], tuple[RotarySpec, ...]] = OrderedDict()
-        # By sequence: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.
-        self._valid: dict[int, tuple[int, int]] = {}
-        self._parked: dict[int, tuple[int, int]] = {}
-        # By sequence: its last re-rotations, in the order of slots, until the tokens that they missed are there.
-        self._moved: dict[int, list[KeyRerotation]] = {}
+        # known: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.
+        self.pages = DraftPages[tuple[int, int]](model, sequences, block_size)
         self.positions_computed = 0
 
     def make_graphs(self, most_rows: int, most_blocks: int) -> None:
@@ -101,44 +75,6 @@ class Drafter:
                 num_ids=self._ids,
             )
 
-    def park(self, plan: SchedulerOutput) -> None:
-        """Park what a plan parks: before blocks are loaded, which may go where that lay, in these pages too."""
-        for parked in plan.parked:
-            self._cache.park(self._own_pages(parked))
-            if parked.seq_id in self._valid:
-                self._parked[parked.seq_id] = self._valid[parked.seq_id]
-            self._moved.pop(parked.seq_id, None)
-
-    def follow(self, plan: SchedulerOutput) -> None:
-        """Do the rest of what a plan does to those of the model. `sequences` has followed it, and loaded blocks are there."""
-        for seq_id in plan.removed:
-            self._valid.pop(seq_id, None)
-            self._moved.pop(seq_id, None)
-        for row in plan.rotary_rows:
-            self._tables.write(row.row, self._specs_of(row.specs))
-        for parked in plan.unparked:
-            self._cache.unpark(self._own_pages(parked))
-            if parked.seq_id in self._parked:
-                self._valid[parked.seq_id] = self._parked.pop(parked.seq_id)
-        for seq_id in plan.forgotten:
-            self._cache.forget_parked(seq_id)
-            self._parked.pop(seq_id, None)
-        self._cache.copy_blocks([copy for copy in plan.copies if copy.group <= self._carries])
-        turned = [self._own(rerotation) for rerotation in plan.rerotations]
-        self._rotator.apply_all((*map(self._own, plan.set_aside), *turned))  # who is left out is proposed for less well
-        for own in turned:
-            moved = self._moved.setdefault(own.seq_id, []) if own.seq_id is not None else []
-            if moved and own.start <= moved[-1].start:  # the next re-rotation of the same keys
-                moved.clear()
-            moved.append(own)
-
-    def restore(self, rows: abc.Iterable[tuple[int, tuple[RotarySpec, ...]]]) -> None:
-        """Start from a snapshot of the scheduler's. rows: of the rotary tables, with the model's specs."""
-        self._valid.clear()
-        self._moved.clear()
-        for row, specs in rows:
-            self._tables.write(row, self._specs_of(specs))
-
     def propose(self, plan: SchedulerOutput) -> SchedulerOutput:
         """The plan with the proposals in it that it asks for, the draft model having computed what it computes besides."""
         behind, drafting, caught_up = [], [], []
@@ -148,23 +84,23 @@ class Drafter:
             if item.num_drafted:
                 drafting.append((item, min(valid, item.start)))
                 caught_up.append((item, valid))
-                self._valid[item.seq_id] = end - (not self._leaves_state(item)), end
+                self.pages.known[item.seq_id] = end - (not self._leaves_state(item)), end
                 continue
             slot = self._sequences.by_id[item.seq_id].slot
             known = end - len(item.draft)
             is_stream = item.start >= slot.num_prompt_tokens and known == item.start + 1
             if is_stream and not self._leaves_state(item):  # one that does not draft now
-                self._valid[item.seq_id] = valid, end
+                self.pages.known[item.seq_id] = valid, end
                 continue
             until = end if self._carries else known
-            behind.append(_chunk(item, valid, until, item.draft if self._carries else ()))
+            behind.append(chunk_of(item, valid, until, item.draft if self._carries else ()))
             caught_up.append((item, valid))
-            self._valid[item.seq_id] = until, end
+            self.pages.known[item.seq_id] = until, end
         if behind:
             self._run(behind)
         drafts = self._draft(drafting) if drafting else {}
         for item, valid in caught_up:
-            self._fill_originals(item, valid)
+            self.pages.fill_originals(item, valid)
         if not drafting:
             return plan
         filled = [
@@ -173,10 +109,6 @@ class Drafter:
         ]
         return replace(plan, sequences=tuple(filled))
 
-    def _own_pages(self, parked: ParkedPages) -> ParkedPages:
-        """Without states that the model carries alone, beside its one KV group."""
-        return replace(parked, blocks=parked.blocks[: 1 + self._carries])
-
     def _leaves_state(self, item: ScheduledSequence) -> bool:
         """Whether the state behind a stream's step, or behind one of its tokens, has to be right at once, as it may be kept."""
         end = item.start + item.num_tokens + self._sequences.by_id[item.seq_id].layout.slot_offset
@@ -184,33 +116,20 @@ class Drafter:
 
     def _valid_of(self, item: ScheduledSequence) -> int:
         """Leading tokens whose keys are there. What comes from the cache, or is met for the first time, has been computed."""
-        valid, end = self._valid.get(item.seq_id, (item.start, item.start))
-        # Tokens in front of the run that tokens still join were dropped, or came with a passage.
-        layout = self._sequences.by_id[item.seq_id].layout
-        first = layout.runs[-1].first_slot - layout.slot_offset
-        return item.start if item.start > end else max(first, min(valid, item.start))
-
-    def _fill_originals(self, item: ScheduledSequence, first: int) -> None:
-        """Give tokens first .. item.start - 1, computed just now, the originals that they lacked when keys were re-rotated."""
-        moved = self._moved.pop(item.seq_id, [])
-        if not self._sequences.by_id[item.seq_id].layout.is_plain:
-            return  # slots have moved since
-        spans = [(max(first, turned.start), min(item.start, turned.end), turned) for turned in moved]
-        self._rotator.apply_all(
-            turned.reversed(start, end, self._block_size) for start, end, turned in spans if start < end
-        )
+        valid, end = self.pages.known.get(item.seq_id, (item.start, item.start))
+        return item.start if item.start > end else max(self.pages.first_of_run(item.seq_id), min(valid, item.start))
 
     def _draft(self, drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:
         """As many proposals for each sequence as its item asks for. The numbers: tokens whose keys are there."""
         drafts: dict[int, list[int]] = {item.seq_id: [] for item, _ in drafting}
-        late = [_chunk(item, valid, item.start) for item, valid in drafting if item.start + 1 - valid > _ROWS]
+        late = [chunk_of(item, valid, item.start) for item, valid in drafting if item.start + 1 - valid > _ROWS]
         if late:
             self._run(late)
         rows = []
         for item, valid in drafting:
             first = valid if item.start + 1 - valid <= _ROWS else item.start
             token_ids = self._sequences.by_id[item.seq_id].token_ids
-            rows.append(_chunk(item, first, item.start + 1, tuple(token_ids[first + 1 : item.start + 1])))
+            rows.append(chunk_of(item, first, item.start + 1, tuple(token_ids[first + 1 : item.start + 1])))
         wanted, step = [item for item, _ in drafting], 0
         while wanted:
             for item, tokens in zip(wanted, self._next_tokens(wanted, rows, step), strict=True):
@@ -218,13 +137,13 @@ class Drafter:
             step = len(drafts[wanted[0].seq_id])
             wanted = [item for item in wanted if item.num_drafted > step]
             rows = [
-                _chunk(item, item.start + step, item.start + step + 1, (drafts[item.seq_id][-1],)) for item in wanted
+                chunk_of(item, item.start + step, item.start + step + 1, (drafts[item.seq_id][-1],)) for item in wanted
             ]
         left = [item for item, _ in drafting if self._leaves_state(item)]
         if left:
             ends = [item.start + item.num_tokens for item in left]
             self._run(
-                [_chunk(item, end - 1, end, (drafts[item.seq_id][-1],)) for item, end in zip(left, ends, strict=True)]
+                [chunk_of(item, end - 1, end, (drafts[item.seq_id][-1],)) for item, end in zip(left, ends, strict=True)]
             )
         return drafts
 
@@ -261,24 +180,3 @@ class Drafter:
         self.positions_computed += batch.input_ids.shape[0]
         made = self._replay.run(batch, maxima=False)
         return (self._decoder.forward(batch, self._cache), None) if made is None else (made.hidden, made.logits)
-
-    def _own(self, rerotation: KeyRerotation) -> KeyRerotation:
-        """The same for the draft model's frequencies."""
-        return replace(
-            rerotation,
-            from_specs=self._specs_of(rerotation.from_specs),
-            to_specs=self._specs_of(rerotation.to_specs),
-        )
-
-    def _specs_of(self, specs: tuple[RotarySpec, ...]) -> tuple[RotarySpec, ...]:
-        found = self._specs.get(specs)
-        if found is None:
-            found = self._specs[specs] = self._rotations(specs)
-            while len(self._specs) > _MOST_SPECS:
-                self._specs.popitem(last=False)
-        return found
-
-
-def _chunk(item: ScheduledSequence, start: int, end: int, draft: tuple[int, ...] = ()) -> ScheduledSequence:
-    """Tokens start .. end - 1 of the item's sequence, the last of which are `draft`."""
-    return ScheduledSequence(item.seq_id, start, end - start, item.num_known_tokens, draft=draft)

@@ -28,7 +28,7 @@ from windlass.kernels import Recorder, Recording, RowsAhead
 _TENSORS = tuple(
     f.name
     for f in fields(ForwardBatch)
-    if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts", "only_ends")
+    if f.name not in ("lasting", "versions", "adapters", "token_types", "prompts", "only_ends", "hidden")
 )
 _VERSIONS = tuple(f.name for f in fields(QueryVersions))
 
@@ -76,7 +76,7 @@ class DecodeReplay:
         spec = decoder.spec
         tables = [decoder.embedding, *(() if decoder.layer_inputs is None else (decoder.layer_inputs.table,))]
         looks_up = decoder.dtype == torch.float32 or all(isinstance(table, Tensor) for table in tables)
-        self._embeds_in_kernels = looks_up and not spec.changes_scales
+        self._embeds_in_kernels = looks_up and not spec.changes_scales and spec.joined is None
         self.num_repeated = 0
 
     def run(self, batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:

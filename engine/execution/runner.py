@@ -20,8 +20,10 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import NO_MEMORY, DeviceMemoryError, EngineError
 from windlass.engine.execution.burst import Burst
 from windlass.engine.execution.device_passes import PassesOnDevice, StartedStep
-from windlass.engine.execution.drafter import Drafter, DraftModel
+from windlass.engine.execution.draft_pages import DraftModel
+from windlass.engine.execution.drafter import Drafter
 from windlass.engine.execution.pooler import Pooler
+from windlass.engine.execution.predictor import Predictor
 from windlass.engine.execution.rank_runner import RankRunner
 from windlass.engine.execution.replay import StepTensors
 from windlass.engine.model.adapters.adapter import LoadedAdapters
@@ -53,8 +55,8 @@ RankOrder: TypeAlias = TakePart | FollowPlan | Snapshot
 class Runner(RankRunner):
     """The first rank of a model, or its only one: it draws tokens too, and pools.
 
-    draft: the model that proposes tokens where a plan asks for it, if there is one. persisted: where blocks that plans
-    save go to, and those that they load come from. tell: has the other ranks do their part, where there are any; it returns
+    draft: the model that proposes tokens where a plan asks for it, or the model's prediction layer. persisted: where blocks that
+    plans save go to, and those that they load come from. tell: has the other ranks do their part, where there are any; it returns
     at once.
     """
 
@@ -73,7 +75,11 @@ class Runner(RankRunner):
         super().__init__(decoder, cache, tables, block_size, adapters, persisted)
         self.sampler = sampler
         vocab_size = decoder.spec.vocab_size
-        self.drafter = None if draft is None else Drafter(draft, self.sequences, vocab_size, block_size)
+        self.drafter: Drafter | Predictor | None = None
+        if draft is not None and draft.decoder.spec.joined is not None:
+            self.drafter = Predictor(draft, self.sequences, block_size)
+        elif draft is not None:
+            self.drafter = Drafter(draft, self.sequences, vocab_size, block_size)
         self._pooler = Pooler(decoder)
         self._tell = tell
         self._passes = PassesOnDevice(self.sequences, vocab_size)
@@ -157,6 +163,8 @@ class Runner(RankRunner):
                 results[seq_id] = replace(result, prompt_logprobs=logprobs)
         if self.sequences.pooled:
             results |= self._pooled(plan, hidden)
+        if isinstance(self.drafter, Predictor):
+            self.drafter.observe(plan, hidden)
         return list(results.values())
 
     def _burst(self, plan: SchedulerOutput) -> list[StepResult]:
@@ -206,12 +214,12 @@ class Runner(RankRunner):
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
         if self.drafter is not None:
-            self.drafter.follow(plan)
+            self.drafter.pages.follow(plan)
 
     def _park(self, plan: SchedulerOutput) -> None:
         super()._park(plan)
         if self.drafter is not None:
-            self.drafter.park(plan)
+            self.drafter.pages.park(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
         """See `RankRunner.restore`."""
@@ -222,7 +230,7 @@ class Runner(RankRunner):
             self._pooler.forget(seq_id)
         super().restore(snapshot)
         if self.drafter is not None:
-            self.drafter.restore((row.row, row.specs) for row in snapshot.rotary_rows)
+            self.drafter.pages.restore((row.row, row.specs) for row in snapshot.rotary_rows)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Tell the sampler what it will be asked for, so that it can work while the model does."""

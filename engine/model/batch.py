@@ -45,7 +45,8 @@ class ForwardBatch:
     rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
     of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_ends: of each sequence nobody asks
     for more than the last hidden state; only where there are no versions. state_blocks, state_starts, state_lengths,
-    state_kept: see `StateRows`; None where no layer carries a state.
+    state_kept: see `StateRows`; None where no layer carries a state. hidden: of a prediction layer's rows, what is joined
+    with their tokens.
     """
 
     input_ids: Tensor  # [T] int64
@@ -73,6 +74,7 @@ class ForwardBatch:
     state_starts: Tensor | None = None  # [S + 1] int64
     state_lengths: Tensor | None = None  # [S] int64
     state_kept: Tensor | None = None  # [T] int64
+    hidden: Tensor | None = None  # [T, hidden]
 
     @property
     def state_rows(self) -> StateRows | None:

@@ -24,6 +24,7 @@ from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
 from windlass.engine.model.head import ClassificationHead
+from windlass.engine.model.joined_input import JoinedInput
 from windlass.engine.model.layer_inputs import LayerInput, LayerInputs
 from windlass.engine.model.mixers.attention import Attention, AttentionInputs, SharedAttention
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
@@ -76,19 +77,30 @@ class Decoder:
     Matrices may be stored narrower than they are computed with (the plan says how); biases are stored in the compute dtype.
     """
 
-    def __init__(self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None) -> None:
+    def __init__(
+        self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None, predicts_for: Decoder | None = None
+    ) -> None:
         """Allocate uninitialised weights; `weights.load_weights` or `random_weights.randomize_weights` fills them.
 
-        plan: how they are stored; None: all in the backend's weight dtype.
+        plan: how they are stored; None: all in the backend's weight dtype. predicts_for: of a prediction layer, the model whose
+        embedding and head it shares.
         """
         self.spec, self.backend = spec, backend
         self.plan: StoragePlan = plan or {}
         self.dtype, self.device, self.weight_dtype = backend.dtype, backend.device, backend.weight_dtype
         self._weights = weights = allocate(backend, spec.weights(), self.plan)
         none = Norm(spec.norm, None, None, spec.norm_eps, backend)
-        self.embedding: Tensor | BlockWeight = weights["embedding"]
-        self.head: Weight = weights["head"] if "head" in weights else self._rows_of_head(self.embedding)
-        self._head_bias: Tensor | None = weights.get("head_bias")  # [V]
+        self.embedding: Tensor | BlockWeight
+        self.head: Weight
+        self._head_bias: Tensor | None  # [V]
+        self._joined: JoinedInput | None = None
+        if predicts_for is None:
+            self.embedding = weights["embedding"]
+            self.head = weights["head"] if "head" in weights else self._rows_of_head(self.embedding)
+            self._head_bias = weights.get("head_bias")
+        else:
+            self.embedding, self.head, self._head_bias = predicts_for.ends
+            self._joined = JoinedInput(spec.norm, weights, spec.hidden_size, spec.norm_eps, backend)
         self._classes = None if spec.head is None else ClassificationHead(spec.head, weights, spec.norm_eps, backend)
         self._final_norm = none if spec.names.final_norm is None else self._norm(weights, "final_norm")
         self._embedding_norm = none
@@ -173,6 +185,11 @@ class Decoder:
     def _norm(self, weights: Mapping[str, Any], name: str) -> Norm:
         return Norm.of(self.spec.norm, weights, name, self.spec.hidden_size, self.spec.norm_eps, self.backend)
 
+    @property
+    def ends(self) -> tuple[Tensor | BlockWeight, Weight, Tensor | None]:
+        """The embedding, the head, and its bias if it has one."""
+        return self.embedding, self.head, self._head_bias
+
     def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden].
 
@@ -192,6 +209,9 @@ class Decoder:
         if self._positions is not None:
             self.backend.add(x, self.backend.embed(self._positions, batch.positions))
         x = self._embedding_norm(x)
+        if self._joined is not None:
+            assert batch.hidden is not None
+            x = self._joined.forward(x, batch.hidden)
         if self.layer_inputs is not None:
             batch = replace(batch, layer_inputs=self.layer_inputs.looked_up(batch.input_ids))
         if self.spec.norms_follow_rotation:  # what makes rotated dims longer is applied in front of the norm

@@ -17,6 +17,7 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.head_spec import HeadSpec
+from windlass.engine.model.joined_input_spec import JoinedInputSpec
 from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
@@ -107,7 +108,7 @@ class LayerSpec:
 
 @dataclass(frozen=True, slots=True)
 class OuterNames:
-    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>".
+    """Of the tensors around the layers. layers: of those in a layer, "<layers>.<index>.<name>", from the index first_layer on.
 
     final_norm None: there is none. embedding_norm: of the norm of the embedding, where it has weights. token_types: of the
     table that says which of two texts a token belongs to. positions: of that of learned positions.
@@ -120,6 +121,11 @@ class OuterNames:
     embedding_norm: str = ""
     token_types: str = ""
     positions: str = ""
+    first_layer: int = 0
+
+    def layer(self, index: int) -> str:
+        """What the names of the tensors of the layer with this index begin with."""
+        return f"{self.layers}.{self.first_layer + index}."
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +143,9 @@ class ModelSpec:
     layer_inputs: what every layer is given of a token beside the stream; None where that is nothing.
     state_group: of the layers that carry a state from token to token; None where none does.
     factored: weights hold factors that nobody tells: what an adapter adds to them would lack these.
+    predicting: the layer in the same files that predicts a token further; None where there is none, or none that can be used.
+    joined: of such a layer, what it is given; its embedding and head are those of the model it belongs to.
+    own: beginnings of names of the tensors that are this model's, where the files hold another's too; empty: all but the unused.
     """
 
     architecture: str
@@ -170,6 +179,13 @@ class ModelSpec:
     layer_inputs: LayerInputsSpec | None = None
     state_group: StateGroupSpec | None = None
     factored: bool = False
+    predicting: ModelSpec | None = None
+    joined: JoinedInputSpec | None = None
+    own: tuple[str, ...] = ()
+
+    def leaves(self, name: str) -> bool:
+        """Whether the model does without a tensor that its files hold."""
+        return name.startswith(self.unused) or (bool(self.own) and not name.startswith(self.own))
 
     @property
     def state_bytes(self) -> int:
@@ -251,7 +267,7 @@ class ModelSpec:
 
     def adapted_parts(self) -> tuple[tuple[str, tuple[WeightSpec, ...]], ...]:
         """What adapters may change: the matrices of each layer, then those around them, with the prefix of their tensors."""
-        layers = [(f"{self.names.layers}.{i}.", self._adapted(layer)) for i, layer in enumerate(self.layers)]
+        layers = [(self.names.layer(i), self._adapted(layer)) for i, layer in enumerate(self.layers)]
         parts = [*layers, ("", self.outer_weights())]
         return tuple((prefix, tuple(one for one in weights if one.kind == "matrix")) for prefix, weights in parts)
 
@@ -265,11 +281,12 @@ class ModelSpec:
 
     def outer_weights(self) -> tuple[WeightSpec, ...]:
         """Those around the layers. A head that is the embedding is not listed beside it."""
-        hidden, vocab = self.hidden_size, self.vocab_size
-        table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
-        names = self.names
-        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
+        hidden, vocab, names = self.hidden_size, self.vocab_size, self.names
         final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
+        if self.joined is not None:
+            return *self.joined.weights(hidden, self.norm), *final_norm
+        table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
+        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
         if not self.generates:
             return *own, *(() if self.head is None else self.head.weights(hidden)), *final_norm
         name = names.head
@@ -304,7 +321,7 @@ class ModelSpec:
 @lru_cache(maxsize=4)  # loading asks ten times, and experts are thousands
 def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
     return spec.outer_weights() + tuple(
-        weight.below(f"layers.{index}.", f"{spec.names.layers}.{index}.")
+        weight.below(f"layers.{index}.", spec.names.layer(index))
         for index, layer in enumerate(spec.layers)
         for weight in layer.weights(spec.hidden_size)
     )

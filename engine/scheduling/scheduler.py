@@ -111,7 +111,7 @@ class Scheduler:
             config.speculation, blocks, self.counters, config.max_num_batched_tokens, draft_keeps_up=draft_keeps_up
         )
         # Proposals are the other way to several tokens a step, and are counted by the tokens between them.
-        speculates = config.speculation.num_tokens > 0 or config.speculation.model is not None
+        speculates = config.speculation.most_proposed > 0
         self._bursts = Bursts(0.0 if speculates else config.burst_seconds, blocks)
         self.ahead = StepsAhead(
             self._requests, self._places, blocks, self._bursts, self._writer, self.counters, proposes=speculates

@@ -2,8 +2,9 @@
 
 A step of k + 1 rows costs little more than one of a single row as long as reading the weights is what takes time. So a
 stream may propose the k tokens that followed its last tokens where those stood before (`ngram`); where there is no such
-place, a draft model may propose k, within the same step (`windlass.engine.execution.drafter`). The step computes them all,
-and those that the model would have drawn itself are accepted. Nothing about the answer changes.
+place, a draft model or the model's own prediction layer may propose k, within the same step (`drafter` and `predictor` in
+`windlass.engine.execution`). The step computes them all, and those that the model would have drawn itself are accepted. Nothing
+about the answer changes.
 
 Responsible for what is proposed, within what a step may hold. How many of the proposed tokens are accepted is found where
 tokens are drawn.
@@ -30,8 +31,8 @@ _MOST_BEHIND = 64
 
 
 class Speculation:
-    """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit. draft_keeps_up: whether the draft model
-    computes what streams draw that do not ask it, as one does that carries states."""
+    """Adds proposals to planned steps. max_num_batched_tokens: the scheduler's limit. draft_keeps_up: whether the draft
+    computes what streams draw that do not ask it, as a model does that carries states, and a prediction layer."""
 
     def __init__(
         self,
@@ -55,7 +56,7 @@ class Speculation:
         So a proposal takes nothing from a prompt and preempts nobody.
         """
         config = self._config
-        if config.num_tokens == 0 and config.model is None:
+        if config.most_proposed == 0:
             return
         budget = self._max_num_batched_tokens - sum(chunk.num_tokens for chunk in step.chunks)
         drafts = None  # whether the draft model is asked in this step, once anybody would
@@ -76,7 +77,7 @@ class Speculation:
                 continue
             draft = self._look_up(seq, seq.drafting, room) if config.num_tokens else ()
             count = len(draft)
-            if not draft and config.model is not None and seq.drafting.behind <= self._most_behind:
+            if not draft and config.drafts and seq.drafting.behind <= self._most_behind:
                 if drafts is None:
                     drafts = not config.adaptive or self._payoff.allows(len(step.chunks))
                 count = min(room, self._most_drafted(seq.drafting)) if drafts else 0
@@ -107,7 +108,7 @@ class Speculation:
 
     def observe_step(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn how long a finished step took, before its proposals are booked."""
-        if self._config.model is None or not self._config.adaptive:
+        if not self._config.drafts or not self._config.adaptive:
             return
         items = output.sequences
         self._payoff.settle()

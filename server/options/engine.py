@@ -199,14 +199,19 @@ class EngineOptions:
         str,
         option("--speculative-model-quantization", panel=SPECULATION, help="Of the draft model's weights: none, int8 or int4."),
     ] = "none"  # fmt: skip
+    speculative_mtp: Annotated[
+        bool,
+        option("--speculative-mtp", panel=SPECULATION, help="Speculative decoding by the layer in the model's own files that "
+               "predicts a token further (MTP: Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later)."),
+    ] = False  # fmt: skip
     speculative_tokens: Annotated[
         int,
-        option("--speculative-tokens", panel=SPECULATION, metavar="K", help="Tokens the draft model proposes for a stream per "
-               "step, at most."),
+        option("--speculative-tokens", panel=SPECULATION, metavar="K", help="Tokens the draft model or layer proposes for a "
+               "stream per step, at most."),
     ] = 4  # fmt: skip
     speculative_adaptive: Annotated[
         bool,
-        option("--speculative-adaptive/--no-speculative-adaptive", panel=SPECULATION, help="Let the draft model propose less "
+        option("--speculative-adaptive/--no-speculative-adaptive", panel=SPECULATION, help="Let the draft propose less "
                "where less is kept, and nothing where that saves no time."),
     ] = True  # fmt: skip
     threads: Annotated[

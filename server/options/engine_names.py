@@ -33,6 +33,7 @@ _RENAMED = {
     "scheduling.speculation.max_match": "speculative_ngram_max",
     "scheduling.speculation.model": "speculative_model",
     "scheduling.speculation.quantization": "speculative_model_quantization",
+    "scheduling.speculation.mtp": "speculative_mtp",
     "scheduling.speculation.draft_tokens": "speculative_tokens",
     "scheduling.speculation.adaptive": "speculative_adaptive",
 }

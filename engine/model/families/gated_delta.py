@@ -13,6 +13,7 @@ from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
 from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
+from windlass.engine.model.families.prediction import qwen_prediction
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
@@ -67,9 +68,17 @@ def _with_states(names: DeltaNames) -> Callable[[ModelSpec, Config], ModelSpec]:
             assert isinstance(layer.mixer, AttentionSpec)
             layers.append(replace(layer, mixer=replace(layer.mixer, gated_queries=True)))
         kinds = _kinds(config, len(layers), config.get("layer_types"))
-        return with_states(replace(spec, layers=tuple(layers)), kinds, _delta(config, names))
+        spec = with_states(replace(spec, layers=tuple(layers)), kinds, _delta(config, names))
+        return replace(spec, predicting=_prediction(spec, config))
 
     return refine
+
+
+def _prediction(spec: ModelSpec, config: Config) -> ModelSpec | None:
+    """The layer that predicts a token further; None where config.json says that there is none, or one with its own embedding."""
+    if config.get("mtp_num_hidden_layers") == 0 or config.get("mtp_use_dedicated_embeddings"):
+        return None
+    return qwen_prediction(spec)
 
 
 def _delta(config: Config, names: DeltaNames) -> GatedDeltaSpec:

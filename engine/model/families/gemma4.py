@@ -117,7 +117,7 @@ def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
 
     layers = tuple(layer(index, one) for index, one in enumerate(spec.layers))
     unused = tuple(
-        f"{spec.names.layers}.{index}.self_attn.{name}."  # files have them all the same
+        f"{spec.names.layer(index)}self_attn.{name}."  # files have them all the same
         for index in range(count - shared, count)
         for name in ("k_proj", "v_proj", "k_norm", "v_norm")
     )

@@ -235,7 +235,7 @@ def _renamed(
         return  # a layer behind the last one predicts further tokens, which the model does without
     if suffix == "scale":
         what = f"{what}.{suffix}"
-    prefix, mixer = f"{spec.names.layers}.{layer}.", spec.layers[layer].mixer
+    prefix, mixer = spec.names.layer(layer), spec.layers[layer].mixer
     experts = _experts_of(spec.layers[layer])
     if experts is not None and (found := _of_experts(experts, what, tensor)) is not None:
         for new, one in found:

@@ -1,4 +1,4 @@
-"""A draft model beside the model it drafts for: how it is loaded, and what the two must have in common.
+"""What drafts beside a model, another one or its own prediction layer: how that is loaded, and what the two must have in common.
 
 Responsible for the configuration under which the draft model is read, and for refusing pairs that cannot work, with one line
 that says what to do. Imports no torch.
@@ -16,26 +16,30 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.spec import ModelSpec
 
 _OPTION = "`scheduling.speculation.model`"
+_MTP = "`scheduling.speculation.mtp`"
 _TOKENIZER = "tokenizer.json"
 
 
 def draft_config(config: EngineConfig) -> EngineConfig | None:
-    """The configuration that the draft model is loaded under; None where there is none.
+    """The configuration that the draft is loaded under, a model's or that of the prediction layer; None where nothing drafts.
 
     Device, dtypes, threads, random weights and the weight cache are those of the model; shared weights lie in memory of their
     own; it is never split over ranks. Its context and its pages follow the
     model's, so no memory is planned for them here, and nothing hangs on the bits of what it computes.
     """
     speculation = config.scheduling.speculation
-    if speculation.model is None:
+    if not speculation.drafts:
         return None
+    quantization, loading = speculation.quantization, config.loading
+    if speculation.mtp:  # a kept file of quantized weights is the model's
+        quantization, loading = config.compute.quantization, replace(loading, weight_cache=None)
     return replace(
         config,
-        model=speculation.model,
+        model=speculation.model or config.model,
         max_model_len=config.cache.block_size,
-        compute=replace(config.compute, quantization=speculation.quantization, deterministic=False, tensor_parallel=1),
+        compute=replace(config.compute, quantization=quantization, deterministic=False, tensor_parallel=1),
         cache=replace(config.cache, memory=None),
-        loading=replace(config.loading, shared_memory=config.loading.shared_memory[1:]),
+        loading=replace(loading, shared_memory=loading.shared_memory[1:]),
         scheduling=replace(config.scheduling, max_num_seqs=1, speculation=SpeculationConfig()),
         rotary=RotaryConfig(),
     )
@@ -50,6 +54,9 @@ def in_its_words(error: LoadError) -> LoadError:
 
 def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     """Raise LoadError where `draft` cannot draft for `spec`."""
+    if config.scheduling.speculation.mtp:
+        _check_prediction(config, spec)
+        return
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
             raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
@@ -81,6 +88,19 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
             raise LoadError(
                 f"{_OPTION} {theirs} has another tokenizer than the model{example}: give a model with the same tokenizer"
             )
+
+
+def _check_prediction(config: EngineConfig, spec: ModelSpec) -> None:
+    if config.compute.tensor_parallel > 1:
+        raise LoadError(
+            f"{_MTP} beside `compute.tensor_parallel`: each rank has a part of the head alone, which the layer needs whole: "
+            "leave one of them out"
+        )
+    if len(spec.kv_groups) > 1 or spec.kv_groups[0].window is not None:
+        raise LoadError(
+            f"{_MTP}: the model has layers with a sliding window ({spec.architecture}), beside which none can draft so far: "
+            "leave it out"
+        )
 
 
 def _same_file(one: Path, other: Path) -> bool:

@@ -44,7 +44,7 @@ def check_tensors(
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []
     for name, header in found.items():
-        if name in sources or (gguf is None and name.startswith(spec.unused)):
+        if name in sources or (gguf is None and spec.leaves(name)):
             continue
         if name not in expected:
             if not _is_allowed(name, spec, quantized):

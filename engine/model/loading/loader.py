@@ -72,10 +72,16 @@ class RankSeat:
     store: int
 
 
-def load_model(config: EngineConfig, progress: Progress | None = None, seat: RankSeat | None = None) -> LoadedModel:
+def load_model(
+    config: EngineConfig,
+    progress: Progress | None = None,
+    seat: RankSeat | None = None,
+    predicts_for: Decoder | None = None,
+) -> LoadedModel:
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
 
-    seat: of the rank that it is loaded for, where there are several.
+    seat: of the rank that it is loaded for, where there are several. predicts_for: the model whose prediction layer is loaded;
+    None: the model is.
     """
     if seat is not None:  # replicas share whole models, each rank loads its own part
         config = replace(config, loading=replace(config.loading, shared_memory=()))
@@ -92,6 +98,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
         multiplies_narrow=kernels.multiplies_narrow_rows(device),
         free=free,
         rank=rank,
+        predicting=predicts_for is not None,
     )
     part, stored = prepared.part, _TORCH_DTYPES[prepared.weight_dtype]
     spec, plan = (prepared.model.spec, prepared.plan) if part is None else (part.spec, part.plan)
@@ -107,7 +114,7 @@ def load_model(config: EngineConfig, progress: Progress | None = None, seat: Ran
             shared=shared,
             ranks=ranks,
         )
-        decoder = Decoder(spec, backend, plan)
+        decoder = Decoder(spec, backend, plan, predicts_for)
         if shared is not None and shared.note is not None:
             notices: tuple[str, ...] = ()
             digest = _found_digest(shared)
@@ -180,11 +187,14 @@ def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
     return replace(found, kind="mean") if spec.sees_whole_texts and not found.declared else found
 
 
-def load_draft(config: EngineConfig, progress: Progress | None = None) -> LoadedModel | None:
-    """The draft model that the configuration names, if it names one; its notices say whose they are."""
+def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
+    """What the configuration lets draft for the model, a draft model or the model's prediction layer; its notices say whose they
+    are. None where nothing does."""
     own = draft_config(config)
     if own is None:
         return None
+    if config.scheduling.speculation.mtp:
+        return replace(load_model(own, progress, predicts_for=model.decoder), notices=())
     try:
         model = load_model(own, progress)
     except LoadError as error:

@@ -29,6 +29,7 @@ from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, r
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.part import prepare_part
+from windlass.engine.model.loading.prediction_layer import prediction_layer
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.refusals import (
@@ -102,11 +103,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     if device is None:
         model, draft = describe_model(config), draft_config(config)
         if draft is not None:
-            try:
-                described = describe_model(draft)
-            except LoadError as error:
-                raise in_its_words(error) from None
-            check_pair(config, model.spec, described.spec)
+            check_pair(config, model.spec, _describe_draft(draft, predicting=config.scheduling.speculation.mtp).spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -134,16 +131,18 @@ def prepare_model(
     multiplies_narrow: bool = False,
     free: int | None,
     rank: int = 0,
+    predicting: bool = False,
 ) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
     device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits; multiplies_narrow: and do
     so natively in bfloat16. free: bytes before the weights are there, None if nobody knows. rank: of those of
-    `compute.tensor_parallel`.
+    `compute.tensor_parallel`. predicting: it is the model's prediction layer that is loaded.
     """
     check_quantization(config)
     check_share(config, device)
-    model, draft = describe_model(config), prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
+    model = describe_model(config, predicting=predicting)
+    draft = prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
     kind = device.partition(":")[0]
     beside = beside_states = 0
     if draft is not None:
@@ -186,18 +185,30 @@ def _of_part(config: EngineConfig, part: ModelPart, cached: str) -> EngineConfig
 def prepare_draft(
     config: EngineConfig, device: str, reads_narrow: bool, multiplies_narrow: bool, free: int | None
 ) -> ModelToLoad | None:
-    """As `prepare_model`, of the draft model; None where there is none."""
-    draft = draft_config(config)
+    """As `prepare_model`, of what drafts; None where nothing does."""
+    draft, mtp = draft_config(config), config.scheduling.speculation.mtp
     if draft is None:
         return None
     try:
-        return prepare_model(draft, device, reads_narrow=reads_narrow, multiplies_narrow=multiplies_narrow, free=free)
+        return prepare_model(
+            draft, device, reads_narrow=reads_narrow, multiplies_narrow=multiplies_narrow, free=free, predicting=mtp
+        )
     except LoadError as error:
-        raise in_its_words(error) from None
+        raise error if mtp else in_its_words(error) from None
 
 
-def describe_model(config: EngineConfig) -> ModelDescription:
-    """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood."""
+def _describe_draft(draft: EngineConfig, *, predicting: bool) -> ModelDescription:
+    try:
+        return describe_model(draft, predicting=predicting)
+    except LoadError as error:
+        raise error if predicting else in_its_words(error) from None
+
+
+def describe_model(config: EngineConfig, *, predicting: bool = False) -> ModelDescription:
+    """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood.
+
+    predicting: it is the model's prediction layer that is described.
+    """
     directory = Path(config.model)
     part = text_part(read_json(directory / "config.json"))
     hf_config = part.config
@@ -221,7 +232,8 @@ def describe_model(config: EngineConfig) -> ModelDescription:
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
     try:
-        spec = with_stored_stacks(with_stored_names(spec, headers), headers)
+        spec = with_stored_names(spec, headers)
+        spec = with_stored_stacks(prediction_layer(spec, headers) if predicting else spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)

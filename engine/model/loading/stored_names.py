@@ -85,13 +85,13 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
         stacks = part.names.stacks if isinstance(part, ExpertsSpec) else None
         if not isinstance(part, ExpertsSpec) or stacks is None:
             return part
-        if f"{spec.names.layers}.{index}.{part.names.experts}.0" in each_own:
+        if f"{spec.names.layer(index)}{part.names.experts}.0" in each_own:
             return cast(AnyFeedForward, replace(part, names=replace(part.names, stacks=None)))
         wide, hidden = part.intermediate_size, spec.hidden_size
         found = {
             tuple(header.shape[1:]) == shape[::-1]
             for name, shape in ((stacks.gate_up, (2 * wide, hidden)), (stacks.down, (hidden, wide)))
-            if (header := headers.get(f"{spec.names.layers}.{index}.{name}")) is not None and shape[0] != shape[1]
+            if (header := headers.get(f"{spec.names.layer(index)}{name}")) is not None and shape[0] != shape[1]
         }
         if len(found) != 1 or found == {stacks.transposed}:
             return part

@@ -170,7 +170,7 @@ class _Checkpoint:
         cuts: Mapping[str, Cut],
     ) -> None:
         sources = quantized.sources if quantized is not None else {}
-        self._leave = lambda name: name in sources or name.startswith(spec.unused)
+        self._leave = lambda name: name in sources or spec.leaves(name)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         self._gguf: GgufIndex | None = read_index(directory)
         self._files, self._cuts = checkpoint_files(directory), cuts

@@ -178,7 +178,7 @@ TOLD: dict[str, str] = {
     "quantization": "How the weights are quantized; null: they are not.",
     "architecture": "The model's architecture.",
     "num_parameters": "How many weights it has.",
-    "draft_model": "The draft model that proposes tokens for it; null: there is none.",
+    "draft_model": "The draft model that proposes tokens for it, or its own prediction layer; null: there is none.",
     "ModelDraft.num_tokens": "Tokens it proposes for a stream in a step, at most.",
     "sampling_defaults": "What holds for requests that leave these fields out.",
     "context": "What holds for contexts.",

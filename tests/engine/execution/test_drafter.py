@@ -229,7 +229,7 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     core.abort("ends")
     core.abort("late")
     same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
-    assert core.runner.drafter is not None and not core.runner.drafter._valid and len(core.runner.sequences) == 0
+    assert core.runner.drafter is not None and not core.runner.drafter.pages.known and len(core.runner.sequences) == 0
 
 
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

@@ -10,6 +10,7 @@ import pytest
 from helpers.configs import engine_config
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import loader
 
@@ -31,7 +32,11 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_refused(
         return fill(*given) if notices is None else notices
 
     config = engine_config(model, **({"speculative_model": str(model)} if of == "draft model" else {}))
-    load = loader.load_draft if of == "draft model" else loader.load_model
+    beside = loader.load_model(engine_config(model))
+
+    def load(config: EngineConfig) -> loader.LoadedModel | None:
+        return loader.load_draft(config, beside) if of == "draft model" else loader.load_model(config)
+
     load(config)
     monkeypatch.setattr(loader, "fill", swapped)
     with pytest.raises(LoadError, match="changed while it was read") as refused:

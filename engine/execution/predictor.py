@@ -1,0 +1,180 @@
+"""Lets a model's own prediction layer propose tokens: greedily, one after the other, for all streams of a step at once.
+
+The layer is given the model's hidden state of a token, joined with the token after it, and predicts the one after that. So its
+keys for a token stand in the slot of that token, under the model's block tables (`draft_pages`), and are computed once the next
+token is known. For a further token it is given what it has made itself, in place of the model's state; those keys are computed
+again when the model has accepted the tokens, from its own states.
+
+States of the model are there in the step that computes them alone. So the layer computes the tokens of prompts behind each step
+of theirs. Of streams it keeps the states of the tokens that it has not computed, a block's at most, until they are asked for.
+
+Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come. The key of a
+block's last token depends on the token behind the block, which may be another one for a later prompt that begins like this.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from windlass.engine.api.config import MAX_DRAFT_TOKENS
+from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.execution.draft_pages import DraftModel, DraftPages, chunk_of
+from windlass.engine.execution.replay import DecodeReplay
+from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+from windlass.kernels import sent
+
+
+@dataclass(frozen=True, slots=True)
+class _WaitingStates:
+    """The model's hidden states [N, hidden] of tokens first .. first + N - 1, whose keys the layer has not computed."""
+
+    first: int
+    states: Tensor
+
+    def up_to(self, end: int) -> _WaitingStates:
+        """Those of tokens in front of `end`: what comes behind was proposed, and not accepted."""
+        return replace(self, states=self.states[: max(0, end - self.first)])
+
+    def behind(self, first: int) -> _WaitingStates:
+        """Those of tokens from `first` on."""
+        dropped = max(0, first - self.first)
+        return _WaitingStates(self.first + dropped, self.states[dropped:])
+
+
+class Predictor:
+    """sequences: those of the model, which their owner keeps up to date.
+
+    graphs: none, as the host gives it its states. positions_computed: tokens that passed through the layer.
+    """
+
+    graphs = None
+
+    def __init__(self, model: DraftModel, sequences: LiveSequences, block_size: int) -> None:
+        decoder = model.decoder
+        self._decoder, self._cache = decoder, model.cache
+        self._sequences, self._block_size = sequences, block_size
+        self._batches = BatchBuilder(
+            sequences,
+            model.tables,
+            num_groups=1,
+            block_size=block_size,
+            windows=decoder.spec.attention_windows,
+            anchored=decoder.spec.scores_by_absolute_position,
+            backend=decoder.backend,
+        )
+        self._replay = DecodeReplay(decoder, model.cache)
+        self.pages = DraftPages[_WaitingStates](model, sequences, block_size)
+        self._caught_up: frozenset[int] = frozenset()  # sequences that lacked no keys when the step began
+        self.positions_computed = 0
+
+    def propose(self, plan: SchedulerOutput) -> SchedulerOutput:
+        """The plan with the proposals in it that it asks for; with none for a stream whose states are not known."""
+        drafting, behind = [], []
+        for item in plan.sequences:
+            waiting = self._waiting_of(item)
+            if waiting is None:
+                continue
+            if item.num_drafted:
+                drafting.append((item, waiting))
+            elif len(waiting.states) >= self._block_size:
+                behind.append((item, waiting))
+        if behind:
+            self._run_waiting(behind)
+        drafts = self._draft(drafting) if drafting else {}
+        for item, waiting in (*behind, *drafting):
+            self.pages.fill_originals(item, waiting.first)
+        self._caught_up = frozenset(item.seq_id for item, _ in (*behind, *drafting))
+        if not any(item.num_drafted for item in plan.sequences):
+            return plan
+        filled = [_filled(item, drafts.get(item.seq_id, [])) if item.num_drafted else item for item in plan.sequences]
+        return replace(plan, sequences=tuple(filled))
+
+    def observe(self, plan: SchedulerOutput, hidden: Tensor) -> None:
+        """Take in what the model made of a plan's tokens. hidden: [T, hidden], normed, which the next step may overwrite."""
+        prompts, end = [], 0
+        for item in plan.sequences:
+            begin, end = end, end + item.num_tokens
+            if item.seq_id in self._sequences.pooled:
+                continue
+            waiting = self._with(item, hidden[begin:end])
+            # Behind the last known token there is none yet that its state could be joined with.
+            ready = min(item.start + item.num_tokens, len(self._sequences.by_id[item.seq_id].token_ids) - 1)
+            if item.num_tokens > 1 + len(item.draft) and ready > waiting.first:
+                prompts.append((item, waiting.up_to(ready)))
+                waiting = waiting.behind(ready)
+            waiting = replace(waiting, states=waiting.states.clone())
+            for seq_id in (item.seq_id, *item.samples):
+                self.pages.known[seq_id] = waiting
+        if prompts:
+            self._run_waiting(prompts)
+
+    def _waiting_of(self, item: ScheduledSequence) -> _WaitingStates | None:
+        """The states of the tokens in front of the item's whose keys are missing; None where they are not all known."""
+        waiting = self.pages.known.get(item.seq_id)
+        if waiting is None:
+            return None
+        found = waiting.up_to(item.start).behind(self.pages.first_of_run(item.seq_id))
+        return found if len(found.states) and found.first + len(found.states) == item.start else None
+
+    def _with(self, item: ScheduledSequence, states: Tensor) -> _WaitingStates:
+        """What is missing behind the step, with its states [N, hidden]."""
+        waiting = None if item.seq_id in self._caught_up else self._waiting_of(item)
+        if waiting is None:
+            return _WaitingStates(item.start, states)
+        return replace(waiting, states=torch.cat((waiting.states, states)))
+
+    def _draft(self, items: list[tuple[ScheduledSequence, _WaitingStates]]) -> dict[int, list[int]]:
+        """As many proposals for each sequence as its item asks for, by its id."""
+        drafts: dict[int, list[int]] = {item.seq_id: [] for item, _ in items}
+        hidden, logits = self._run_waiting(items)
+        last = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
+        wanted, step = [item for item, _ in items], 0
+        while wanted:
+            rows = sent(last, hidden.device)
+            hidden = hidden[rows]
+            logits = self._decoder.logits(hidden) if logits is None else logits[rows]
+            for item, token in zip(wanted, logits.argmax(dim=1).tolist(), strict=True):
+                drafts[item.seq_id].append(token)
+            step += 1
+            going_on = [i for i, item in enumerate(wanted) if item.num_drafted > step]
+            wanted, last = [wanted[i] for i in going_on], torch.arange(len(going_on))
+            if wanted:
+                chunks = [
+                    chunk_of(item, item.start + step - 1, item.start + step, (drafts[item.seq_id][-1],))
+                    for item in wanted
+                ]
+                states = hidden[sent(torch.tensor(going_on), hidden.device)]
+                hidden, logits = self._run(self._batches.build(chunks), states)
+        return drafts
+
+    def _run_waiting(self, items: list[tuple[ScheduledSequence, _WaitingStates]]) -> tuple[Tensor, Tensor | None]:
+        """Run the tokens that wait, each with the one behind it: see `_run`."""
+        chunks, token_ids = [], list[int]()
+        for item, waiting in items:
+            known, first = self._sequences.by_id[item.seq_id].token_ids, waiting.first
+            end = first + len(waiting.states)
+            # Few tokens count as proposed ones, which go as rows of their own, as a step that can be repeated.
+            few = end - first <= 1 + MAX_DRAFT_TOKENS
+            chunks.append(chunk_of(item, first, end, tuple(known[first + 1 : end]) if few else ()))
+            token_ids += known[first + 1 : end + 1]
+        batch = self._batches.build(chunks)
+        batch.input_ids.copy_(torch.tensor(token_ids))
+        return self._run(batch, torch.cat([waiting.states for _, waiting in items]))
+
+    def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor | None]:
+        """Hidden states [T, hidden] of every row, and logits of every row where they are known already. states: [T, hidden], what
+        the rows' tokens are joined with."""
+        batch = replace(batch, hidden=states)
+        self.positions_computed += batch.input_ids.shape[0]
+        made = self._replay.run(batch, maxima=False)
+        return (self._decoder.forward(batch, self._cache), None) if made is None else (made.hidden, made.logits)
+
+
+def _filled(item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
+    """The item with what is proposed in place of a number of tokens to propose."""
+    return item._replace(num_tokens=item.num_tokens - item.num_drafted + len(draft), draft=tuple(draft), num_drafted=0)

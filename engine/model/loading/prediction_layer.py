@@ -1,0 +1,29 @@
+"""The layer in a model's files that predicts a token further: whether it is there, and can be used. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.spec import ModelSpec
+
+_OPTION = "`scheduling.speculation.mtp`"
+
+
+def prediction_layer(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+    """The specification of a model's prediction layer. tensors: names of all that the files hold, none where no file is read.
+
+    Raises LoadError where there is none.
+    """
+    layer = spec.predicting
+    if layer is None:
+        raise LoadError(
+            f"{_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "
+            "leave it out"
+        )
+    if tensors and not any(name.startswith(layer.own) for name in tensors):
+        raise LoadError(
+            f"{_OPTION}: the files hold no layer that predicts further tokens (no tensor's name begins with {layer.own[0]!r}): "
+            "leave it out, or take the files of the model's own publisher"
+        )
+    return layer

@@ -1,0 +1,216 @@
+"""A model's own prediction layer: what it proposes is what transformers makes of it, and no answer changes."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from helpers.engines import greedy, make_core, run, specs_of
+from helpers.every_request import prompt, run_checked, same, traffic
+from helpers.prediction_layers import PredictionOracle, make_predicting
+from helpers.rewritten_weights import rewritten
+from helpers.tiny_models import make_model
+from safetensors.torch import load_file
+
+from windlass.engine.api.context import ContextRule
+from windlass.engine.api.request import EngineRequest
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.predictor import Predictor
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import SchedulerOutput
+
+FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+
+
+@pytest.fixture(scope="module")
+def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+    made: dict[str, Path] = {}
+
+    def get(family: str) -> Path:
+        if family not in made:
+            made[family] = make_predicting(family, tmp_path_factory.mktemp(family), seed=1)
+        return made[family]
+
+    return get
+
+
+def predicting(directory: Path, **options: Any) -> EngineCore:
+    return make_core(directory, **{"speculative_mtp": True, "speculative_adaptive": False, **options})
+
+
+def predictor_of(core: EngineCore) -> Predictor:
+    assert isinstance(core.runner.drafter, Predictor)
+    return core.runner.drafter
+
+
+class Proposed:
+    """What an engine proposes from now on, and behind which tokens. States of a step are spoiled at its end, as the next one may
+    overwrite them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.found: list[tuple[list[int], tuple[int, ...]]] = []
+        self._predictor = predictor_of(core)
+        self._propose, self._observe = self._predictor.propose, self._predictor.observe
+        self._predictor.propose = self._record  # type: ignore[method-assign]
+        self._predictor.observe = self._spoil  # type: ignore[method-assign]
+
+    def _spoil(self, plan: SchedulerOutput, hidden: torch.Tensor) -> None:
+        self._observe(plan, hidden)
+        hidden.fill_(torch.nan)
+
+    def _record(self, plan: SchedulerOutput) -> SchedulerOutput:
+        filled = self._propose(plan)
+        for asked, item in zip(plan.sequences, filled.sequences, strict=True):
+            if asked.num_drafted:
+                assert len(item.draft) == asked.num_drafted
+                known = self._predictor._sequences.by_id[item.seq_id].token_ids
+                assert len(known) == item.start + 1
+                self.found.append((list(known), item.draft))
+        return filled
+
+    def check(self, oracle: PredictionOracle, least: int) -> None:
+        """Each is what the oracle predicts from the whole text."""
+        assert len(self.found) >= least
+        for known, draft in self.found:
+            assert tuple(int(one.argmax()) for one in oracle.proposals(known, len(draft))) == draft
+
+
+@pytest.mark.parametrize("others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "beside"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_proposals_are_those_of_transformers(
+    family: str, others: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    """Prompts in pieces, several streams, samples of one prompt, tokens that were accepted and tokens that were not; alone, and
+    where streams propose from their own text in some steps."""
+    directory = directory_of(family)
+    core = predicting(directory, speculative_tokens=3, max_num_batched_tokens=32, **others)
+    proposed = Proposed(core)
+    sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
+    sent.append(greedy("c", prompt(3, 23), 24, n=2, temperature=0.7, seed=3))
+    run(core, sent)
+    stats = core.stats()
+    assert (stats.spec_decode_num_draft_tokens > stats.spec_decode_model_num_draft_tokens + 5) is bool(others)
+    accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
+    assert 5 < accepted < drafted - 5
+    proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
+
+
+def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
+    """All keys of a text that goes on as it did before are those that were computed first."""
+    directory = directory_of("qwen3_next")
+    core = predicting(directory)
+    (first,) = run(core, [greedy("a", prompt(2, 40), 60)]).values()
+    computed = predictor_of(core).positions_computed
+    proposed, turn = Proposed(core), [*prompt(2, 40), *first.token_ids, 9, 8, 7]
+    (second,) = run(core, [greedy("b", turn, 20)]).values()
+    assert second.outputs[-1].cached_tokens == 96
+    assert predictor_of(core).positions_computed - computed < 60
+    proposed.check(PredictionOracle("qwen3_next", directory, specs_of(core, greedy("b", turn))), 4)
+
+
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3_5", {}),
+        ("qwen3_5_moe", {"speculative_adaptive": True, "max_num_batched_tokens": 24}),
+        ("qwen3_next", {"speculative_ngram": 3, "speculative_ngram_min": 1, "deterministic": True}),
+        ("qwen3_5", {"prefix_caching": False, "max_num_seqs": 3, "speculative_tokens": 16}),
+        ("qwen3_5", {"deterministic": True, "quantization": "int8", "kv_cache_dtype": "int8"}),
+        ("qwen3_5_moe", {"deterministic": True, "dtype": "bfloat16"}),
+    ],
+)
+def test_answers_are_those_without_the_layer(
+    family: str, options: dict[str, Any], directory_of: Callable[[str], Path]
+) -> None:
+    own = {name: value for name, value in options.items() if not name.startswith("speculative")}
+    want = run(make_core(directory_of(family), max_model_len=192, **own), traffic())
+    core = predicting(directory_of(family), max_model_len=192, **options)
+    same(run_checked(core, traffic()), want, 0.0 if options.get("deterministic") else 1e-5)
+    stats = core.stats()
+    assert stats.spec_decode_model_num_accepted_tokens > 20
+    assert not predictor_of(core).pages.known
+
+
+@pytest.mark.parametrize("room", ["little", "enough"])
+def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
+    """With pages that hold no numbers until they are written to: what is met has been computed."""
+
+    def sent() -> list[EngineRequest]:
+        shift = ContextRule(overflow="shift", keep_tokens=16)
+        yarn = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4.0})
+        dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
+        rules: list[dict[str, Any]] = [
+            {"context": shift, "max_tokens": 150},
+            {"rope_scaling": yarn},
+            {"rope_scaling": dynamic, "rope_update": "rotate", "max_tokens": 70},
+            {"rope_scaling": dynamic, "rope_update": "recompute", "max_tokens": 70},
+            {"context": shift, "max_tokens": 150, "temperature": 0.6, "seed": 4},
+            {},
+        ]
+        return [
+            greedy(f"{i}", prompt(i, 20), **{"max_tokens": 70, "priority": -i, **rule}) for i, rule in enumerate(rules)
+        ]
+
+    directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, max_position_embeddings=64)
+    options: dict[str, Any] = {"deterministic": True, "max_model_len": 96, "max_total_tokens": 400, "max_num_seqs": 6}
+    want = run(make_core(directory, **options), sent())
+    if room == "little":
+        probe = predicting(directory, **options).info
+        options["kv_cache_memory"] = 16 * probe.kv_bytes_per_token * 20 + 24 * probe.state_bytes
+    core = predicting(directory, **options)
+    predictor = predictor_of(core)
+    pages = predictor._cache.pages(0)
+    pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
+    compute = predictor._run
+
+    def watched(*given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, logits = compute(*given)
+        assert bool(hidden.isfinite().all())
+        return hidden, logits
+
+    predictor._run = watched  # type: ignore[method-assign]
+    same(run_checked(core, sent()), want, 0.0)
+    stats = core.stats()
+    assert (stats.num_preemptions > 0) is (room == "little")
+    assert stats.context_shifts > 5 and stats.key_moves > 0
+    assert stats.spec_decode_model_num_accepted_tokens > 100
+
+
+def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+    for family in ("llama", "gemma3"):
+        with pytest.raises(LoadError, match=r"speculation\.mtp`: this model .* has no layer that predicts further"):
+            predicting(make_model(family, tmp_path / family))
+    with pytest.raises(
+        LoadError, match=r"speculation\.mtp`: the files hold no layer .* begins with 'mtp\.layers\.0\.'"
+    ):
+        predicting(make_model("qwen3_5", tmp_path / "without"))
+    directory = directory_of("qwen3_5")
+    weights = load_file(directory / "model.safetensors")
+    del weights["mtp.fc.weight"]
+    with pytest.raises(LoadError, match=r"tensor 'mtp\.fc\.weight' is missing"):
+        predicting(rewritten(directory, tmp_path / "incomplete", weights))
+    with pytest.raises(LoadError, match=r"leave one of them out"):
+        predicting(directory, tensor_parallel=2)
+    with pytest.raises(LoadError, match=r"in place of the draft model .* leave one of them out"):
+        predicting(directory, speculative_model=str(directory))
+    other = shutil.copytree(directory, tmp_path / "own")
+    config = (other / "config.json").read_text()
+    (other / "config.json").write_text(config.replace("{", '{"mtp_use_dedicated_embeddings": true, ', 1))
+    with pytest.raises(LoadError, match=r"has no layer that predicts further tokens, or none that can be used"):
+        predicting(other)
+
+
+def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]) -> None:
+    core = predicting(directory_of("qwen3_5"), quantization="int8", speculative_tokens=2)
+    layer, model = predictor_of(core)._decoder, core.runner.decoder
+    assert layer.embedding is model.embedding and layer.head is model.head
+    assert not {"embedding", "head"} & set(layer.weights())
+    assert layer.weights()["joined"].shape == (64, 128)
+    draft = core.info.draft_model
+    assert draft is not None and (draft.num_tokens, draft.path) == (2, "")
+    assert draft.architecture == "prediction layer of Qwen3_5ForCausalLM"
