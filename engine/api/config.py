@@ -119,9 +119,11 @@ class SpeculationConfig:
 
     num_tokens: what a running stream may propose per step from its own text, at most; 0: none. min_match, max_match: how
     many of its last tokens must, and how many may, agree with an earlier place.
-    model: directory of the draft model, None for none. quantization: of its weights. mtp: the layer in the model's own files that
-    predicts a token further (multi-token prediction) proposes. draft_tokens: what either proposes for a stream per step, at
-    most. adaptive: it proposes less where less is accepted, and nothing where that saves no time.
+    model: directory of the draft model, None for none. mtp: the layer in the model's own files that predicts a token further
+    (multi-token prediction) proposes. quantization: of the draft model's weights, or of the layer's and of a copy of the head
+    that it has then; "none": the layer has the model's head, and is quantized as the model is. draft_tokens: what either
+    proposes for a stream per step, at most. adaptive: it proposes less where less is accepted, and nothing where that saves no
+    time.
     """
 
     num_tokens: int = 0
@@ -147,10 +149,10 @@ class SpeculationConfig:
             raise LoadError(
                 f"`scheduling.speculation.draft_tokens` must lie between 1 and {MAX_DRAFT_TOKENS}, got {self.draft_tokens}"
             )
-        if self.model is None and self.quantization != "none":
+        if not self.drafts and self.quantization != "none":
             raise LoadError(
                 f"`scheduling.speculation.quantization={self.quantization}` is that of a draft model: name one with "
-                "`scheduling.speculation.model`, or leave it out"
+                "`scheduling.speculation.model`, ask for `scheduling.speculation.mtp`, or leave it out"
             )
 
         if self.model is not None and self.mtp:

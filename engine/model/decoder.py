@@ -99,7 +99,8 @@ class Decoder:
             self.head = weights["head"] if "head" in weights else self._rows_of_head(self.embedding)
             self._head_bias = weights.get("head_bias")
         else:
-            self.embedding, self.head, self._head_bias = predicts_for.ends
+            self.embedding, head, self._head_bias = predicts_for.ends
+            self.head = weights.get("head", head)
             self._joined = JoinedInput(spec.norm, weights, spec.hidden_size, spec.norm_eps, backend)
         self._classes = None if spec.head is None else ClassificationHead(spec.head, weights, spec.norm_eps, backend)
         self._final_norm = none if spec.names.final_norm is None else self._norm(weights, "final_norm")

@@ -144,7 +144,8 @@ class ModelSpec:
     state_group: of the layers that carry a state from token to token; None where none does.
     factored: weights hold factors that nobody tells: what an adapter adds to them would lack these.
     predicting: the layer in the same files that predicts a token further; None where there is none, or none that can be used.
-    joined: of such a layer, what it is given; its embedding and head are those of the model it belongs to.
+    joined: of such a layer, what it is given; its embedding is the model's, and so is its head.
+    own_head: of such a layer, the name of the head's tensor, where it has a copy; None: it has none.
     own: beginnings of names of the tensors that are this model's, where the files hold another's too; empty: all but the unused.
     """
 
@@ -181,6 +182,7 @@ class ModelSpec:
     factored: bool = False
     predicting: ModelSpec | None = None
     joined: JoinedInputSpec | None = None
+    own_head: str | None = None
     own: tuple[str, ...] = ()
 
     def leaves(self, name: str) -> bool:
@@ -284,7 +286,7 @@ class ModelSpec:
         hidden, vocab, names = self.hidden_size, self.vocab_size, self.names
         final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
         if self.joined is not None:
-            return *self.joined.weights(hidden, self.norm), *final_norm
+            return *self._copied_head(), *self.joined.weights(hidden, self.norm), *final_norm
         table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
         own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
         if not self.generates:
@@ -299,6 +301,13 @@ class ModelSpec:
             "head", "head", (rows, hidden), (StoredTensor(f"{name}.weight", rows, unit_rows=self.unit_head),)
         )
         return own[0], head, *more
+
+    def _copied_head(self) -> tuple[WeightSpec, ...]:
+        """That of a prediction layer, a matrix like any other, as nothing but proposals hangs on its digits."""
+        if self.own_head is None:
+            return ()
+        stored = StoredTensor(self.own_head, self.vocab_size, unit_rows=self.unit_head)
+        return (WeightSpec("head", "matrix", (self.vocab_size, self.hidden_size), (stored,)),)
 
     def _beside_the_embedding(self) -> tuple[WeightSpec, ...]:
         """What is added to it, and its norm."""

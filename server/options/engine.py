@@ -197,7 +197,8 @@ class EngineOptions:
     ] = None  # fmt: skip
     speculative_model_quantization: Annotated[
         str,
-        option("--speculative-model-quantization", panel=SPECULATION, help="Of the draft model's weights: none, int8 or int4."),
+        option("--speculative-model-quantization", panel=SPECULATION, help="Of the draft model's weights, or of the MTP "
+               "layer's with a copy of the head: none, int8 or int4."),
     ] = "none"  # fmt: skip
     speculative_mtp: Annotated[
         bool,

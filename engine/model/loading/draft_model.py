@@ -32,7 +32,8 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
         return None
     quantization, loading = speculation.quantization, config.loading
     if speculation.mtp:  # a kept file of quantized weights is the model's
-        quantization, loading = config.compute.quantization, replace(loading, weight_cache=None)
+        loading = replace(loading, weight_cache=None)
+        quantization = config.compute.quantization if quantization == "none" else quantization
     return replace(
         config,
         model=speculation.model or config.model,
@@ -45,11 +46,12 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     )
 
 
-def in_its_words(error: LoadError) -> LoadError:
-    """An error met while the draft model was read, saying so and naming the fields that are its own."""
-    return LoadError(
-        f"the draft model: {error}".replace("`compute.quantization", "`scheduling.speculation.quantization")
-    )
+def in_its_words(error: LoadError, speculation: SpeculationConfig) -> LoadError:
+    """An error met while what drafts was read, naming the fields that are its own; of a draft model it says so."""
+    told = str(error) if speculation.mtp else f"the draft model: {error}"
+    if speculation.mtp and speculation.quantization == "none":
+        return LoadError(told)
+    return LoadError(told.replace("`compute.quantization", "`scheduling.speculation.quantization"))
 
 
 def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:

@@ -18,6 +18,7 @@ from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.chosen_device import choose_device, free_memory, is_out_of_memory
 from windlass.engine.model.loading.draft_model import draft_config, in_its_words
 from windlass.engine.model.loading.pooling_files import read_pooling
+from windlass.engine.model.loading.prediction_layer import Predicting, predicting
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
@@ -77,11 +78,12 @@ def load_model(
     progress: Progress | None = None,
     seat: RankSeat | None = None,
     predicts_for: Decoder | None = None,
+    what: Predicting | None = None,
 ) -> LoadedModel:
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
 
-    seat: of the rank that it is loaded for, where there are several. predicts_for: the model whose prediction layer is loaded;
-    None: the model is.
+    seat: of the rank that it is loaded for, where there are several. predicts_for, what: the model whose prediction layer is
+    loaded, and what of it; None: the model is.
     """
     if seat is not None:  # replicas share whole models, each rank loads its own part
         config = replace(config, loading=replace(config.loading, shared_memory=()))
@@ -98,7 +100,7 @@ def load_model(
         multiplies_narrow=kernels.multiplies_narrow_rows(device),
         free=free,
         rank=rank,
-        predicting=predicts_for is not None,
+        what=what,
     )
     part, stored = prepared.part, _TORCH_DTYPES[prepared.weight_dtype]
     spec, plan = (prepared.model.spec, prepared.plan) if part is None else (part.spec, part.plan)
@@ -190,16 +192,17 @@ def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
 def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
     """What the configuration lets draft for the model, a draft model or the model's prediction layer; its notices say whose they
     are. None where nothing does."""
-    own = draft_config(config)
+    own, speculation = draft_config(config), config.scheduling.speculation
     if own is None:
         return None
-    if config.scheduling.speculation.mtp:
-        return replace(load_model(own, progress, predicts_for=model.decoder), notices=())
     try:
-        model = load_model(own, progress)
+        what = predicting(speculation)
+        draft = load_model(own, progress, predicts_for=None if what is None else model.decoder, what=what)
     except LoadError as error:
-        raise in_its_words(error) from None
-    return replace(model, notices=tuple(f"the draft model: {notice}" for notice in model.notices))
+        raise in_its_words(error, speculation) from None
+    if speculation.mtp:  # what there is to say of its files was said of the model
+        return replace(draft, notices=())
+    return replace(draft, notices=tuple(f"the draft model: {notice}" for notice in draft.notices))
 
 
 def fill(

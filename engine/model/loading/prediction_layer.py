@@ -3,14 +3,28 @@
 from __future__ import annotations
 
 from collections.abc import Collection
+from dataclasses import replace
+from typing import Literal, TypeAlias
 
+from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.errors import LoadError
 from windlass.engine.model.spec import ModelSpec
+
+# What of a model predicts further tokens: its layer, or that with a copy of the head.
+Predicting: TypeAlias = Literal["layer", "layer and head"]
 
 _OPTION = "`scheduling.speculation.mtp`"
 
 
-def prediction_layer(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+def predicting(speculation: SpeculationConfig) -> Predicting | None:
+    """None where the model's layer does not draft. It has a copy of the head where its weights are quantized on their own, since
+    reading the head is most of what a proposal takes."""
+    if not speculation.mtp:
+        return None
+    return "layer" if speculation.quantization == "none" else "layer and head"
+
+
+def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting) -> ModelSpec:
     """The specification of a model's prediction layer. tensors: names of all that the files hold, none where no file is read.
 
     Raises LoadError where there is none.
@@ -26,4 +40,7 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
             f"{_OPTION}: the files hold no layer that predicts further tokens (no tensor's name begins with {layer.own[0]!r}): "
             "leave it out, or take the files of the model's own publisher"
         )
-    return layer
+    if what == "layer":
+        return layer
+    head = f"{spec.names.embedding if spec.tied_embeddings else spec.names.head}.weight"
+    return replace(layer, own_head=head, own=(*layer.own, head))

@@ -29,7 +29,7 @@ from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, r
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.part import prepare_part
-from windlass.engine.model.loading.prediction_layer import prediction_layer
+from windlass.engine.model.loading.prediction_layer import Predicting, predicting, prediction_layer
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.refusals import (
@@ -103,7 +103,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     if device is None:
         model, draft = describe_model(config), draft_config(config)
         if draft is not None:
-            check_pair(config, model.spec, _describe_draft(draft, predicting=config.scheduling.speculation.mtp).spec)
+            check_pair(config, model.spec, _describe_draft(config, draft).spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -131,17 +131,17 @@ def prepare_model(
     multiplies_narrow: bool = False,
     free: int | None,
     rank: int = 0,
-    predicting: bool = False,
+    what: Predicting | None = None,
 ) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
     device: "cpu", "cuda:1", … reads_narrow: whether the kernels multiply by weights of 16 bits; multiplies_narrow: and do
     so natively in bfloat16. free: bytes before the weights are there, None if nobody knows. rank: of those of
-    `compute.tensor_parallel`. predicting: it is the model's prediction layer that is loaded.
+    `compute.tensor_parallel`. what: of the model, where it is not the model.
     """
     check_quantization(config)
     check_share(config, device)
-    model = describe_model(config, predicting=predicting)
+    model = describe_model(config, what=what)
     draft = prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
     kind = device.partition(":")[0]
     beside = beside_states = 0
@@ -186,28 +186,34 @@ def prepare_draft(
     config: EngineConfig, device: str, reads_narrow: bool, multiplies_narrow: bool, free: int | None
 ) -> ModelToLoad | None:
     """As `prepare_model`, of what drafts; None where nothing does."""
-    draft, mtp = draft_config(config), config.scheduling.speculation.mtp
+    draft, speculation = draft_config(config), config.scheduling.speculation
     if draft is None:
         return None
     try:
         return prepare_model(
-            draft, device, reads_narrow=reads_narrow, multiplies_narrow=multiplies_narrow, free=free, predicting=mtp
+            draft,
+            device,
+            reads_narrow=reads_narrow,
+            multiplies_narrow=multiplies_narrow,
+            free=free,
+            what=predicting(speculation),
         )
     except LoadError as error:
-        raise error if mtp else in_its_words(error) from None
+        raise in_its_words(error, speculation) from None
 
 
-def _describe_draft(draft: EngineConfig, *, predicting: bool) -> ModelDescription:
+def _describe_draft(config: EngineConfig, draft: EngineConfig) -> ModelDescription:
+    speculation = config.scheduling.speculation
     try:
-        return describe_model(draft, predicting=predicting)
+        return describe_model(draft, what=predicting(speculation))
     except LoadError as error:
-        raise error if predicting else in_its_words(error) from None
+        raise in_its_words(error, speculation) from None
 
 
-def describe_model(config: EngineConfig, *, predicting: bool = False) -> ModelDescription:
+def describe_model(config: EngineConfig, *, what: Predicting | None = None) -> ModelDescription:
     """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood.
 
-    predicting: it is the model's prediction layer that is described.
+    what: of the model, where it is not the model.
     """
     directory = Path(config.model)
     part = text_part(read_json(directory / "config.json"))
@@ -233,7 +239,7 @@ def describe_model(config: EngineConfig, *, predicting: bool = False) -> ModelDe
         raise LoadError(f"{directory}: {fault}")
     try:
         spec = with_stored_names(spec, headers)
-        spec = with_stored_stacks(prediction_layer(spec, headers) if predicting else spec, headers)
+        spec = with_stored_stacks(spec if what is None else prediction_layer(spec, headers, what), headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)

@@ -23,6 +23,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.execution.predictor import Predictor
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.kernels import BlockWeight
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
@@ -214,3 +215,21 @@ def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]
     draft = core.info.draft_model
     assert draft is not None and (draft.num_tokens, draft.path) == (2, "")
     assert draft.architecture == "prediction layer of Qwen3_5ForCausalLM"
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
+    """It is often right, where it is not nothing changes, and the model keeps its own."""
+    directory = make_predicting("qwen3_5_moe", tmp_path, seed=1, tie_word_embeddings=tied, hidden_size=128)
+    sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
+    want = run(make_core(directory, deterministic=True), sent)
+    found = []
+    for quantization in ("none", "int8", "int4"):
+        core = predicting(directory, deterministic=True, speculative_model_quantization=quantization)
+        same(run(core, sent), want, 0.0)
+        layer, model = predictor_of(core)._decoder, core.runner.decoder
+        assert (layer.head is model.head) is (quantization == "none") and isinstance(model.head, torch.Tensor)
+        if quantization != "none":
+            assert isinstance(layer.head, BlockWeight) and layer.head.shape == (128, 128)
+        found.append(core.stats().spec_decode_model_num_accepted_tokens)
+    assert min(found) > 0.7 * found[0] > 10
