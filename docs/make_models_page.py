@@ -111,7 +111,8 @@ their scaling is set per server and per request. Those of Granite 4 H do not rot
 * **Proposed tokens** (`--speculative-ngram`, `--speculative-model`) are checked as [elsewhere](serving.md#speculative-decoding).
   While they are, a stream has a state more for each of them, so that it can go on behind the last one that is accepted. With
   these options there is room for as many, within the half of the cache that states have at most. Where fewer are free, fewer
-  tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's.
+  tokens are proposed. A draft model may carry states too where the model does. Each state then lies beside the model's. A
+  model's own [prediction layer](serving.md#the-models-own-prediction-layer) carries none.
 * **Refused:** `cache_reuse`, as a state belongs to all that was read before, and `--tensor-parallel`.
 * **A step that finds no memory** fails its newest request, as elsewhere. The others of that step begin again from what is cached.
 * **On a GPU** their decode steps are captured as [those of other models](gpu.md#decode-steps), but each draws one token.

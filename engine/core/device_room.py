@@ -29,9 +29,14 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
     there is no memory for that, or none is left."""
     decoder, scheduling = model.decoder, config.scheduling
     weights, tokens = gib(decoder.weight_bytes()), scheduling.max_num_batched_tokens
+    whole, step = [model], 0
+    if draft is not None and draft.spec.joined is None:
+        whole.append(draft)
+    elif draft is not None:  # behind the model's step: one of its layers, and three rows of states for each token
+        step = 3 * tokens * draft.spec.hidden_size * draft.decoder.dtype.itemsize
     lower = "`scheduling.max_num_batched_tokens` or `scheduling.max_num_seqs`"
     try:
-        step = max(
+        step += max(
             bytes_of_largest_step(
                 one.decoder,
                 memory,
@@ -41,21 +46,19 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
                 max_seqs=scheduling.max_num_seqs,
                 length=config.max_model_len or model.spec.trained_len,
             )
-            for one in (model, draft)  # which compute one after the other
-            if one is not None
+            for one in whole  # which compute one after the other
         )
         if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
             most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
-            for one in (model, draft):
-                if one is not None:
-                    step += bytes_of_graphs(
-                        one.decoder,
-                        memory,
-                        cache_dtype=one.cache_dtype,
-                        block_size=config.cache.block_size,
-                        most_rows=most_rows,
-                        most_blocks=most_blocks,
-                    )
+            for one in whole:
+                step += bytes_of_graphs(
+                    one.decoder,
+                    memory,
+                    cache_dtype=one.cache_dtype,
+                    block_size=config.cache.block_size,
+                    most_rows=most_rows,
+                    most_blocks=most_blocks,
+                )
     except Exception as error:
         if not is_out_of_memory(error):
             raise

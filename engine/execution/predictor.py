@@ -163,7 +163,7 @@ class Predictor:
             chunks.append(chunk_of(item, first, end, tuple(known[first + 1 : end]) if few else ()))
             token_ids += known[first + 1 : end + 1]
         batch = self._batches.build(chunks)
-        batch.input_ids.copy_(torch.tensor(token_ids))
+        batch.input_ids.copy_(sent(torch.tensor(token_ids), batch.input_ids.device))
         return self._run(batch, torch.cat([waiting.states for _, waiting in items]))
 
     def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor | None]:

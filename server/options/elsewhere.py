@@ -19,7 +19,7 @@ _OURS = {  # theirs, separated by spaces: ours
     "--hf-overrides": "--rope-scaling, the object of rope_parameters alone",
     "--allowed-origins --cors-origins": "--cors-origin",
     "--lora-modules": "--lora",
-    "--speculative-config": "--speculative-model or --speculative-ngram",
+    "--speculative-config": "--speculative-model, --speculative-mtp or --speculative-ngram",
     "--enable-log-requests": "--access-log, which writes no prompts",
     "--disable-log-stats": "--stats-interval 0",
     "--otlp-traces-endpoint": "--otel-endpoint",
@@ -51,7 +51,8 @@ _OURS = {  # theirs, separated by spaces: ours
     "-lv -v": "--log-level",
     "--log-jsonl": "--log-format json",
     "-md --model-draft": "--speculative-model",
-    "--draft-max": "--speculative-tokens",
+    "--draft-max --spec-draft-n-max": "--speculative-tokens",
+    "--spec-type": "--speculative-mtp (draft-mtp), --speculative-model or --speculative-ngram",
     "--lookup-cache-static --lookup-cache-dynamic": "--speculative-ngram",
 }
 _FIELDS = {  # theirs: the field of a request

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import pytest
 from helpers.engines import greedy, make_core, run
 from helpers.live_server import live_server
+from helpers.prediction_layers import make_predicting
 from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import ScriptedEngine
 
@@ -131,3 +133,20 @@ def test_a_draft_model_over_http() -> None:
             for name in ("draft_tokens", "accepted_tokens")
         )
         assert proposed == accepted > TOKENS / 2
+
+
+@pytest.mark.slow
+def test_a_models_own_layer_over_http(tmp_path: Path) -> None:
+    """With the bundled tokenizer, so that the random model reads and writes text."""
+    model = make_predicting("qwen3_5_moe", tmp_path, seed=1, vocab_size=make_core(DEMO).info.vocab_size)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(DEMO / name, model)
+    core = make_core(model, deterministic=True)
+    (want,) = run(core, [greedy("x", LOOP, TOKENS, logprobs=1)]).values()
+    options = ("--deterministic", "--speculative-mtp", "--no-speculative-adaptive", "--speculative-tokens", "2")
+    with serve("--kv-cache-memory", "64MiB", "--dtype", "float32", *options, model=model) as server:
+        (choice,) = complete(server)["choices"]
+        assert choice["token_ids"] == want.token_ids
+        listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
+        assert listed["draft_model"]["architecture"] == "prediction layer of Qwen3_5MoeForCausalLM"
+        assert server.metric("windlass_spec_decode_model_num_accepted_tokens_total") > 10

@@ -12,6 +12,7 @@ from helpers.every_request import Results
 from helpers.played_graphs import PlayedBackend, PlayedGraphs
 
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.drafter import Drafter
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import binding
 
@@ -40,7 +41,7 @@ def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
     """An engine that has captured its decode steps, and its device."""
     core = make_core(directory, **options)
     drafter = core.runner.drafter
-    assert core.runner.graphs is not None and (drafter is None or drafter.graphs is not None)
+    assert core.runner.graphs is not None and (not isinstance(drafter, Drafter) or drafter.graphs is not None)
     for graphs in (core.runner.graphs, None if drafter is None else drafter.graphs):
         if graphs is not None:
             graphs.capture(graphs.sizes)

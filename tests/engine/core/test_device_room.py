@@ -15,6 +15,7 @@ from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.played_copies import PlayedCopies
+from helpers.prediction_layers import make_predicting
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
@@ -174,6 +175,14 @@ def test_a_draft_model_has_its_largest_step_too(
     block = core.info.kv_bytes_per_token * core.info.block_size
     room = (64 * 0.9 - 10 - 7) * MIB
     assert room - block < core.info.kv_cache_bytes <= room and next(peaks, None) is None
+
+
+def test_a_prediction_layer_takes_three_rows_of_states_more(memory: PlayedMemory, tmp_path: Path) -> None:
+    core = core_of(make_predicting("qwen3_5", tmp_path, max_position_embeddings=4096), speculative_mtp=True)
+    room = (64 * 0.9 - 10 - 5) * MIB - 3 * 600 * 64 * 4
+    kept = 16 * core.info.kv_bytes_per_token
+    assert room - kept - core.info.state_bytes < core.info.kv_cache_bytes <= room
+    assert memory.said.count("peak") == 1 and len(run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids) == 6
 
 
 def test_pages_that_nobody_has_written_hold_numbers(

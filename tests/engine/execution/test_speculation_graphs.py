@@ -12,6 +12,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.marks import slow_but
 from helpers.played_engines import device_of, graphed, played_device
+from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
@@ -84,6 +85,17 @@ def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path) -> None:
         core = drafted(model, draft, **options)
         same(run(core, sent, every_logit=False), want, 0.0)
         assert min(replays(core)) > 10
+
+
+def test_a_models_own_layer_beside_captured_steps(tmp_path: Path) -> None:
+    """Of a model that carries states; the layer's own steps are not captured."""
+    model = make_predicting("qwen3_5", tmp_path, seed=1)
+    want = run(make_core(model, cuda_graphs=False, **OPTIONS), traffic())
+    options = {"speculative_mtp": True, "speculative_adaptive": False, **OPTIONS}
+    core, _ = graphed(model, **options)
+    same(run_checked(core, traffic(), every_logit=False), want, 0.0)
+    assert core.runner.graphs is not None and core.runner.graphs.num_replayed > 50
+    assert core.stats().spec_decode_model_num_accepted_tokens > 20
 
 
 def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
