@@ -1,11 +1,13 @@
-"""Tokens per second with `--speculative-ngram` on and off, in turn, on a text that repeats itself and on one that does not.
+"""Tokens per second with speculation on and off, in turn, on a text that repeats itself and on one that does not.
 
-    python benchmarks/speculation.py [MODEL] [--tokens 4] [--streams 1,8] [--length 256] [--threads 2] [--json OUT]
+    python benchmarks/speculation.py [MODEL] [--mtp] [--tokens 4] [--streams 1,8] [--length 256] [--threads 2] [--json OUT]
 
-MODEL: a model directory, the bundled one by default. Two engines with the same weights answer the same greedy requests by
-turns; their answers are compared as well. Repetitive: a phrase of 24 random tokens over and over, which most models go on
-repeating. Not repetitive: random tokens, drawn at temperature 1 from then on, so that hardly any run of tokens comes twice:
-what is left there is the price of trying. Medians (minimum to maximum) of tokens per second after the prompt.
+MODEL: a model directory, the bundled one by default. Proposals are of `--speculative-ngram`, or with --mtp of the model's own
+prediction layer (`--speculative-mtp`; --draft-quantization: of its weights and head). Two engines with the same weights
+answer the same greedy requests by turns; their answers are compared as well. Repetitive: a phrase of 24 random tokens over
+and over, which most models go on repeating. Not repetitive: random tokens, drawn at temperature 1 from then on, so that
+hardly any run of tokens comes twice: what is left there is the price of trying. Medians (minimum to maximum) of tokens per
+second after the prompt.
 """
 
 from __future__ import annotations
@@ -37,9 +39,17 @@ def engine(model: Path, tokens: int, options: argparse.Namespace) -> EngineCore:
             scheduling=SchedulerConfig(
                 max_num_seqs=max(options.streams),
                 target_step_seconds=0.0,
-                speculation=SpeculationConfig(num_tokens=tokens),
+                speculation=_speculation(tokens, options),
             ),
         )
+    )
+
+
+def _speculation(tokens: int, options: argparse.Namespace) -> SpeculationConfig:
+    if not options.mtp or not tokens:
+        return SpeculationConfig(num_tokens=tokens)
+    return SpeculationConfig(
+        mtp=True, draft_tokens=tokens, quantization=options.draft_quantization, adaptive=options.adaptive
     )
 
 
@@ -112,6 +122,9 @@ def main() -> None:
     parser.add_argument("--length", type=int, default=256, help="tokens of each prompt")
     parser.add_argument("--max-tokens", type=int, default=200)
     parser.add_argument("--quantization", default="none", choices=["none", "int8", "int4"])
+    parser.add_argument("--mtp", action="store_true", help="proposals of the model's own prediction layer")
+    parser.add_argument("--draft-quantization", default="none", choices=["none", "int8", "int4"])
+    parser.add_argument("--adaptive", action="store_true", help="let it propose less where that pays")
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--json", type=Path, help="write all figures to this file")

@@ -38,7 +38,7 @@ def check_tensors(
     quantized: QuantizedCheckpoint | None,
 ) -> None:
     """Raise LoadError, which names tensors, for some that are missing, that nobody asks for, or of another shape or type."""
-    expected = {tensor.name: _shape(weight, tensor) for weight in spec.weights() for tensor in weight.stored}
+    expected = {tensor.name: stored_shape(weight, tensor) for weight in spec.weights() for tensor in weight.stored}
     found = headers if gguf is not None else _each(headers, expected)
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
@@ -71,7 +71,7 @@ def check_tensors(
         )
 
 
-def _shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
+def stored_shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
     """Of a tensor in a checkpoint."""
     if tensor.by_head is not None:
         return [tensor.by_head, tensor.rows // tensor.by_head]
