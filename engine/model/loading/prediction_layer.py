@@ -35,7 +35,7 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting
             f"{_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "
             "leave it out"
         )
-    if tensors and not any(name.startswith(layer.own) for name in tensors):
+    if tensors and not any(name.startswith(layer.own[0]) for name in tensors):
         raise LoadError(
             f"{_OPTION}: the files hold no layer that predicts further tokens (no tensor's name begins with {layer.own[0]!r}): "
             "leave it out, or take the files of the model's own publisher"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -12,8 +13,10 @@ import torch
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.prediction_layers import PredictionOracle, make_predicting
+from helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
 from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
+from helpers.tiny_multimodal import make_multimodal
 from safetensors.torch import load_file
 
 from windlass.engine.api.context import ContextRule
@@ -26,6 +29,8 @@ from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.kernels import BlockWeight
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Those of one layer more than the model has, and those whose layer has a form of its own.
+MORE_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "ernie4_5_moe", "nemotron_h_experts")
 
 
 @pytest.fixture(scope="module")
@@ -44,6 +49,11 @@ def predicting(directory: Path, **options: Any) -> EngineCore:
     return make_core(directory, **{"speculative_mtp": True, "speculative_adaptive": False, **options})
 
 
+def with_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
+
+
 def predictor_of(core: EngineCore) -> Predictor:
     assert isinstance(core.runner.drafter, Predictor)
     return core.runner.drafter
@@ -54,11 +64,16 @@ class Proposed:
     overwrite them."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.found: list[tuple[list[int], tuple[int, ...]]] = []
+        self.found: list[tuple[list[int], tuple[int, ...], list[torch.Tensor]]] = []
+        self._runs: list[torch.Tensor] = []
+        self._logits: dict[int, list[torch.Tensor]] = {}
         self._predictor = predictor_of(core)
         self._propose, self._observe = self._predictor.propose, self._predictor.observe
+        self._draft, self._run = self._predictor._draft, self._predictor._run
         self._predictor.propose = self._record  # type: ignore[method-assign]
         self._predictor.observe = self._spoil  # type: ignore[method-assign]
+        self._predictor._draft = self._watch_draft  # type: ignore[method-assign]
+        self._predictor._run = self._watch_run  # type: ignore[method-assign]
 
     def _spoil(self, plan: SchedulerOutput, hidden: torch.Tensor) -> None:
         self._observe(plan, hidden)
@@ -71,14 +86,33 @@ class Proposed:
                 assert len(item.draft) == asked.num_drafted
                 known = self._predictor._sequences.by_id[item.seq_id].token_ids
                 assert len(known) == item.start + 1
-                self.found.append((list(known), item.draft))
+                self.found.append((list(known), item.draft, self._logits[item.seq_id]))
         return filled
 
+    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, logits = self._run(*given)
+        self._runs.append(hidden.clone())
+        return hidden, logits
+
+    def _watch_draft(self, items: list[Any]) -> dict[int, list[int]]:
+        self._runs.clear()
+        drafts = self._draft(items)
+        self._logits = {item.seq_id: [] for item, _ in items}
+        rows = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
+        for step, hidden in enumerate(self._runs):
+            wanted = [item.seq_id for item, _ in items if item.num_drafted > step]
+            for seq_id, row in zip(wanted, self._predictor._decoder.logits(hidden[rows]).cpu(), strict=True):
+                self._logits[seq_id].append(row)
+            rows = torch.arange(sum(item.num_drafted > step + 1 for item, _ in items))
+        return drafts
+
     def check(self, oracle: PredictionOracle, least: int) -> None:
-        """Each is what the oracle predicts from the whole text."""
+        """Each is what the oracle predicts from the whole text, and for the same logits."""
         assert len(self.found) >= least
-        for known, draft in self.found:
-            assert tuple(int(one.argmax()) for one in oracle.proposals(known, len(draft))) == draft
+        for known, draft, logits in self.found:
+            want = oracle.proposals(known, len(draft))
+            assert tuple(int(one.argmax()) for one in want) == draft
+            torch.testing.assert_close(torch.stack(logits), torch.stack(want), rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.parametrize("others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "beside"])
@@ -99,6 +133,44 @@ def test_proposals_are_those_of_transformers(
     accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
     assert 5 < accepted < drafted - 5
     proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_proposals_of_further_families_too(family: str, directory_of: Callable[[str], Path]) -> None:
+    """And answers are those without the layer."""
+    directory = directory_of(family)
+    sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
+    want = run(make_core(directory), sent)
+    core = predicting(directory, speculative_tokens=3, max_num_batched_tokens=32)
+    proposed = Proposed(core)
+    same(run(core, sent), want, 1e-4)
+    stats = core.stats()
+    assert stats.spec_decode_model_num_accepted_tokens > 3
+    specs = () if family.startswith("nemotron") else specs_of(core, sent[0])
+    proposed.check(PredictionOracle(family, directory, specs), 8)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None:
+    """Quantized as the model's layers are, but for the matrix that joins, or left as it was."""
+    family, sizes = ("deepseek_v3", {}) if method == "fp8" else ("glm4_moe", {"moe_intermediate_size": 64})
+    source = make_predicting(family, tmp_path / "source", seed=1, **sizes)
+    left = ("lm_head", "mlp.gate", "eh_proj", "shared_head.head")
+    modules = [name.removesuffix(".weight") for name in load_file(source / "model.safetensors")]
+    leave = [name for name in modules if name.endswith(left) or (method == "awq" and "layers.4." in name)]
+
+    def layout(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        if method == "fp8":
+            return as_floats(module, weight, "48x40", "weight_scale_inv")
+        rounded = quantize(weight, 4, 32, symmetric=False)
+        return as_awq(module, rounded), rounded.numbers()
+
+    told = {**FP8, "weight_block_size": [48, 40]} if method == "fp8" else AWQ
+    quantized, plain = make_quantized(source, tmp_path, told, layout, leave=leave)
+    core = predicting(quantized, speculative_tokens=2, dtype="float32", activations="float32")
+    proposed, sent = Proposed(core), greedy("a", prompt(2, 20), 16)
+    run(core, [sent])
+    proposed.check(PredictionOracle(family, plain, specs_of(core, sent)), 5)
 
 
 def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
@@ -183,13 +255,23 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
 
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
-    for family in ("llama", "gemma3"):
-        with pytest.raises(LoadError, match=r"speculation\.mtp`: this model .* has no layer that predicts further"):
+    nothing = r"speculation\.mtp`: this model .* has no layer that predicts further"
+    for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last's config.json says nothing of any
+        with pytest.raises(LoadError, match=nothing):
             predicting(make_model(family, tmp_path / family))
-    with pytest.raises(
-        LoadError, match=r"speculation\.mtp`: the files hold no layer .* begins with 'mtp\.layers\.0\.'"
-    ):
-        predicting(make_model("qwen3_5", tmp_path / "without"))
+    with pytest.raises(LoadError, match=nothing):  # it has windows
+        predicting(make_multimodal("exaone4_5", tmp_path / "exaone4_5"))
+    counted = {"num_nextn_predict_layers": 1}
+    for family, begins in (("qwen3_5", "mtp"), ("deepseek_v3", "model.layers.4"), ("ernie4_5_moe", "model.mtp_block")):
+        without = make_model(family, tmp_path / f"{family} without", **counted)
+        with pytest.raises(LoadError, match=rf"speculation\.mtp`: the files hold no layer .* begins with '{begins}\."):
+            predicting(without)
+    with pytest.raises(LoadError, match=nothing):
+        predicting(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
+    other_kinds = shutil.copytree(directory_of("nemotron_h_experts"), tmp_path / "kinds")
+    with_config(other_kinds, mtp_layers_block_type=["linear_attention", "moe"])
+    with pytest.raises(LoadError, match=nothing):
+        predicting(other_kinds)
     directory = directory_of("qwen3_5")
     weights = load_file(directory / "model.safetensors")
     del weights["mtp.fc.weight"]
@@ -200,8 +282,7 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callabl
     with pytest.raises(LoadError, match=r"in place of the draft model .* leave one of them out"):
         predicting(directory, speculative_model=str(directory))
     other = shutil.copytree(directory, tmp_path / "own")
-    config = (other / "config.json").read_text()
-    (other / "config.json").write_text(config.replace("{", '{"mtp_use_dedicated_embeddings": true, ', 1))
+    with_config(other, mtp_use_dedicated_embeddings=True)
     with pytest.raises(LoadError, match=r"has no layer that predicts further tokens, or none that can be used"):
         predicting(other)
 
