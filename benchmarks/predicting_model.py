@@ -4,7 +4,8 @@
 
 In the shape of Qwen 3.5 0.8B, bfloat16. What its layers add to the stream is little beside the embeddings, and the head is the
 embedding with its rows in another order. So the next token depends on the last one for the most part, and the prediction layer,
-which joins that token's embedding with `--noise` of everything, is right in a share of the cases. Its share says nothing of real models; what a step takes hangs on the shapes alone.
+which joins that token's embedding with `--noise` of everything, is right in a share of the cases. That share says nothing of real
+models. What a step takes hangs on the shapes alone.
 """
 
 from __future__ import annotations
