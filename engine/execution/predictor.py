@@ -8,12 +8,15 @@ again when the model has accepted the tokens, from its own states.
 States of the model are there in the step that computes them alone. So the layer computes the tokens of prompts behind each step
 of theirs. Of streams it keeps the states of the tokens that it has not computed, a block's at most, until they are asked for.
 
-Whatever it computes, or has not computed, changes how many proposals are accepted and never which tokens come. The key of a
-block's last token depends on the token behind the block, which may be another one for a later prompt that begins like this.
+Whatever it computes, has not computed or found no memory for, changes how many proposals are accepted and never which tokens
+come. The key of a block's last token depends on the token behind the block, which may be another one for a later prompt that
+begins like this.
 """
 
 from __future__ import annotations
 
+import contextlib
+from collections import abc
 from dataclasses import dataclass, replace
 
 import torch
@@ -26,7 +29,7 @@ from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
-from windlass.kernels import sent
+from windlass.kernels import is_out_of_memory, sent
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,12 +86,17 @@ class Predictor:
                 drafting.append((item, waiting))
             elif len(waiting.states) >= self._block_size:
                 behind.append((item, waiting))
-        if behind:
-            self._run_waiting(behind)
-        drafts = self._draft(drafting) if drafting else {}
-        for item, waiting in (*behind, *drafting):
+        drafts, done = dict[int, list[int]](), list[tuple[ScheduledSequence, _WaitingStates]]()
+        with _nobody_failing():
+            if behind:
+                self._run_waiting(behind)
+                done += behind
+            if drafting:
+                drafts = self._draft(drafting)
+                done += drafting
+        for item, waiting in done:
             self.pages.fill_originals(item, waiting.first)
-        self._caught_up = frozenset(item.seq_id for item, _ in (*behind, *drafting))
+        self._caught_up = frozenset(item.seq_id for item, _ in done)
         if not any(item.num_drafted for item in plan.sequences):
             return plan
         filled = [_filled(item, drafts.get(item.seq_id, [])) if item.num_drafted else item for item in plan.sequences]
@@ -111,7 +119,8 @@ class Predictor:
             for seq_id in (item.seq_id, *item.samples):
                 self.pages.known[seq_id] = waiting
         if prompts:
-            self._run_waiting(prompts)
+            with _nobody_failing():
+                self._run_waiting(prompts)
 
     def _waiting_of(self, item: ScheduledSequence) -> _WaitingStates | None:
         """The states of the tokens in front of the item's whose keys are missing; None where they are not all known."""
@@ -173,6 +182,16 @@ class Predictor:
         self.positions_computed += batch.input_ids.shape[0]
         made = self._replay.run(batch, maxima=False)
         return (self._decoder.forward(batch, self._cache), None) if made is None else (made.hidden, made.logits)
+
+
+@contextlib.contextmanager
+def _nobody_failing() -> abc.Iterator[None]:
+    """What finds no memory is left out: proposals are fewer or worse, and no request fails for them."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
 
 
 def _filled(item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:

@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
+from helpers.little_memory import NO_ROOM
 from helpers.prediction_layers import PredictionOracle, make_predicting
 from helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
 from helpers.rewritten_weights import rewritten
@@ -21,9 +22,11 @@ from safetensors.torch import load_file
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
+from windlass.engine.cache.storage import KVStorage
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.predictor import Predictor
+from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.kernels import BlockWeight
@@ -252,6 +255,28 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
     assert (stats.num_preemptions > 0) is (room == "little")
     assert stats.context_shifts > 5 and stats.key_moves > 0
     assert stats.spec_decode_model_num_accepted_tokens > 100
+
+
+@pytest.mark.parametrize("rows", [0, 8])
+def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[str], Path]) -> None:
+    """Its steps of more rows find none, so prompts go by it, or all that it would propose."""
+    directory = directory_of("qwen3_5_moe")
+    want = run(make_core(directory, deterministic=True, max_model_len=192), traffic())
+    core = predicting(directory, deterministic=True, max_model_len=192)
+    layer, failed = predictor_of(core)._decoder, list[int]()
+    predictor_of(core)._replay.max_rows = 0
+    forward = layer.forward
+
+    def with_little_memory(batch: ForwardBatch, cache: KVStorage) -> torch.Tensor:
+        hidden = forward(batch, cache)
+        if len(hidden) > rows:
+            failed.append(len(hidden))
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return hidden
+
+    layer.forward = with_little_memory  # type: ignore[method-assign]
+    same(run_checked(core, traffic()), want, 0.0)
+    assert len(failed) > 10 and (core.stats().spec_decode_model_num_accepted_tokens > 10) is (rows > 0)
 
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
