@@ -233,9 +233,11 @@ def describe_model(config: EngineConfig, *, predicting: bool = False) -> ModelDe
         raise LoadError(f"{directory}: {fault}")
     try:
         spec = with_stored_names(spec, headers)
-        spec = with_stored_stacks(prediction_layer(spec, headers) if predicting else spec, headers)
+        spec = prediction_layer(spec, headers, in_gguf=gguf is not None) if predicting else spec
+        spec = with_stored_stacks(spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
+    gguf = None if gguf is None else gguf.of(spec)
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)

@@ -12,17 +12,15 @@ import torch
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.prediction_layers import PredictionOracle, make_predicting
+from helpers.proposals import Proposed, predicting, predictor_of
 from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
-from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.predictor import Predictor
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
 
@@ -37,47 +35,6 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[family]
 
     return get
-
-
-def predicting(directory: Path, **options: Any) -> EngineCore:
-    return make_core(directory, **{"speculative_mtp": True, "speculative_adaptive": False, **options})
-
-
-def predictor_of(core: EngineCore) -> Predictor:
-    assert isinstance(core.runner.drafter, Predictor)
-    return core.runner.drafter
-
-
-class Proposed:
-    """What an engine proposes from now on, and behind which tokens. States of a step are spoiled at its end, as the next one may
-    overwrite them."""
-
-    def __init__(self, core: EngineCore) -> None:
-        self.found: list[tuple[list[int], tuple[int, ...]]] = []
-        self._predictor = predictor_of(core)
-        self._propose, self._observe = self._predictor.propose, self._predictor.observe
-        self._predictor.propose = self._record  # type: ignore[method-assign]
-        self._predictor.observe = self._spoil  # type: ignore[method-assign]
-
-    def _spoil(self, plan: SchedulerOutput, hidden: torch.Tensor) -> None:
-        self._observe(plan, hidden)
-        hidden.fill_(torch.nan)
-
-    def _record(self, plan: SchedulerOutput) -> SchedulerOutput:
-        filled = self._propose(plan)
-        for asked, item in zip(plan.sequences, filled.sequences, strict=True):
-            if asked.num_drafted:
-                assert len(item.draft) == asked.num_drafted
-                known = self._predictor._sequences.by_id[item.seq_id].token_ids
-                assert len(known) == item.start + 1
-                self.found.append((list(known), item.draft))
-        return filled
-
-    def check(self, oracle: PredictionOracle, least: int) -> None:
-        """Each is what the oracle predicts from the whole text."""
-        assert len(self.found) >= least
-        for known, draft in self.found:
-            assert tuple(int(one.argmax()) for one in oracle.proposals(known, len(draft))) == draft
 
 
 @pytest.mark.parametrize("others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "beside"])
