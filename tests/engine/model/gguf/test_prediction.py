@@ -95,6 +95,7 @@ def test_what_of_it_is_not_there_is_told_when_it_is_asked_for(source_of: Callabl
             r"unexpected tensor 'mtp\.layers\.0\.attn_sinks\.weight'",
         ),
         "longer": ({NEXTN[0]: torch.zeros(64, 96)}, r"'mtp\.fc\.weight' has shape \[64, 96\]"),
+        "damaged": ({NEXTN[0]: torch.full((64, 128), torch.nan)}, r"'mtp\.fc\.weight' holds numbers that are NaN"),
     }
     own = run(make_core(source), sent()[:1])
     for name, (more, message) in cases.items():
