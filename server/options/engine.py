@@ -202,7 +202,8 @@ class EngineOptions:
     speculative_mtp: Annotated[
         bool,
         option("--speculative-mtp", panel=SPECULATION, help="Speculative decoding by the layer in the model's own files that "
-               "predicts a token further (MTP: Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later)."),
+               "predicts a token further (MTP: Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later, ERNIE 4.5 MoE, "
+               "Nemotron 3.5)."),
     ] = False  # fmt: skip
     speculative_tokens: Annotated[
         int,

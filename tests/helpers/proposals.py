@@ -28,11 +28,16 @@ class Proposed:
     overwrite them."""
 
     def __init__(self, core: EngineCore) -> None:
-        self.found: list[tuple[list[int], tuple[int, ...]]] = []
+        self.found: list[tuple[list[int], tuple[int, ...], list[torch.Tensor]]] = []
+        self._runs: list[torch.Tensor] = []
+        self._logits: dict[int, list[torch.Tensor]] = {}
         self._predictor = predictor_of(core)
         self._propose, self._observe = self._predictor.propose, self._predictor.observe
+        self._draft, self._run = self._predictor._draft, self._predictor._run
         self._predictor.propose = self._record  # type: ignore[method-assign]
         self._predictor.observe = self._spoil  # type: ignore[method-assign]
+        self._predictor._draft = self._watch_draft  # type: ignore[method-assign]
+        self._predictor._run = self._watch_run  # type: ignore[method-assign]
 
     def _spoil(self, plan: SchedulerOutput, hidden: torch.Tensor) -> None:
         self._observe(plan, hidden)
@@ -45,11 +50,30 @@ class Proposed:
                 assert len(item.draft) == asked.num_drafted
                 known = self._predictor._sequences.by_id[item.seq_id].token_ids
                 assert len(known) == item.start + 1
-                self.found.append((list(known), item.draft))
+                self.found.append((list(known), item.draft, self._logits[item.seq_id]))
         return filled
 
+    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, logits = self._run(*given)
+        self._runs.append(hidden.clone())
+        return hidden, logits
+
+    def _watch_draft(self, items: list[Any]) -> dict[int, list[int]]:
+        self._runs.clear()
+        drafts = self._draft(items)
+        self._logits = {item.seq_id: [] for item, _ in items}
+        rows = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
+        for step, hidden in enumerate(self._runs):
+            wanted = [item.seq_id for item, _ in items if item.num_drafted > step]
+            for seq_id, row in zip(wanted, self._predictor._decoder.logits(hidden[rows]).cpu(), strict=True):
+                self._logits[seq_id].append(row)
+            rows = torch.arange(sum(item.num_drafted > step + 1 for item, _ in items))
+        return drafts
+
     def check(self, oracle: PredictionOracle, least: int) -> None:
-        """Each is what the oracle predicts from the whole text."""
+        """Each is what the oracle predicts from the whole text, and for the same logits."""
         assert len(self.found) >= least
-        for known, draft in self.found:
-            assert tuple(int(one.argmax()) for one in oracle.proposals(known, len(draft))) == draft
+        for known, draft, logits in self.found:
+            want = oracle.proposals(known, len(draft))
+            assert tuple(int(one.argmax()) for one in want) == draft
+            torch.testing.assert_close(torch.stack(logits), torch.stack(want), rtol=1e-4, atol=1e-4)

@@ -1,4 +1,7 @@
-"""Families with latent attention: DeepSeek V2 and V3, MiniCPM3, Youtu, GLM 4.7 Flash."""
+"""Families with latent attention: DeepSeek V2 and V3, MiniCPM3, Youtu, GLM 4.7 Flash.
+
+DeepSeek V3 and GLM 4.7 Flash have a layer that predicts a token further behind their last.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from windlass.engine.model.families.family import (
     LatentSizes,
     Multipliers,
 )
+from windlass.engine.model.families.prediction import with_layer_behind
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 
@@ -85,6 +89,7 @@ DEEPSEEK_V3 = Family(
     ),
     out_bias=ATTENTION_BIAS,
     interleaved=_PAIRS,
+    refine=with_layer_behind,
     experts=ExpertsRules(
         experts=256,
         top_k=8,
@@ -137,6 +142,7 @@ GLM4_MOE_LITE = Family(
     ),
     out_bias=ATTENTION_BIAS,
     interleaved=_PAIRS,
+    refine=with_layer_behind,
     experts=ExpertsRules(
         experts=64,
         top_k=4,

@@ -1,5 +1,6 @@
 """Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano: a layer is one part alone, a memory that fades (Mamba 2), attention, or a
-feed-forward, which may be of experts. Neither these nor a feed-forward have gates."""
+feed-forward, which may be of experts. Neither these nor a feed-forward have gates. Nemotron 3.5 has two layers more, which
+together predict a token further."""
 
 from __future__ import annotations
 
@@ -11,8 +12,9 @@ from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number
 from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert
+from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, read_count
 from windlass.engine.model.families.family import MLP_BIAS, Family
+from windlass.engine.model.families.prediction import prediction_in_parts
 from windlass.engine.model.families.state_spaces import read_limits, read_shape
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
 from windlass.engine.model.feed_forward.plain_spec import PlainNames
@@ -109,7 +111,18 @@ def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
         replace(layer, mixer=None) if kind in (FEED_FORWARD, EXPERTS) else replace(layer, feed_forward=None)
         for kind, layer in zip(kinds, found.layers, strict=True)
     ]
-    return replace(found, layers=tuple(layers))
+    found = replace(found, layers=tuple(layers))
+    return replace(found, predicting=_prediction(found, config))
+
+
+def _prediction(spec: ModelSpec, config: Config) -> ModelSpec | None:
+    """The layers that predict a token further; None where config.json says that there are none, or others than published ones."""
+    kinds, letters = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
+    if kinds is None and isinstance(letters, str):
+        kinds = [_BY_LETTER.get(letter) for letter in letters]
+    others = kinds is not None and kinds not in (["attention", EXPERTS], [FULL_ATTENTION, EXPERTS])
+    # Where config.json has no number, vLLM and SGLang take it for 1.
+    return None if others or not read_count(config, "num_nextn_predict_layers", 1) else prediction_in_parts(spec)
 
 
 def _state_space(config: Config) -> StateSpaceSpec:

@@ -2,14 +2,24 @@
 
 Such a layer is given the model's hidden state of a token, behind the final norm, joined with the embedding of the token after
 it, and tells the one after that; its embedding and head are the model's. What it makes, behind its own norm, takes the place of
-the hidden state for a token further yet. As vLLM 0.33, SGLang 0.5.23 and llama.cpp (2026-10) have it.
+the hidden state for a token further yet. As vLLM 0.33, SGLang 0.5.23 and llama.cpp (2026-10) have it, but that vLLM takes what
+GLM's layers make in front of that norm. Where there are several, the first predicts every token.
+
+vLLM sets the embedding in a text's first row to zero for many of them, SGLang for ERNIE 4.5. llama.cpp and FastDeploy do not, and
+neither does this.
+
+Some files hold an embedding and a head for the layer beside the model's. They are copies, and are left out: where they are
+none, as after the model alone was finetuned, proposals are worse and answers the same.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
+from windlass.engine.model.config_json.values import Config
+from windlass.engine.model.families.experts_rules import read_count
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.joined_input_spec import JoinedInputSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec, OuterNames
 
@@ -51,3 +61,49 @@ def qwen_prediction(spec: ModelSpec) -> ModelSpec:
     names = replace(spec.names, layers=f"{own}layers", final_norm=f"{own}norm")
     layer = its_like(spec)
     return prediction(spec, layer, names, joined, (f"{own}layers.0.", f"{own}norm.", f"{own}fc.", f"{own}pre_fc_norm_"))
+
+
+def with_layer_behind(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec with the prediction layer of DeepSeek V3 and those that follow it: one layer more, behind the model's last.
+
+    It has experts, as the last layers have, wherever the dense ones end.
+    """
+    if not _counted(config):
+        return spec
+    first = spec.names.layer(len(spec.layers))
+    joined = JoinedInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
+    names = replace(spec.names, final_norm=f"{first}shared_head.norm", first_layer=len(spec.layers))
+    layer = prediction(spec, its_like(spec), names, joined, (first,))
+    return replace(spec, predicting=replace(layer, unused=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
+
+
+def with_dense_layer(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec with the prediction layer of ERNIE 4.5 MoE: a dense one, under the final norm of the model.
+
+    As its publisher's own server has it (FastDeploy, ernie4_5_mtp.py); vLLM and SGLang have no norm there.
+    """
+    dense = next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, GatedSpec)), None)
+    if not _counted(config) or dense is None:
+        return spec
+    block, *joined = (f"model.mtp_{name}.0" for name in ("block", "emb_norm", "hidden_norm", "linear_proj"))
+    names = replace(spec.names, layers="model.mtp_block")
+    own = tuple(f"{name}." for name in (block, *joined, spec.names.final_norm))
+    layer = replace(its_like(spec), feed_forward=dense)
+    return replace(spec, predicting=prediction(spec, layer, names, JoinedInputSpec(*joined), own))
+
+
+def prediction_in_parts(spec: ModelSpec) -> ModelSpec | None:
+    """Of Nemotron 3: a layer that attends alone and one of experts alone, under names of their own beside the model's. None where
+    the model has not both."""
+    experts = next((layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, ExpertsSpec)), None)
+    if experts is None or not spec.attention:
+        return None
+    attends, first, last = spec.layers[max(spec.attention)], "mtp.layers.0.", "mtp.layers.1."
+    joined = JoinedInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
+    names = replace(spec.names, layers="mtp.layers", final_norm=f"{last}final_layernorm")
+    return replace(prediction(spec, attends, names, joined, (first, last)), layers=(attends, experts))
+
+
+def _counted(config: Config) -> bool:
+    """Whether config.json says that there are such layers."""
+    return read_count(config, "num_nextn_predict_layers", 0) > 0

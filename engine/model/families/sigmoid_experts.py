@@ -1,5 +1,8 @@
 """Families of experts that are chosen by a bias beside their scores: GLM-4 MoE, dots.llm1, MiniMax-M2, AFMoE (Trinity), whose
-scores are sigmoids, and ERNIE 4.5 MoE, whose scores are a softmax."""
+scores are sigmoids, and ERNIE 4.5 MoE, whose scores are a softmax.
+
+GLM-4 MoE and ERNIE 4.5 MoE have a layer that predicts a token further.
+"""
 
 from __future__ import annotations
 
@@ -16,6 +19,7 @@ from windlass.engine.model.families.experts_rules import (
     read_count,
 )
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Flag
+from windlass.engine.model.families.prediction import with_dense_layer, with_layer_behind
 from windlass.engine.model.families.softmax_experts import MIXTRAL_NAMES
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
@@ -62,6 +66,7 @@ GLM4_MOE = Family(
     ),
     qkv_bias=ATTENTION_BIAS,
     variant=_normed_where_told,
+    refine=with_layer_behind,
     reads=frozenset({"use_qk_norm"}),
     experts=replace(DEEPSEEK_EXPERTS, width=1408),
 )
@@ -150,6 +155,7 @@ ERNIE4_5_MOE = replace(
     ),
     head_bias=Flag("use_bias"),
     unused=("model.mtp_",),
+    refine=with_dense_layer,
     experts=ExpertsRules(
         experts=64,
         top_k=6,

@@ -6,12 +6,13 @@ that was saved from inside another has a longer one. Responsible for names and s
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from typing import TypeVar, cast
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.joined_input_spec import JoinedInputSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
 
@@ -27,13 +28,14 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     if not tensors:
         return spec
     names = _stored(spec.names, tensors)
-    # What the model does without moves along, where it lies among its layers.
-    unused = tuple(
-        names.layers + name.removeprefix(spec.names.layers)
-        for name in spec.unused
-        if name.startswith(spec.names.layers)
-    )
-    found = replace(spec, names=names, unused=tuple(dict.fromkeys(spec.unused + unused)))
+
+    def moved(name: str) -> str:
+        """What lies among the model's layers moves along with them."""
+        return names.layers + name.removeprefix(spec.names.layers) if name.startswith(spec.names.layers) else name
+
+    unused = tuple(dict.fromkeys((*spec.unused, *map(moved, spec.unused))))
+    predicting = None if spec.predicting is None else _with_names(spec.predicting, moved)
+    found = replace(spec, names=names, unused=unused, predicting=predicting)
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
@@ -46,12 +48,26 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
     return found
 
 
+def _with_names(layer: ModelSpec, moved: Callable[[str], str]) -> ModelSpec:
+    """A prediction layer with the names that these become."""
+    names, joined = layer.names, layer.joined
+    assert joined is not None and names.final_norm is not None
+    return replace(
+        layer,
+        names=replace(names, layers=moved(names.layers), final_norm=moved(names.final_norm)),
+        joined=JoinedInputSpec(moved(joined.embedding_norm), moved(joined.state_norm), moved(joined.matrix)),
+        own=tuple(map(moved, layer.own)),
+        unused=tuple(map(moved, layer.unused)),
+    )
+
+
 def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
     if f"{names.embedding}.weight" in tensors:
         return names
     prefix = names.embedding[: names.embedding.index(".") + 1]
-    end = f"{names.embedding.removeprefix(prefix)}.weight"
-    found = [name for name in tensors if name == end or name.endswith(f".{end}")]
+    end, layers = f"{names.embedding.removeprefix(prefix)}.weight", f".{names.layers.removeprefix(prefix)}."
+    # A layer that predicts further tokens may have an embedding of its own.
+    found = [name for name in tensors if name == end or (name.endswith(f".{end}") and layers not in name)]
     if len(found) != 1:
         return names
     other = found[0].removesuffix(end)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -13,8 +14,10 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.prediction_layers import PredictionOracle, make_predicting
 from helpers.proposals import Proposed, predicting, predictor_of
+from helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
 from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
+from helpers.tiny_multimodal import make_multimodal
 from safetensors.torch import load_file
 
 from windlass.engine.api.context import ContextRule
@@ -23,6 +26,8 @@ from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
+# Those of one layer more than the model has, and those whose layer has a form of its own.
+MORE_FAMILIES = ("deepseek_v3", "glm4_moe", "glm4_moe_lite", "glm4v_moe", "ernie4_5_moe", "nemotron_h_experts")
 
 
 @pytest.fixture(scope="module")
@@ -35,6 +40,11 @@ def directory_of(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Pa
         return made[family]
 
     return get
+
+
+def with_config(directory: Path, **changes: Any) -> None:
+    config = json.loads((directory / "config.json").read_text())
+    (directory / "config.json").write_text(json.dumps({**config, **changes}))
 
 
 @pytest.mark.parametrize("others", [{}, {"speculative_ngram": 2, "speculative_ngram_min": 1}], ids=["alone", "beside"])
@@ -55,6 +65,44 @@ def test_proposals_are_those_of_transformers(
     accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
     assert 5 < accepted < drafted - 5
     proposed.check(PredictionOracle(family, directory, specs_of(core, sent[0])), 15)
+
+
+@pytest.mark.parametrize("family", MORE_FAMILIES)
+def test_proposals_of_further_families_too(family: str, directory_of: Callable[[str], Path]) -> None:
+    """And answers are those without the layer."""
+    directory = directory_of(family)
+    sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
+    want = run(make_core(directory), sent)
+    core = predicting(directory, speculative_tokens=3, max_num_batched_tokens=32)
+    proposed = Proposed(core)
+    same(run(core, sent), want, 1e-4)
+    stats = core.stats()
+    assert stats.spec_decode_model_num_accepted_tokens > 3
+    specs = () if family.startswith("nemotron") else specs_of(core, sent[0])
+    proposed.check(PredictionOracle(family, directory, specs), 8)
+
+
+@pytest.mark.parametrize("method", ["fp8", "awq"])
+def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None:
+    """Quantized as the model's layers are, but for the matrix that joins, or left as it was."""
+    family, sizes = ("deepseek_v3", {}) if method == "fp8" else ("glm4_moe", {"moe_intermediate_size": 64})
+    source = make_predicting(family, tmp_path / "source", seed=1, **sizes)
+    left = ("lm_head", "mlp.gate", "eh_proj", "shared_head.head")
+    modules = [name.removesuffix(".weight") for name in load_file(source / "model.safetensors")]
+    leave = [name for name in modules if name.endswith(left) or (method == "awq" and "layers.4." in name)]
+
+    def layout(module: str, weight: torch.Tensor) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
+        if method == "fp8":
+            return as_floats(module, weight, "48x40", "weight_scale_inv")
+        rounded = quantize(weight, 4, 32, symmetric=False)
+        return as_awq(module, rounded), rounded.numbers()
+
+    told = {**FP8, "weight_block_size": [48, 40]} if method == "fp8" else AWQ
+    quantized, plain = make_quantized(source, tmp_path, told, layout, leave=leave)
+    core = predicting(quantized, speculative_tokens=2, dtype="float32", activations="float32")
+    proposed, sent = Proposed(core), greedy("a", prompt(2, 20), 16)
+    run(core, [sent])
+    proposed.check(PredictionOracle(family, plain, specs_of(core, sent)), 5)
 
 
 def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
@@ -139,13 +187,23 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
 
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
-    for family in ("llama", "gemma3"):
-        with pytest.raises(LoadError, match=r"speculation\.mtp`: this model .* has no layer that predicts further"):
+    nothing = r"speculation\.mtp`: this model .* has no layer that predicts further"
+    for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last's config.json says nothing of any
+        with pytest.raises(LoadError, match=nothing):
             predicting(make_model(family, tmp_path / family))
-    with pytest.raises(
-        LoadError, match=r"speculation\.mtp`: the files hold no layer .* begins with 'mtp\.layers\.0\.'"
-    ):
-        predicting(make_model("qwen3_5", tmp_path / "without"))
+    with pytest.raises(LoadError, match=nothing):  # it has windows
+        predicting(make_multimodal("exaone4_5", tmp_path / "exaone4_5"))
+    counted = {"num_nextn_predict_layers": 1}
+    for family, begins in (("qwen3_5", "mtp"), ("deepseek_v3", "model.layers.4"), ("ernie4_5_moe", "model.mtp_block")):
+        without = make_model(family, tmp_path / f"{family} without", **counted)
+        with pytest.raises(LoadError, match=rf"speculation\.mtp`: the files hold no layer .* begins with '{begins}\."):
+            predicting(without)
+    with pytest.raises(LoadError, match=nothing):
+        predicting(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
+    other_kinds = shutil.copytree(directory_of("nemotron_h_experts"), tmp_path / "kinds")
+    with_config(other_kinds, mtp_layers_block_type=["linear_attention", "moe"])
+    with pytest.raises(LoadError, match=nothing):
+        predicting(other_kinds)
     directory = directory_of("qwen3_5")
     weights = load_file(directory / "model.safetensors")
     del weights["mtp.fc.weight"]
@@ -156,8 +214,7 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callabl
     with pytest.raises(LoadError, match=r"in place of the draft model .* leave one of them out"):
         predicting(directory, speculative_model=str(directory))
     other = shutil.copytree(directory, tmp_path / "own")
-    config = (other / "config.json").read_text()
-    (other / "config.json").write_text(config.replace("{", '{"mtp_use_dedicated_embeddings": true, ', 1))
+    with_config(other, mtp_use_dedicated_embeddings=True)
     with pytest.raises(LoadError, match=r"has no layer that predicts further tokens, or none that can be used"):
         predicting(other)
 
