@@ -49,7 +49,21 @@ _NAMES = {
     **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+    **{f"{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"shared_head.{name}.weight": f"nextn.shared_head_{name}.weight" for name in ("norm", "head")},
 }  # fmt: skip
+
+# A file has one number for both factors of YaRN's, as the published models do.
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+}
 
 
 def convert(source: Path, file: Path, *, kind: str = "F32", in_parts: bool = True, **changes: Any) -> Path:
@@ -57,7 +71,11 @@ def convert(source: Path, file: Path, *, kind: str = "F32", in_parts: bool = Tru
     makes values are two tensors, as newer files have them. changes: metadata in place of what belongs there."""
     config = json.loads((source / "config.json").read_text())
     tensors = {name: tensor.contiguous().numpy() for name, tensor in tensors_of(source, config, in_parts)}
-    write(file, {**metadata_of(config, in_parts), **changes}, tensors, kind)
+    metadata = metadata_of(config, in_parts)
+    if any(".nextn." in name for name in tensors):  # the layer behind the others counts as one of them
+        of = metadata["general.architecture"]
+        metadata |= {f"{of}.block_count": config["num_hidden_layers"] + 1, f"{of}.nextn_predict_layers": 1}
+    write(file, {**metadata, **changes}, tensors, kind)
     return file
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers import gguf_further_experts
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, same
@@ -29,6 +30,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5": {"attention_bias": False},
     "qwen3_5_moe": {},
     "qwen3_next": {"norm_topk_prob": True, "mlp_only_layers": []},
+    "deepseek_v3": {"attention_bias": False, **gguf_further_experts.YARN},
 }
 NEXTN = [f"blk.5.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")]
 
@@ -54,7 +56,8 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
     family: str, source_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = source_of(family)
-    directory = derived(convert(source, tmp_path / "model.gguf"), tmp_path / "derived")
+    converts = convert if family.startswith("qwen") else gguf_further_experts.convert
+    directory = derived(converts(source, tmp_path / "model.gguf"), tmp_path / "derived")
     core = predicting(directory, speculative_tokens=3)
     proposed = Proposed(core)
     answers = run(core, sent())
@@ -103,13 +106,6 @@ def test_what_of_it_is_not_there_is_told_when_it_is_asked_for(source_of: Callabl
         with pytest.raises(LoadError, match=message):
             predicting(directory)
         same(run(make_core(directory), sent()[:1]), own, 1e-5)
-
-
-def test_copies_of_embedding_and_head_are_left_out(source_of: Callable[[str], Path], tmp_path: Path) -> None:
-    copies = {f"blk.5.nextn.{name}.weight": torch.zeros(128, 64) for name in ("embed_tokens", "shared_head_head")}
-    file = convert(source_of("qwen3_5"), tmp_path / "model.gguf", more=copies)
-    layer = predictor_of(predicting(derived(file, tmp_path / "derived")))._decoder
-    assert not {"embedding", "head"} & set(layer.weights())
 
 
 def test_layers_are_not_lost_where_a_file_tells_of_too_many_that_predict(
