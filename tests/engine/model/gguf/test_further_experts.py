@@ -31,6 +31,7 @@ CASES: dict[str, dict[str, Any]] = {
     "deepseek_v2_lite": {"n_group": 1, "topk_group": 1, **YARN},
     "deepseek_v3": {"attention_bias": False, **YARN},
     "youtu": {},
+    "glm4_moe": {"use_qk_norm": False, "attention_bias": False},
 }
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "youtu")
 
@@ -111,6 +112,11 @@ def test_four_bit_floats_are_kept_as_codes_of_five(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
+        (
+            "glm4_moe",
+            {"glm4moe.expert_gating_func": 1},
+            "expert_gating_func is 1: these experts are chosen by sigmoids",
+        ),
         ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, r"expert_gating_func is 3: 1 \(softmax\) and 2"),
         ("deepseek_v3", {"deepseek2.rope.dimension_count": 64}, "rope.dimension_count is 64, not less than"),
         ("deepseek_v3", {"deepseek2.expert_count": 12}, "has the shape .* for 12 experts"),

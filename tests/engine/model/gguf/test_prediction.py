@@ -31,6 +31,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_5_moe": {},
     "qwen3_next": {"norm_topk_prob": True, "mlp_only_layers": []},
     "deepseek_v3": {"attention_bias": False, **gguf_further_experts.YARN},
+    "glm4_moe": {},
 }
 NEXTN = [f"blk.5.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")]
 
