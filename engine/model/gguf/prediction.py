@@ -1,7 +1,9 @@
 """The block behind a model's layers in a GGUF file that predicts a token further: its tensors under the names of a checkpoint.
 
-It is a layer under the names that layers have, and what stands around it is called "nextn" (llama.cpp's `NEXTN_*`). It reads no
-weights. Whether all of it is there is looked at when it is loaded: the model can do without.
+It is a layer under the names that layers have, and what stands around it is called "nextn" (llama.cpp's `NEXTN_*`). Of Nemotron 3
+it is two layers in one: the first attends, the second has experts behind a norm called "post_attention_norm".
+
+It reads no weights. Whether all of it is there is looked at when it is loaded: the model can do without.
 """
 
 from __future__ import annotations
@@ -39,12 +41,16 @@ def rename_block(
         "shared_head_norm.weight": spec.names.final_norm,
     }
     names = names_in_layers(tensors, family, spec, aliases)
+    last = len(spec.layers) - 1
+    if last and (norm := spec.layers[last].norms.mixer) is not None:
+        names["post_attention_norm"] = norm
 
     def renamed(name: str, tensor: PlacedTensor) -> Iterator[tuple[str, PlacedTensor]]:
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
-            yield from of_layer(name, tensor, prefix, spec.layers[0], names, family)
+            index = 0 if what.startswith("attn_") else last
+            yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
         elif own in around:
             yield f"{around[own]}.weight", tensor
         elif own not in _COPIES:

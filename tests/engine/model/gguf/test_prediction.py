@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers import gguf_further_experts
+from helpers import gguf_further_experts, gguf_state_spaces
 from helpers.configs import engine_config
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, same
@@ -32,6 +32,7 @@ FAMILIES: dict[str, dict[str, Any]] = {
     "qwen3_next": {"norm_topk_prob": True, "mlp_only_layers": []},
     "deepseek_v3": {"attention_bias": False, **gguf_further_experts.YARN},
     "glm4_moe": {},
+    "nemotron_h_experts": {"n_group": 1, "topk_group": 1},
 }
 NEXTN = [f"blk.5.nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "shared_head_norm")]
 
@@ -57,7 +58,8 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
     family: str, source_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     source = source_of(family)
-    converts = convert if family.startswith("qwen") else gguf_further_experts.convert
+    others = gguf_state_spaces if family.startswith("nemotron") else gguf_further_experts
+    converts = convert if family.startswith("qwen") else others.convert
     directory = derived(converts(source, tmp_path / "model.gguf"), tmp_path / "derived")
     core = predicting(directory, speculative_tokens=3)
     proposed = Proposed(core)
