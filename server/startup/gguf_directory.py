@@ -19,7 +19,7 @@ _DERIVATION = Derivation(
     folder="gguf",
     index="gguf.json",
     files=("config.json", "generation_config.json", "tokenizer.json", "tokenizer_config.json"),
-    made_by=3,
+    made_by=4,
 )
 _MAGIC = b"GGUF"
 

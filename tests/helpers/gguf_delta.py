@@ -44,7 +44,11 @@ _NAMES = {
     "linear_attn.conv1d": "ssm_conv1d",
     "linear_attn.norm": "ssm_norm",
     "linear_attn.out_proj": "ssm_out",
+    **{name: f"nextn.{name}" for name in ("eh_proj", "enorm", "hnorm")},
+    "shared_head.norm": "nextn.shared_head_norm",
 }
+# What stands around a layer that predicts further tokens, by the names that the converter gives it first.
+_AROUND = {"fc": "eh_proj", "pre_fc_norm_embedding": "enorm", "pre_fc_norm_hidden": "hnorm", "norm": "shared_head.norm"}
 
 
 def convert(
@@ -60,7 +64,8 @@ def convert(
     config = json.loads((source / "config.json").read_text())
     tensors = {**tensors_of(source, config), **(more or {})}
     found = {name: tensor.contiguous().numpy() for name, tensor in tensors.items() if tensor is not None}
-    write(file, {**metadata_of(config), **changes}, found, kind)
+    further = _of_further_block(config) if any(".nextn." in name for name in tensors) else {}
+    write(file, {**metadata_of(config), **further, **changes}, found, kind)
     return file
 
 
@@ -102,13 +107,29 @@ def metadata_of(config: Mapping[str, Any]) -> Metadata:
     }
 
 
+def _of_further_block(config: Mapping[str, Any]) -> Metadata:
+    """What is said of a model with a block that predicts further tokens."""
+    name, layers = ARCHITECTURES[config["architectures"][0]], config["num_hidden_layers"]
+    carries = [*(kind == "linear_attention" for kind in config["layer_types"]), False]
+    found = {"block_count": layers + 1, "nextn_predict_layers": 1, "attention.recurrent_layers": carries}
+    return {f"{name}.{key}": value for key, value in found.items()}
+
+
+def _as_a_layer(name: str, layers: int) -> str:
+    """Of a layer that predicts further tokens: as one behind the others."""
+    part, _, rest = name.removeprefix("mtp.").partition(".")
+    if name == f"{part}.{rest}":
+        return name
+    return f"model.layers.{layers}.{rest.partition('.')[2] if part == 'layers' else f'{_AROUND[part]}.{rest}'}"
+
+
 def tensors_of(source: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
     """Every tensor of the file, by its name there."""
     found: dict[str, Tensor] = {}
     stacks: dict[str, list[Tensor]] = defaultdict(list)
     stored = load_file(source / "model.safetensors")
-    for full in sorted(stored):  # experts in their order
-        data = stored[full].float()
+    for key in sorted(stored):  # experts in their order
+        full, data = _as_a_layer(key, config["num_hidden_layers"]), stored[key].float()
         if full.endswith("norm.weight") and not full.endswith("linear_attn.norm.weight"):
             data = data + 1
         layer = re.fullmatch(r"model\.layers\.(\d+)\.(.+)", full)
@@ -118,6 +139,10 @@ def tensors_of(source: Path, config: Mapping[str, Any]) -> dict[str, Tensor]:
         prefix, name = f"blk.{layer[1]}.", layer[2]
         if expert := re.fullmatch(r"mlp\.experts\.\d\.(\w+)_proj\.weight", name):
             stacks[f"{prefix}ffn_{expert[1]}_exps.weight"].append(data)
+            continue
+        if name in ("mlp.experts.gate_up_proj", "mlp.experts.down_proj"):  # of all
+            parts = dict(zip(("gate", "up"), data.chunk(2, dim=1), strict=True)) if "gate" in name else {"down": data}
+            found |= {f"{prefix}ffn_{part}_exps.weight": one for part, one in parts.items()}
             continue
         if config["model_type"] != "qwen3_next":
             data = _values_by_turns(name, data, config)

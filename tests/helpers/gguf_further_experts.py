@@ -26,6 +26,7 @@ ARCHITECTURES = {
     "DeepseekV2ForCausalLM": "deepseek2",
     "DeepseekV3ForCausalLM": "deepseek2",
     "YoutuForCausalLM": "deepseek2",
+    "Glm4MoeForCausalLM": "glm4moe",
 }
 _OUTER = {"model.embed_tokens.weight": "token_embd", "model.norm.weight": "output_norm", "lm_head.weight": "output"}
 _NAMES = {
@@ -33,6 +34,7 @@ _NAMES = {
     "post_attention_layernorm.weight": "ffn_norm.weight",
     **{f"self_attn.{hf}_proj.{end}": f"attn_{name}.{end}" for hf, name in zip("qkvo", ("q", "k", "v", "output"), strict=True)
        for end in ("weight", "bias")},
+    **{f"self_attn.{one}_norm.weight": f"attn_{one}_norm.weight" for one in "qk"},
     "self_attn.sinks": "attn_sinks.weight",
     "self_attn.q_a_proj.weight": "attn_q_a.weight",
     "self_attn.q_a_layernorm.weight": "attn_q_a_norm.weight",
@@ -49,7 +51,21 @@ _NAMES = {
     **{f"mlp.shared_experts.{part}_proj.weight": f"ffn_{part}_shexp.weight" for part in ("gate", "up", "down")},
     "shared_mlp.output_linear.weight": "ffn_down_shexp.weight",
     "block_sparse_moe.output_linear.weight": "ffn_down_exps.weight",
+    **{f"{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm", "embed_tokens")},
+    **{f"shared_head.{name}.weight": f"nextn.shared_head_{name}.weight" for name in ("norm", "head")},
 }  # fmt: skip
+
+# A file has one number for both factors of YaRN's, as the published models do.
+YARN = {
+    "rope_parameters": {
+        "rope_type": "yarn",
+        "rope_theta": 10_000.0,
+        "factor": 8.0,
+        "original_max_position_embeddings": 32,
+        "mscale": 0.707,
+        "mscale_all_dim": 0.707,
+    }
+}
 
 
 def convert(source: Path, file: Path, *, kind: str = "F32", in_parts: bool = True, **changes: Any) -> Path:
@@ -57,7 +73,11 @@ def convert(source: Path, file: Path, *, kind: str = "F32", in_parts: bool = Tru
     makes values are two tensors, as newer files have them. changes: metadata in place of what belongs there."""
     config = json.loads((source / "config.json").read_text())
     tensors = {name: tensor.contiguous().numpy() for name, tensor in tensors_of(source, config, in_parts)}
-    write(file, {**metadata_of(config, in_parts), **changes}, tensors, kind)
+    metadata = metadata_of(config, in_parts)
+    if any(".nextn." in name for name in tensors):  # the layer behind the others counts as one of them
+        of = metadata["general.architecture"]
+        metadata |= {f"{of}.block_count": config["num_hidden_layers"] + 1, f"{of}.nextn_predict_layers": 1}
+    write(file, {**metadata, **changes}, tensors, kind)
     return file
 
 
@@ -84,6 +104,10 @@ def metadata_of(config: Mapping[str, Any], in_parts: bool) -> Metadata:
         found |= _latent(config, in_parts)
     else:
         found |= {"attention.key_length": config["head_dim"], "attention.value_length": config["head_dim"]}
+    if name == "glm4moe":
+        found["rope.dimension_count"] = int(config["head_dim"] * rope["partial_rotary_factor"])
+        found |= _grouped_experts(config)
+    elif name != "deepseek2":
         found |= {"expert_count": config["num_local_experts"], "expert_used_count": config["num_experts_per_tok"]}
     if name == "gpt-oss":
         found |= {
@@ -116,9 +140,6 @@ def _latent(config: Mapping[str, Any], in_parts: bool) -> Metadata:
         "vocab_size": config["vocab_size"],
         "attention.kv_lora_rank": rank,
         "rope.dimension_count": rotated,
-        "leading_dense_block_count": config.get("first_k_dense_replace", config["num_hidden_layers"]),
-        "expert_feed_forward_length": config.get("moe_intermediate_size", config["intermediate_size"]),
-        "expert_shared_count": config.get("n_shared_experts", 0),
     }
     if in_parts:
         found |= {
@@ -133,19 +154,33 @@ def _latent(config: Mapping[str, Any], in_parts: bool) -> Metadata:
     if config["q_lora_rank"] is not None:
         found["attention.q_lora_rank"] = config["q_lora_rank"]
     if "n_routed_experts" in config:
+        found |= _grouped_experts(config)
+    else:
         found |= {
-            "expert_count": config["n_routed_experts"],
-            "expert_used_count": config["num_experts_per_tok"],
-            "expert_weights_scale": config["routed_scaling_factor"],
-            "expert_group_count": config["n_group"] or 1,
-            "expert_group_used_count": config["topk_group"] or 1,
+            "leading_dense_block_count": config["num_hidden_layers"],
+            "expert_feed_forward_length": config["intermediate_size"],
+            "expert_shared_count": 0,
         }
-        if config.get("norm_topk_prob"):
-            found["expert_weights_norm"] = True
-        if config["model_type"] == "deepseek_v3":
-            found["expert_gating_func"] = 2
     if rope.get("mscale_all_dim") is not None:
         found["rope.scaling.yarn_log_multiplier"] = 0.1 * rope["mscale_all_dim"]
+    return found
+
+
+def _grouped_experts(config: Mapping[str, Any]) -> Metadata:
+    found: Metadata = {
+        "leading_dense_block_count": config["first_k_dense_replace"],
+        "expert_feed_forward_length": config["moe_intermediate_size"],
+        "expert_shared_count": config["n_shared_experts"],
+        "expert_count": config["n_routed_experts"],
+        "expert_used_count": config["num_experts_per_tok"],
+        "expert_weights_scale": config["routed_scaling_factor"],
+        "expert_group_count": config["n_group"] or 1,
+        "expert_group_used_count": config["topk_group"] or 1,
+    }
+    if config.get("norm_topk_prob"):
+        found["expert_weights_norm"] = True
+    if config["model_type"] in ("deepseek_v3", "glm4_moe"):
+        found["expert_gating_func"] = 2
     return found
 
 
@@ -181,7 +216,7 @@ def tensors_of(source: Path, config: Mapping[str, Any], in_parts: bool) -> Itera
             keys, values = by_head.split((config["qk_nope_head_dim"], config["v_head_dim"]), dim=1)
             yield f"{prefix}attn_k_b.weight", keys.transpose(1, 2)
             yield f"{prefix}attn_v_b.weight", values
-        elif name == "gpt-oss" and own == "post_attention_layernorm.weight":
+        elif name in ("gpt-oss", "glm4moe") and own == "post_attention_layernorm.weight":
             yield f"{prefix}post_attention_norm.weight", data
         else:
             if name == "granitemoe" and re.fullmatch(r"self_attn\.[qk]_proj\.weight", own):

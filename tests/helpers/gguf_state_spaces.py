@@ -47,6 +47,13 @@ _EXPERT_NAMES = {
 }
 _STATE_NAMES = {"in_proj": "ssm_in", "conv1d": "ssm_conv1d", "norm": "ssm_norm", "out_proj": "ssm_out"}
 
+# Of a block that predicts further tokens, which is two layers of the checkpoint.
+_FURTHER = {
+    **{f"mtp.layers.0.{name}.weight": f"nextn.{name}.weight" for name in ("eh_proj", "enorm", "hnorm")},
+    "mtp.layers.1.norm.weight": "post_attention_norm.weight",
+    "mtp.layers.1.final_layernorm.weight": "nextn.shared_head_norm.weight",
+}
+
 
 def architecture(config: Mapping[str, Any]) -> str:
     """What the file of a model says it is."""
@@ -83,6 +90,8 @@ def convert(
         loaded = {name: tensor.float() for name, tensor in load_file(source / "model.safetensors").items()}
         if not falcon:
             loaded = _stacked(loaded, config)
+        if any(name.startswith("mtp.") for name in loaded):
+            metadata |= _of_further_block(metadata, config)
         renamed = ((_of_falcon if falcon else _of_nemotron)(name, data, config) for name, data in loaded.items())
         tensors = {name: data.contiguous().numpy() for name, data in renamed}
     write(file, metadata | changes, tensors, kind)
@@ -145,6 +154,19 @@ def nemotron_metadata(config: Mapping[str, Any]) -> Metadata:
     )
 
 
+def _of_further_block(metadata: Metadata, config: Mapping[str, Any]) -> Metadata:
+    """What is said of a model with a block that predicts further tokens, which attends and has experts."""
+    count, heads, width = (
+        f"{_EXPERTS}.{key}" for key in ("block_count", "attention.head_count_kv", "feed_forward_length")
+    )
+    return {
+        count: metadata[count] + 1,
+        heads: [*metadata[heads], config["num_key_value_heads"]],
+        width: [*metadata[width], config["moe_intermediate_size"]],
+        f"{_EXPERTS}.nextn_predict_layers": 1,
+    }
+
+
 def _as_written(config: Mapping[str, Any], own: Metadata) -> Metadata:
     name = architecture(config)
     shared = {
@@ -197,11 +219,15 @@ def _of_falcon(full: str, data: Tensor, config: Mapping[str, Any]) -> tuple[str,
 
 def _of_nemotron(full: str, data: Tensor, config: Mapping[str, Any]) -> tuple[str, Tensor]:
     """Rows of q and k are reordered as a Llama's are, although they do not rotate."""
+    kinds = config["layers_block_type"]
+    if full in _FURTHER:
+        return f"blk.{len(kinds)}.{_FURTHER[full]}", data
+    full = re.sub(r"^mtp\.layers\.[01]", f"backbone.layers.{len(kinds)}", full)
     layer = re.fullmatch(r"backbone\.layers\.(\d+)\.(mixer\.)?(.+)", full)
     if layer is None:
         return _outer(full), data
     index, name = layer[1], layer[3]
-    if layer[2] and config["layers_block_type"][int(index)] == "linear_attention":
+    if layer[2] and [*kinds, "further"][int(index)] == "linear_attention":
         name, data = of_state(name, data, config["n_groups"])
         return f"blk.{index}.{name}", data
     if name in _EXPERT_NAMES:

@@ -34,6 +34,7 @@ from windlass.engine.model.families.nemotron_h import NEMOTRON_H
 from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
 from windlass.engine.model.families.phi3 import PHI3
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
+from windlass.engine.model.families.sigmoid_experts import GLM4_MOE
 from windlass.engine.model.families.smollm3 import SMOLLM3
 from windlass.engine.model.families.softmax_experts import (
     GPT_OSS,
@@ -50,6 +51,7 @@ from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
+from windlass.engine.model.gguf.glm4_moe import GLM4_EXPERTS
 from windlass.engine.model.gguf.latent import LATENT_KEYS, latent_experts, latent_family, latent_rope
 from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_and_global
 from windlass.engine.model.gguf.rope import Factors
@@ -252,6 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture(ERNIE4_5, interleaved=True),
     "chatglm": Architecture(GLM, interleaved=True),
     "glm4": Architecture(GLM4, interleaved=True),
+    "glm4moe": Architecture(GLM4_MOE, **GLM4_EXPERTS),
     "phi3": Architecture(PHI3, more=_phi3, reads=(WINDOW,)),
     "hunyuan-dense": Architecture(HUNYUAN),
     "gemma": Architecture(GEMMA, norms_with_offset=True),

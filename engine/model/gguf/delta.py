@@ -5,19 +5,24 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.gated_delta import LINEAR_ATTENTION
 from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_sizes
 from windlass.engine.model.gguf.fields import ArchitectureKeys
+from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 _INTERVAL, _FEED_FORWARD = "full_attention_interval", "feed_forward_length"
+_RECURRENT = "attention.recurrent_layers"  # in files from 2026 on, beside the interval
 _COUNT, _USED = "expert_count", "expert_used_count"
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 
 # Sections of a rotation tell apart how images lie, on text all positions are equal.
-_KEYS = (*SIZE_KEYS, _INTERVAL, "rope.dimension_sections")
+_KEYS = (*SIZE_KEYS, _INTERVAL, _RECURRENT, "rope.dimension_sections")
 
 
 def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
-    """The sizes, and how often a layer attends."""
+    """The sizes, and which layers attend: every n-th, unless the file says it layer by layer."""
     sizes = read_sizes(keys)
     return {
         "linear_conv_kernel_dim": sizes.width,
@@ -26,7 +31,21 @@ def gated_delta(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, 
         "linear_num_value_heads": sizes.heads,
         "linear_value_head_dim": sizes.head_dim,
         "full_attention_interval": keys.size(_INTERVAL, 4),
+        **_kinds(keys, config["num_hidden_layers"]),
     }
+
+
+def _kinds(keys: ArchitectureKeys, layers: int) -> dict[str, list[str]]:
+    """What `layer_types` says, where the file tells of every block whether it carries a state; the last may predict further."""
+    carries = keys.raw(_RECURRENT)
+    if carries is None:
+        return {}
+    blocks = keys.size("block_count")
+    if not isinstance(carries, list) or len(carries) != blocks or any(one not in (0, 1) for one in carries):
+        raise LoadError(
+            f"{keys.key(_RECURRENT)} must have true or false for each of {blocks} blocks, got {shown(carries)}"
+        )
+    return {"layer_types": [LINEAR_ATTENTION if one else FULL_ATTENTION for one in carries[:layers]]}
 
 
 def delta_with_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.gguf.metadata import read_facts
+from windlass.engine.model.gguf.prediction import rename_block
 from windlass.engine.model.gguf.reader import GGUFHeader, read_floats, read_header
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
@@ -62,6 +63,9 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
     held = as_gguf_holds(spec, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
     tensors = _told(first, lambda: rename(placed, facts.family, held, facts.architecture.aliases))
+    if spec.predicting is not None:
+        layer = as_gguf_holds(spec.predicting, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
+        tensors |= rename_block(placed, facts.family, layer, len(spec.layers), facts.architecture.aliases)
     index = {
         "version": VERSION,
         "files": [

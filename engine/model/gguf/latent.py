@@ -15,25 +15,28 @@ from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEE
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.rotary.fields import shown
 
-_GATING = "expert_gating_func"
-_SOFTMAX, _SIGMOID = 1, 2
+GATING = "expert_gating_func"
+_SOFTMAX, SIGMOID = 1, 2
 _PER_FACTOR = 0.1  # of YaRN's attention factor, by which the file's number is multiplied
 
-LATENT_KEYS = (
-    "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla leading_dense_block_count "
-    "expert_count expert_used_count expert_feed_forward_length expert_shared_count expert_weights_scale expert_weights_norm "
-    "expert_gating_func expert_group_count expert_group_used_count rope.scaling.yarn_log_multiplier"
+GROUPED_EXPERTS_KEYS = (
+    "leading_dense_block_count expert_count expert_used_count expert_feed_forward_length expert_shared_count "
+    "expert_weights_scale expert_weights_norm expert_gating_func expert_group_count expert_group_used_count"
 ).split()
+LATENT_KEYS = (
+    "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
+    "rope.scaling.yarn_log_multiplier"
+).split() + GROUPED_EXPERTS_KEYS
 
 
 def latent_family(keys: ArchitectureKeys) -> Family:
     """Files name one architecture for all of them: without experts it is Youtu's, and how experts are chosen tells the others."""
     if not keys.count("expert_count"):
         return YOUTU
-    gating = keys.count(_GATING) or _SOFTMAX
-    if gating not in (_SOFTMAX, _SIGMOID):
-        raise LoadError(f"{keys.key(_GATING)} is {shown(gating)}: 1 (softmax) and 2 (sigmoid) are known")
-    return DEEPSEEK_V3 if gating == _SIGMOID else DEEPSEEK_V2
+    gating = keys.count(GATING) or _SOFTMAX
+    if gating not in (_SOFTMAX, SIGMOID):
+        raise LoadError(f"{keys.key(GATING)} is {shown(gating)}: 1 (softmax) and 2 (sigmoid) are known")
+    return DEEPSEEK_V3 if gating == SIGMOID else DEEPSEEK_V2
 
 
 def latent_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
@@ -56,8 +59,15 @@ def latent_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[st
     """The keys of its experts; none where it has none."""
     if not keys.count("expert_count"):
         return {}
-    groups = keys.count("expert_group_count") or 1
-    found: dict[str, Any] = {
+    found = grouped_experts(keys)
+    if keys.count(GATING) != SIGMOID:
+        found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    return found
+
+
+def grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
+    """The keys of experts in groups, of which the best are looked at, behind layers that have none."""
+    return {
         "n_routed_experts": keys.size("expert_count"),
         "num_experts_per_tok": keys.size("expert_used_count"),
         "moe_intermediate_size": keys.size("expert_feed_forward_length"),
@@ -65,12 +75,9 @@ def latent_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[st
         "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
         "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
         "first_k_dense_replace": keys.count("leading_dense_block_count"),
-        "n_group": groups,
+        "n_group": keys.count("expert_group_count") or 1,
         "topk_group": keys.count("expert_group_used_count") or 1,
     }
-    if keys.count(_GATING) != _SIGMOID:
-        found["topk_method"] = "group_limited_greedy" if groups > 1 else "greedy"
-    return found
 
 
 def latent_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:

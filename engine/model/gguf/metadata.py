@@ -17,6 +17,7 @@ from windlass.engine.model.families.family import Family, Flag
 from windlass.engine.model.gguf.architectures import Architecture, find_architecture
 from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
 from windlass.engine.model.gguf.latent import latent_sizes
+from windlass.engine.model.gguf.prediction import predicts_further
 from windlass.engine.model.gguf.rope import Factors, read_rope
 from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
 from windlass.engine.rotary.fields import shown, shown_key
@@ -24,6 +25,7 @@ from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _MOST_LAYERS = 10_000
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.")
+_FURTHER = "nextn_predict_layers"
 _LOCAL_THETA = 10_000.0
 
 # Read here or by `rope`, or without a meaning for what is computed.
@@ -89,6 +91,8 @@ def read_facts(metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor],
     _check_layers(keys, tensors)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
     config["tie_word_embeddings"] = HEAD not in tensors
+    if predicts_further(config["num_hidden_layers"], tensors):
+        config["num_nextn_predict_layers"] = keys.count(_FURTHER)
     config |= _biases(family, tensors)
     config |= architecture.more(keys, config) | architecture.told_by(tensors)
     config |= _rotation(keys, architecture, family, config, factors)
@@ -105,7 +109,7 @@ def _shapes(
     keys: ArchitectureKeys, embedding: PlacedTensor, architecture: Architecture, family: Family
 ) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    layers = keys.size("block_count") - keys.count("nextn_predict_layers")
+    layers = keys.size("block_count") - keys.count(_FURTHER)
     if not 1 <= layers <= _MOST_LAYERS:
         raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
     keys = architecture.plain(keys, layers)
@@ -136,11 +140,17 @@ def _shapes(
 
 def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, PlacedTensor]) -> None:
     """Raises LoadError for a file with more layers than it says: without these it is another model."""
-    blocks = keys.size("block_count")
+    blocks, further = keys.size("block_count"), keys.count(_FURTHER)
     for name in tensors:
-        if (found := _BLOCK.match(name)) and int(found[1]) >= blocks:
+        block = int(found[1]) if (found := _BLOCK.match(name)) else -1
+        if block >= blocks:
             raise LoadError(
                 f"tensor {shown_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
+            )
+        if block >= blocks - further and not predicts_further(block, tensors):
+            raise LoadError(
+                f"tensor {shown_key(name)} is of the last {further} layers, which {keys.key(_FURTHER)} says predict further "
+                f"tokens, and its layer has no nextn.eh_proj, as all of these have: get another conversion"
             )
 
 

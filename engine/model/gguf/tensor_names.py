@@ -96,9 +96,7 @@ def rename(
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
     stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
     outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
-    layer_names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
-    if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
-        layer_names |= {name: layer_names[known] for name, known in aliases.items()}
+    layer_names = names_in_layers(tensors, family, spec, aliases)
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
@@ -111,8 +109,17 @@ def rename(
     return _as_listed(found, spec)
 
 
+def names_in_layers(
+    tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What llama.cpp calls the tensors of a layer, and what this model does. tensors, aliases: as in `rename`."""
+    names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
+    if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
+        names |= {name: names[known] for name, known in aliases.items()}
+    return names
+
+
 def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
-    """What llama.cpp calls the tensors of a layer, and what this model does."""
     attention, norms = family.attention_names, spec.layers[0].norms
     dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, ExpertsSpec))
     first = next(dense, None)
@@ -227,16 +234,32 @@ def _renamed(
     if name in outer:
         yield outer[name], tensor
         return
+    index, _, _ = _in_block(name)
+    if index < len(spec.layers):  # a block behind them predicts a token further: see `prediction`
+        yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+
+
+def _in_block(name: str) -> tuple[int, str, str]:
+    """The index of the block that a tensor is of, its name there, and the ending of that. Raises LoadError for one of none."""
     matched = _LAYER.fullmatch(f"{name}.weight" if name.endswith(_WITHOUT_ENDING) else name)
     if matched is None:
-        raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
-    layer, what, suffix = int(matched[1]), matched[2], matched[3]
-    if layer >= len(spec.layers) or what in _UNUSED:
-        return  # a layer behind the last one predicts further tokens, which the model does without
-    if suffix == "scale":
-        what = f"{what}.{suffix}"
-    prefix, mixer = spec.names.layer(layer), spec.layers[layer].mixer
-    experts = _experts_of(spec.layers[layer])
+        raise _unknown(name)
+    index, what, suffix = matched.groups()
+    return int(index), f"{what}.{suffix}" if suffix == "scale" else what, suffix
+
+
+def of_layer(
+    name: str, tensor: PlacedTensor, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, PlacedTensor]]:
+    """The tensors, with their names in a checkpoint, that one tensor of a layer is; none where it is not used.
+
+    prefix: of the layer's names in a checkpoint. names: see `names_in_layers`. Raises LoadError.
+    """
+    _, what, suffix = _in_block(name)
+    mixer = layer.mixer
+    if what in _UNUSED:
+        return
+    experts = _experts_of(layer)
     if experts is not None and (found := _of_experts(experts, what, tensor)) is not None:
         for new, one in found:
             yield f"{prefix}{new}" if what in _BARE else f"{prefix}{new}.{suffix}", one
@@ -262,7 +285,11 @@ def _renamed(
             yield f"{prefix}{part}.{suffix}", tensor.rows(first, rows)
             first += rows
     else:
-        raise LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> LoadError:
+    return LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
 
 
 def _experts_of(layer: LayerSpec) -> ExpertsSpec | None:

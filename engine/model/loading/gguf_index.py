@@ -100,6 +100,10 @@ class GgufIndex:
         """Whether matrices are something else than plain numbers."""
         return any(name not in PLAIN for name in self.types())
 
+    def of(self, spec: ModelSpec) -> GgufIndex:
+        """With the tensors alone that are this model's: the files may hold those of its prediction layer too."""
+        return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.leaves(name)})
+
     def original(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model that the files were made of, by which adapters are read: with heads of values in their order,
         and whether weights are such as no adapter knows. A notice says where logits have an unknown factor."""
@@ -113,7 +117,9 @@ class GgufIndex:
         return replace(spec, layers=layers, factored=self.factored, notices=notices)
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
-        """The spec of the model as these files hold it."""
+        """The spec of the model as these files hold it, and of its prediction layer."""
+        if spec.predicting is not None:
+            spec = replace(spec, predicting=self.adapt(spec.predicting))
         spec = as_gguf_holds(self.original(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)

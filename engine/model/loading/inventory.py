@@ -39,7 +39,7 @@ def check_tensors(
 ) -> None:
     """Raise LoadError, which names tensors, for some that are missing, that nobody asks for, or of another shape or type."""
     expected = {tensor.name: stored_shape(weight, tensor) for weight in spec.weights() for tensor in weight.stored}
-    found = headers if gguf is not None else _each(headers, expected)
+    found = gguf.tensors if gguf is not None else _each(headers, expected)
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []

@@ -24,10 +24,10 @@ def predicting(speculation: SpeculationConfig) -> Predicting | None:
     return "layer" if speculation.quantization == "none" else "layer and head"
 
 
-def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting) -> ModelSpec:
+def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting, *, in_gguf: bool) -> ModelSpec:
     """The specification of a model's prediction layer. tensors: names of all that the files hold, none where no file is read.
 
-    Raises LoadError where there is none.
+    in_gguf: they are of GGUF files. Raises LoadError where there is none.
     """
     layer = spec.predicting
     if layer is None:
@@ -36,9 +36,12 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting
             "leave it out"
         )
     if tensors and not any(name.startswith(layer.own[0]) for name in tensors):
+        why, other = f"no tensor's name begins with {layer.own[0]!r}", "the files of the model's own publisher"
+        if in_gguf:
+            why = "no block has tensors whose names contain nextn, which some conversions leave out"
+            other = "a conversion of the model that has them"
         raise LoadError(
-            f"{_OPTION}: the files hold no layer that predicts further tokens (no tensor's name begins with {layer.own[0]!r}): "
-            "leave it out, or take the files of the model's own publisher"
+            f"{_OPTION}: the files hold no layer that predicts further tokens ({why}): leave it out, or take {other}"
         )
     if what == "layer":
         return layer

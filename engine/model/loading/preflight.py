@@ -239,9 +239,12 @@ def describe_model(config: EngineConfig, *, what: Predicting | None = None) -> M
         raise LoadError(f"{directory}: {fault}")
     try:
         spec = with_stored_names(spec, headers)
-        spec = with_stored_stacks(spec if what is None else prediction_layer(spec, headers, what), headers)
+        if what is not None:
+            spec = prediction_layer(spec, headers, what, in_gguf=gguf is not None)
+        spec = with_stored_stacks(spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
+    gguf = None if gguf is None else gguf.of(spec)
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
     own_groups = with_learned_frequencies(spec.rotary_groups, directory)

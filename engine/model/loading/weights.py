@@ -172,7 +172,8 @@ class _Checkpoint:
         sources = quantized.sources if quantized is not None else {}
         self._leave = lambda name: name in sources or spec.leaves(name)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
-        self._gguf: GgufIndex | None = read_index(directory)
+        index = read_index(directory)
+        self._gguf: GgufIndex | None = None if index is None else index.of(spec)
         self._files, self._cuts = checkpoint_files(directory), cuts
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 

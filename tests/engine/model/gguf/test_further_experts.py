@@ -14,7 +14,7 @@ from gguf.constants import GGMLQuantizationType
 from gguf.quants import dequantize
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
-from helpers.gguf_further_experts import convert
+from helpers.gguf_further_experts import YARN, convert
 from helpers.gguf_logits import PROMPT, derived, logits
 from helpers.tiny_models import make_model
 
@@ -22,26 +22,16 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.description import describe_gguf
 from windlass.kernels import FORMS, BlockWeight
 
-# A file has one number for both factors of YaRN's, as the published models do.
-_YARN = {
-    "rope_parameters": {
-        "rope_type": "yarn",
-        "rope_theta": 10_000.0,
-        "factor": 8.0,
-        "original_max_position_embeddings": 32,
-        "mscale": 0.707,
-        "mscale_all_dim": 0.707,
-    }
-}
 # The family, and what GGUF cannot say of its tiny model, so that a conversion would drop it.
 CASES: dict[str, dict[str, Any]] = {
     "gpt_oss": {"swiglu_limit": 7.0},
     "granitemoe": {"attention_bias": False},
     "granitemoeshared": {"attention_bias": False},
     "deepseek_v2": {"attention_bias": False},
-    "deepseek_v2_lite": {"n_group": 1, "topk_group": 1, **_YARN},
-    "deepseek_v3": {"attention_bias": False, **_YARN},
+    "deepseek_v2_lite": {"n_group": 1, "topk_group": 1, **YARN},
+    "deepseek_v3": {"attention_bias": False, **YARN},
     "youtu": {},
+    "glm4_moe": {"use_qk_norm": False, "attention_bias": False},
 }
 LATENT = ("deepseek_v2", "deepseek_v2_lite", "deepseek_v3", "youtu")
 
@@ -122,6 +112,11 @@ def test_four_bit_floats_are_kept_as_codes_of_five(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "changes", "says"),
     [
+        (
+            "glm4_moe",
+            {"glm4moe.expert_gating_func": 1},
+            "expert_gating_func is 1: these experts are chosen by sigmoids",
+        ),
         ("deepseek_v3", {"deepseek2.expert_gating_func": 3}, r"expert_gating_func is 3: 1 \(softmax\) and 2"),
         ("deepseek_v3", {"deepseek2.rope.dimension_count": 64}, "rope.dimension_count is 64, not less than"),
         ("deepseek_v3", {"deepseek2.expert_count": 12}, "has the shape .* for 12 experts"),

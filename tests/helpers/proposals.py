@@ -1,0 +1,79 @@
+"""Engines whose model's own prediction layer proposes, and what it proposes behind which tokens."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from helpers.engines import make_core
+from helpers.prediction_layers import PredictionOracle
+
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.predictor import Predictor
+from windlass.engine.scheduling.plan import SchedulerOutput
+
+
+def predicting(directory: Path, **options: Any) -> EngineCore:
+    return make_core(directory, **{"speculative_mtp": True, "speculative_adaptive": False, **options})
+
+
+def predictor_of(core: EngineCore) -> Predictor:
+    assert isinstance(core.runner.drafter, Predictor)
+    return core.runner.drafter
+
+
+class Proposed:
+    """What an engine proposes from now on, and behind which tokens. States of a step are spoiled at its end, as the next one may
+    overwrite them."""
+
+    def __init__(self, core: EngineCore) -> None:
+        self.found: list[tuple[list[int], tuple[int, ...], list[torch.Tensor]]] = []
+        self._runs: list[torch.Tensor] = []
+        self._logits: dict[int, list[torch.Tensor]] = {}
+        self._predictor = predictor_of(core)
+        self._propose, self._observe = self._predictor.propose, self._predictor.observe
+        self._draft, self._run = self._predictor._draft, self._predictor._run
+        self._predictor.propose = self._record  # type: ignore[method-assign]
+        self._predictor.observe = self._spoil  # type: ignore[method-assign]
+        self._predictor._draft = self._watch_draft  # type: ignore[method-assign]
+        self._predictor._run = self._watch_run  # type: ignore[method-assign]
+
+    def _spoil(self, plan: SchedulerOutput, hidden: torch.Tensor) -> None:
+        self._observe(plan, hidden)
+        hidden.fill_(torch.nan)
+
+    def _record(self, plan: SchedulerOutput) -> SchedulerOutput:
+        filled = self._propose(plan)
+        for asked, item in zip(plan.sequences, filled.sequences, strict=True):
+            if asked.num_drafted:
+                assert len(item.draft) == asked.num_drafted
+                known = self._predictor._sequences.by_id[item.seq_id].token_ids
+                assert len(known) == item.start + 1
+                self.found.append((list(known), item.draft, self._logits[item.seq_id]))
+        return filled
+
+    def _watch_run(self, *given: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+        hidden, logits = self._run(*given)
+        self._runs.append(hidden.clone())
+        return hidden, logits
+
+    def _watch_draft(self, items: list[Any]) -> dict[int, list[int]]:
+        self._runs.clear()
+        drafts = self._draft(items)
+        self._logits = {item.seq_id: [] for item, _ in items}
+        rows = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
+        for step, hidden in enumerate(self._runs):
+            wanted = [item.seq_id for item, _ in items if item.num_drafted > step]
+            for seq_id, row in zip(wanted, self._predictor._decoder.logits(hidden[rows]).cpu(), strict=True):
+                self._logits[seq_id].append(row)
+            rows = torch.arange(sum(item.num_drafted > step + 1 for item, _ in items))
+        return drafts
+
+    def check(self, oracle: PredictionOracle, least: int) -> None:
+        """Each is what the oracle predicts from the whole text, and for the same logits."""
+        assert len(self.found) >= least
+        for known, draft, logits in self.found:
+            want = oracle.proposals(known, len(draft))
+            assert tuple(int(one.argmax()) for one in want) == draft
+            torch.testing.assert_close(torch.stack(logits), torch.stack(want), rtol=1e-4, atol=1e-4)
