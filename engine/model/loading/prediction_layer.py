@@ -24,6 +24,14 @@ def predicting(speculation: SpeculationConfig) -> Predicting | None:
     return "layer" if speculation.quantization == "none" else "layer and head"
 
 
+def offered(spec: ModelSpec, tensors: Collection[str]) -> bool:
+    """Whether the files hold such a layer, and the model could be drafted for. tensors: names of all that they hold."""
+    layer, groups = spec.predicting, spec.kv_groups
+    if layer is None or len(groups) > 1 or groups[0].window is not None:
+        return False
+    return any(name.startswith(layer.own[0]) for name in tensors)
+
+
 def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting, *, in_gguf: bool) -> ModelSpec:
     """The specification of a model's prediction layer. tensors: names of all that the files hold, none where no file is read.
 

@@ -29,7 +29,7 @@ from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, r
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
 from windlass.engine.model.loading.part import prepare_part
-from windlass.engine.model.loading.prediction_layer import Predicting, predicting, prediction_layer
+from windlass.engine.model.loading.prediction_layer import Predicting, offered, predicting, prediction_layer
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.refusals import (
@@ -46,6 +46,7 @@ from windlass.engine.model.storage import StoragePlan, block_storages, plan_byte
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.ladder import AUTO, checked_ladder
 
+_OFFER = "the files hold a layer that predicts further tokens: `scheduling.speculation.mtp` lets it propose them"
 _SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
 
 
@@ -170,7 +171,10 @@ def prepare_model(
         )
     called = describe_storage(config, model, plan)
     rounds_prompts = rounded or dtype == "bfloat16"
-    notices = said + notices_of(model, plan, stored) + of_ranks
+    offer: tuple[str, ...] = ()
+    if what is None and not config.scheduling.speculation.most_proposed and config.compute.tensor_parallel == 1:
+        offer = (_OFFER,) if offered(model.spec, model.headers) else ()
+    notices = said + notices_of(model, plan, stored) + of_ranks + offer
     return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices, part)
 
 

@@ -256,6 +256,16 @@ def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]
     assert draft.architecture == "prediction layer of Qwen3_5ForCausalLM"
 
 
+def test_a_start_without_it_says_that_it_is_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
+    def offers(directory: Path, **options: Any) -> bool:
+        return any("`scheduling.speculation.mtp`" in notice for notice in make_core(directory, **options).info.notices)
+
+    assert offers(directory_of("qwen3_5"))
+    assert not offers(directory_of("qwen3_5"), speculative_mtp=True)
+    assert not offers(directory_of("qwen3_5"), speculative_ngram=4)
+    assert not offers(make_model("qwen3_5", tmp_path / "without"))
+
+
 @pytest.mark.parametrize("tied", [False, True])
 def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
     """It is often right, where it is not nothing changes, and the model keeps its own."""
