@@ -11,7 +11,7 @@ from torch import Tensor
 
 from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.errors import RequestError
-from windlass.kernels import Backend, LowRank, LowRankTable, RowSlots
+from windlass.kernels import Backend, ChangedMatrix, LowRank, LowRankTable, RowSlots
 
 PartTables = Mapping[str, LowRankTable]  # by the names that `ModelSpec.adapted_parts` gives the matrices of a part
 
@@ -57,6 +57,10 @@ class AdapterRows:
     def with_slots(self, slots: Tensor) -> AdapterRows:
         return AdapterRows(self.parts, RowSlots(slots))
 
+    def at(self, rows: Tensor) -> AdapterRows:
+        """Of these rows alone. rows: [n] int64."""
+        return AdapterRows(self.parts, self.rows.at(rows))
+
     def of_layer(self, index: int, backend: Backend) -> LayerChanges:
         return LayerChanges(backend, self.parts[index], self.rows)
 
@@ -67,15 +71,15 @@ class AdapterRows:
 class LoadedAdapters:
     """Those that requests may use, by id, each in a slot of the tables. most: that may be loaded at once.
 
-    matrices: of every part the shapes [rows, columns] of what may change, by name.
+    matrices: of every part what may change, by name.
     """
 
-    def __init__(self, most: int, matrices: Iterable[Mapping[str, tuple[int, ...]]], backend: Backend) -> None:
+    def __init__(self, most: int, matrices: Iterable[Mapping[str, ChangedMatrix]], backend: Backend) -> None:
         self.most = most
         self._slots: dict[int | None, int] = {None: -1}
         self._infos: dict[int, AdapterInfo] = {}
         self._parts = tuple(
-            {name: backend.low_rank_table(most, *shape) for name, shape in part.items()} for part in matrices
+            {name: backend.low_rank_table(most, matrix) for name, matrix in part.items()} for part in matrices
         )
 
     def __len__(self) -> int:
