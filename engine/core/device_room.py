@@ -5,6 +5,7 @@ from __future__ import annotations
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.memory import DEVICE_SHARE, device_kv_budget, gib
 from windlass.engine.cache.persist.device_pages import staging_bytes
+from windlass.engine.core.adapter_shelf import no_adapters
 from windlass.engine.core.description import cache_bytes_per_token, draft_bytes_per_token
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.graph_room import bytes_of_graphs
@@ -55,6 +56,9 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
                         block_size=config.cache.block_size,
                         most_rows=most_rows,
                         most_blocks=most_blocks,
+                        adapters=no_adapters(config.adapters, one)
+                        if config.adapters.sources and one is model
+                        else None,
                     )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -7,6 +7,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.api.adapters import AdapterInfo
@@ -128,15 +129,20 @@ class LoadedAdapters:
                 for table in tables.values():
                     table.put(slot, None)
 
-    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
-        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None; None without any.
+    def slots_of(self, ids: Iterable[int | None], counts: Sequence[int]) -> NDArray[np.int64]:
+        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None: [T], -1 for none."""
+        return np.repeat(np.array([self._slots[i] for i in ids], dtype=np.int64), counts)
 
-        out: [T] int64 on the host, to be filled in.
-        """
+    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
+        """Of such a step; None without any. out: [T] int64 on the host, to be filled in."""
         if not self._infos:
             return None
-        slots = [self._slots[i] for i in ids]
-        if max(slots) < 0:
+        slots = self.slots_of(ids, counts)
+        if slots.max() < 0:
             return None
-        found = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int64), counts))
-        return AdapterRows(self._parts, RowSlots(found if out is None else out.copy_(found)))
+        found = torch.from_numpy(slots)
+        return self.with_slots(found if out is None else out.copy_(found))
+
+    def with_slots(self, slots: Tensor) -> AdapterRows:
+        """Of a step whose rows have these, [T] int64."""
+        return AdapterRows(self._parts, RowSlots(slots))

@@ -15,7 +15,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution import decode_graphs
 from windlass.engine.execution.graph_room import bytes_of_graphs
-from windlass.engine.execution.ranged_graphs import MOST_RANGED
+from windlass.engine.execution.graphs_on_demand import MOST_RANGED
 from windlass.kernels import Graphs
 
 __all__ = ["played_device"]

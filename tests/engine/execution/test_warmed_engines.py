@@ -125,8 +125,8 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
         same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
         assert replayed(core) - before >= 34
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.ranged.obstacle is None
-    assert 4 in {key.rows for key in graphs.ranged.captured}
+    assert graphs is not None and graphs.on_demand.obstacle is None
+    assert 4 in {key.rows for key in graphs.on_demand.captured}
     assert core.scheduler.counters.context_shifts >= 4
 
 
@@ -168,7 +168,7 @@ def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> N
         same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
     graphs = core.runner.graphs
     assert core.scheduler.counters.reused_passages == plain.scheduler.counters.reused_passages == 3
-    assert graphs is not None and {key.ranges for key in graphs.ranged.captured} >= {2, 16}
+    assert graphs is not None and {key.ranges for key in graphs.on_demand.captured} >= {2, 16}
 
 
 @pytest.mark.parametrize("kind", ["draft model", "ngrams"])

@@ -22,7 +22,7 @@ from torch import Tensor
 from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.ranged_graphs import RangedKey
+from windlass.engine.execution.graphs_on_demand import StepKind
 from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filter_numbers
 from windlass.kernels.triton import drawing, launch
 from windlass.kernels.triton.backend import TritonBackend
@@ -92,7 +92,7 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
     core = make_core(directory, **options)
     graphs = captures(core, [4])
     same(run(core, sent, every_logit=False), want, 1e-5)
-    assert graphs.ranged.captured == [(4, 2)] and graphs.num_replayed >= 7
+    assert graphs.on_demand.captured == [StepKind(4, 2)] and graphs.num_replayed >= 7
 
 
 @pytest.mark.slow
@@ -131,8 +131,8 @@ def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
     graphs = captures(core, [1])
-    graphs.capture_ranged(RangedKey(1, 2))
-    assert graphs.ranged.obstacle is None
+    graphs.capture_further(StepKind(1, 2))
+    assert graphs.on_demand.obstacle is None
 
 
 def test_rows_draw_what_a_drawer_draws() -> None:
