@@ -47,7 +47,8 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
         )
         if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
             most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
-            for one in (model, draft):
+            adapters = no_adapters(config.adapters, model) if config.adapters.sources else None
+            for one, own in ((model, adapters), (draft, None)):  # a draft model knows no adapter
                 if one is not None:
                     step += bytes_of_graphs(
                         one.decoder,
@@ -56,9 +57,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
                         block_size=config.cache.block_size,
                         most_rows=most_rows,
                         most_blocks=most_blocks,
-                        adapters=no_adapters(config.adapters, one)
-                        if config.adapters.sources and one is model
-                        else None,
+                        adapters=own,
                     )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -75,9 +75,8 @@ class GraphsOnDemand(Generic[T]):
 
     def capture(self, kind: StepKind) -> None:
         """Capture a step, unless something is in its way, which is the `obstacle` then."""
-        if (
-            kind.adapted and kind.ranges
-        ):  # these may vanish in a step that is planned ahead: something has to stand for it
+        if kind.adapted and kind.ranges:
+            # Ranges may vanish in steps that are planned ahead, where something has to stand for the rest.
             self.capture(kind._replace(ranges=0))
         if kind in self._captured or self.obstacle is not None:
             return

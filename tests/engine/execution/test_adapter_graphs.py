@@ -143,7 +143,8 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
         for i in (1, 2, 3)
     }
     core, device = graphed(directory, max_loras=2, **OPTIONS)
-    kinds, tokens = stood(core), dict[str, list[int]]()
+    kinds, tokens, graphs = stood(core), dict[str, list[int]](), core.runner.graphs
+    assert graphs is not None and graphs.on_demand.captured == []
 
     def checked(self: LowRankTable, slot: int, change: Any) -> None:
         assert device.done == device.asked
@@ -175,6 +176,21 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
     assert len(kinds) > 50
 
 
+def test_rows_that_are_none_have_no_adapter(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
+    """So that nothing is read for them, whoever had these rows before."""
+    core = make_core(directory_of("llama"), lora=sources, **OPTIONS)
+    graphs = core.runner.graphs
+    assert graphs is not None
+    graphs.capture([4])
+    for rows in (3, 2):
+        run(core, [greedy(f"{i}", prompt(i, 9), 12, adapter=i) for i in range(1, rows + 1)], every_logit=False)
+        core.runner.join()
+        assert graphs.rows.adapter_slots(4).tolist() == [*range(rows), *[-1] * (4 - rows)]
+    graphs.rows.reset()
+    core.runner.join()
+    assert graphs.rows.adapter_slots(4).tolist() == [-1] * 4
+
+
 def test_ranges_and_adapters_that_vanish_ahead(directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]) -> None:
     """In either order, and beside each other again."""
     sent = [
@@ -199,7 +215,9 @@ def test_proposed_tokens_meet_the_streams_adapter(
     options: dict[str, Any] = {"speculative_ngram": 3, "speculative_ngram_min": 1}
     if kind == "draft model":
         options = {"speculative_model": str(directory_of("llama"))}
-    sent = adapted([greedy(f"{i}", prompt(i, 24, period=5), 40, temperature=0.3 * (i % 2), seed=i) for i in range(4)], 1, None)
+    sent = adapted(
+        [greedy(f"{i}", prompt(i, 24, period=5), 40, temperature=0.3 * (i % 2), seed=i) for i in range(4)], 1, None
+    )
     core, kinds = compared(directory_of("llama"), sent, lora=sources, speculative_adaptive=False, **options)
     stats, drafter = core.stats(), core.runner.drafter
     assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
