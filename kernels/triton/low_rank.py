@@ -66,7 +66,7 @@ class AddressedLowRankTable(LowRankTable):
             )
 
 
-class _Sizes(NamedTuple):
+class _ChangeTile(NamedTuple):
     """Of programs: rows, columns, ranks and numbers of K at once."""
 
     rows: int
@@ -106,15 +106,15 @@ def add_low_rank(
     launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, splits, **same, BLOCK_N=sizes.columns)
 
 
-def _row_sizes(matrix: ChangedMatrix) -> _Sizes:
-    return _Sizes(1, max(PANEL_COLUMNS, min(256, power_of_two(matrix.columns))), 16, 256)
+def _row_sizes(matrix: ChangedMatrix) -> _ChangeTile:
+    return _ChangeTile(1, max(PANEL_COLUMNS, min(256, power_of_two(matrix.columns))), 16, 256)
 
 
-def _tile_sizes(matrix: ChangedMatrix, *, wide: bool, fixed: bool) -> _Sizes:
+def _tile_sizes(matrix: ChangedMatrix, *, wide: bool, fixed: bool) -> _ChangeTile:
     """wide: whether numbers are multiplied in float32, one by one and out of registers."""
     if wide:
-        return _Sizes(16 if fixed else 32, 64, 16, 32)
-    return _Sizes(16 if fixed else 64, 64, min(32, power_of_two(matrix.rank, 16)), 64)
+        return _ChangeTile(16 if fixed else 32, 64, 16, 32)
+    return _ChangeTile(16 if fixed else 64, 64, min(32, power_of_two(matrix.rank, 16)), 64)
 
 
 def _splits(row_tiles: int, parts: int, device: Device) -> int:
