@@ -82,7 +82,8 @@ def add_low_rank(
     matrix, rows, x = table.matrix, x.shape[0], strided(x)
     # Tiles are multiplied in the type that both have, everything else in float32.
     dot, precision = dot_type(x.dtype if x.dtype == matrix.dtype else torch.float32)
-    if out.shape != (rows, matrix.columns) or x.shape[1] != matrix.inner or out.stride(1) != 1 or len(slots) != rows:
+    fits = out.shape == (rows, matrix.columns) and x.shape[1] == matrix.inner and len(slots) == rows
+    if not fits or (matrix.columns > 1 and out.stride(1) != 1):
         raise ValueError(f"add_low_rank: {tuple(x.shape)} and {tuple(out.shape)} are not rows of {matrix}")
     by_row = rows <= _BY_ROW and not fixed
     sizes = _row_sizes(matrix) if by_row else _tile_sizes(matrix, wide=dot == tl.float32, fixed=fixed)
@@ -92,7 +93,6 @@ def add_low_rank(
     same: dict[str, Any] = {
         "SLOTS": len(table.changes),
         "PARTS": matrix.parts,
-        "RANKS": matrix.rank,
         "KIND": _TYPES[matrix.dtype],
         "BLOCK_R": sizes.ranks,
         "num_warps": 4,
@@ -102,8 +102,9 @@ def add_low_rank(
         down, up, count = programs.low_rank_down, programs.low_rank_up, (rows,)
         same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
     of_x, of_out = (x, x.stride(0), slots, table.entries, low), (slots, table.entries, low, out, out.stride(0))
-    launch(down, (row_tiles, splits), x, *of_x, *count, matrix.inner, splits, **same, BLOCK_K=sizes.inner)
-    launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, splits, **same, BLOCK_N=sizes.columns)
+    divided = splits, matrix.rank
+    launch(down, (row_tiles, splits), x, *of_x, *count, matrix.inner, *divided, **same, BLOCK_K=sizes.inner)
+    launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, *divided, **same, BLOCK_N=sizes.columns)
 
 
 def _row_sizes(matrix: ChangedMatrix) -> _ChangeTile:

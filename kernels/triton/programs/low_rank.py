@@ -75,14 +75,14 @@ def low_rank_down_by_row(
     low,
     inner,
     splits,
+    ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (row, part of K): low[row, part, :rank] = x @ A.T. low: float32 [rows, splits, RANKS]. KIND: the type of A, B."""
+    """Program (row, part of K): low[row, part, :rank] = x @ A.T. low: float32 [rows, splits, ranks]. KIND: the type of A, B."""
     follow()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
@@ -102,7 +102,7 @@ def low_rank_down_by_row(
             left = tl.load(x + row * x_stride + k, mask=k < end, other=0.0).to(tl.float32)
             ok = (r < rank)[:, None] & (k < end)[None, :]
             total += a_numbers(entry, r[:, None], k[None, :], ok, inner, KIND).to(tl.float32) * left[None, :]
-        tl.store(low + (row * splits + split) * RANKS + r, tl.sum(total, 1), mask=r < rank)
+        tl.store(low + (row * splits + split) * ranks + r, tl.sum(total, 1), mask=r < rank)
 
 
 @triton.jit(do_not_specialize=["splits"])
@@ -114,9 +114,9 @@ def low_rank_up_by_row(
     out_stride,
     columns,
     splits,
+    ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -136,13 +136,13 @@ def low_rank_up_by_row(
     entry = table + slot * (HEAD + PARTS * FIELDS)
     part, own, own_columns, rank = part_of_columns(entry, tile, PARTS, BLOCK_N)
     column = own * BLOCK_N + tl.arange(0, BLOCK_N)
-    at_low = low + row * splits * RANKS + tl.load(part + RANK_FIRST)
+    at_low = low + row * splits * ranks + tl.load(part + RANK_FIRST)
     total = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, rank, BLOCK_R):
         r = first + tl.arange(0, BLOCK_R)
         left = tl.zeros([BLOCK_R], tl.float32)
         for split in range(splits):
-            left += tl.load(at_low + split * RANKS + r, mask=r < rank, other=0.0)
+            left += tl.load(at_low + split * ranks + r, mask=r < rank, other=0.0)
         ok = (r < rank)[:, None] & (column < own_columns)[None, :]
         right = b_numbers(part, rank, r[:, None], column[None, :], ok, KIND)
         total += tl.sum(right.to(tl.float32) * left[:, None], 0)
@@ -167,9 +167,9 @@ def low_rank_down(
     rows,
     inner,
     splits,
+    ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
     KIND: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -184,7 +184,7 @@ def low_rank_down(
     split = tl.program_id(1)
     own = tl.load(slots + begin_row + row, mask=row < rows - begin_row, other=-1)
     at_x = x + begin_row * x_stride
-    at_low = low + begin_row * splits * RANKS
+    at_low = low + begin_row * splits * ranks
     length = (inner + splits * BLOCK_K - 1) // (splits * BLOCK_K) * BLOCK_K
     begin = split * length
     end = tl.minimum(begin + length, inner)
@@ -203,7 +203,7 @@ def low_rank_down(
                 right_ok = (k < end)[:, None] & (r < rank)[None, :]
                 right = a_numbers(entry, r[None, :], k[:, None], right_ok, inner, KIND)
                 total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
-            at = (row[:, None] * splits + split) * RANKS + r[None, :]
+            at = (row[:, None] * splits + split) * ranks + r[None, :]
             tl.store(at_low + at, total, mask=mine[:, None] & (r < rank)[None, :])
         slot = next_slot(own, slot, SLOTS)
 
@@ -218,9 +218,9 @@ def low_rank_up(
     rows,
     columns,
     splits,
+    ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
-    RANKS: tl.constexpr,
     KIND: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -241,14 +241,14 @@ def low_rank_up(
         part, own_tile, own_columns, rank = part_of_columns(entry, tile, PARTS, BLOCK_N)
         mine = own == slot
         column = own_tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        at_low = low + begin_row * splits * RANKS + tl.load(part + RANK_FIRST)
+        at_low = low + begin_row * splits * ranks + tl.load(part + RANK_FIRST)
         total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
         for first in range(0, rank, BLOCK_R):
             r = first + tl.arange(0, BLOCK_R)
             left = tl.zeros([BLOCK_M, BLOCK_R], tl.float32)
             for split in range(splits):
                 left_ok = mine[:, None] & (r < rank)[None, :]
-                at = (row[:, None] * splits + split) * RANKS + r[None, :]
+                at = (row[:, None] * splits + split) * ranks + r[None, :]
                 left += tl.load(at_low + at, mask=left_ok, other=0.0)
             right_ok = (r < rank)[:, None] & (column < own_columns)[None, :]
             right = b_numbers(part, rank, r[:, None], column[None, :], right_ok, KIND)
