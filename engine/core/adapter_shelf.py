@@ -27,8 +27,8 @@ def no_adapters(config: AdapterConfig, model: LoadedModel) -> LoadedAdapters:
     dtype = decoder.dtype if name == "auto" else getattr(torch, name)
 
     def changed(weight: WeightSpec) -> ChangedMatrix:
-        (rows, columns), parts = weight.shape, len(weight.stored)
-        return ChangedMatrix(rows, columns, parts * config.max_rank, parts, dtype)
+        parts = tuple([stored.rows for stored in weight.stored])
+        return ChangedMatrix(parts, weight.shape[1], len(parts) * config.max_rank, dtype)
 
     parts = ({weight.name: changed(weight) for weight in weights} for _, weights in decoder.spec.adapted_parts())
     return LoadedAdapters(config.max_loaded, parts, decoder.backend)

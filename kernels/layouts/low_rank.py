@@ -80,16 +80,20 @@ class LowRank:
 
 @dataclass(frozen=True, slots=True)
 class ChangedMatrix:
-    """A matrix [columns, inner] whose product changes, and what a change may be at most, where a table has one size for all.
+    """A matrix whose product changes, and what a change may be, where a table has one size and one type for all.
 
-    rank: of all parts together. dtype: of numbers, where all are kept in one type.
+    parts: columns of the product of each of the matrices that it is made of; a change has a part for some of them. inner: K.
+    rank: of a change at most, all parts together. dtype: of numbers.
     """
 
-    columns: int
+    parts: tuple[int, ...]
     inner: int
     rank: int
-    parts: int = 1
     dtype: torch.dtype = torch.float32
+
+    @property
+    def columns(self) -> int:
+        return sum(self.parts)
 
 
 class LowRankTable:

@@ -5,6 +5,7 @@ Nothing here waits for the device. Knows shapes and types; nothing of adapters' 
 
 from __future__ import annotations
 
+import itertools
 import struct
 from typing import Any, NamedTuple
 
@@ -32,7 +33,7 @@ class AddressedLowRankTable(LowRankTable):
     def __init__(self, slots: int, matrix: ChangedMatrix, device: torch.device) -> None:
         super().__init__(slots)
         self.matrix = matrix
-        self.entries = torch.zeros(slots, _HEAD + _FIELDS * matrix.parts, dtype=torch.int64, device=device)
+        self.entries = torch.zeros(slots, _HEAD + _FIELDS * len(matrix.parts), dtype=torch.int64, device=device)
         self._read: list[list[Tensor]] = [[] for _ in range(slots)]  # what entries have addresses of
 
     def put(self, slot: int, change: LowRank | None) -> None:
@@ -56,9 +57,11 @@ class AddressedLowRankTable(LowRankTable):
 
     def _check(self, change: LowRank) -> None:
         matrix = self.matrix
-        fits = change.inner == matrix.inner and change.rank <= matrix.rank and len(change.parts) <= matrix.parts
+        ends = itertools.accumulate(matrix.parts)
+        known = {(end - columns, columns) for end, columns in zip(ends, matrix.parts, strict=True)}
+        fits = change.inner == matrix.inner and change.rank <= matrix.rank
+        fits = fits and known.issuperset((part.first, part.columns) for part in change.parts)
         for part in change.parts:
-            fits = fits and 0 <= part.first <= part.first + part.columns <= matrix.columns
             fits = fits and 0 <= part.rank_first <= part.rank_first + part.rank <= change.rank
         if not fits:
             raise ValueError(
@@ -87,12 +90,12 @@ def add_low_rank(
         raise ValueError(f"add_low_rank: {tuple(x.shape)} and {tuple(out.shape)} are not rows of {matrix}")
     by_row = rows <= _BY_ROW and not fixed
     sizes = _row_sizes(matrix) if by_row else _tile_sizes(matrix, wide=dot == tl.float32, fixed=fixed)
-    row_tiles, tiles = -(-rows // sizes.rows), matrix.columns // sizes.columns + matrix.parts
+    row_tiles, tiles = -(-rows // sizes.rows), matrix.columns // sizes.columns + len(matrix.parts)
     splits = 1 if fixed else _splits(row_tiles, -(-matrix.inner // sizes.inner), device)
     low = torch.empty(rows, splits, matrix.rank, dtype=torch.float32, device=x.device)
     same: dict[str, Any] = {
         "SLOTS": len(table.changes),
-        "PARTS": matrix.parts,
+        "PARTS": len(matrix.parts),
         "KIND": _TYPES[matrix.dtype],
         "BLOCK_R": sizes.ranks,
         "num_warps": 4,
@@ -101,10 +104,12 @@ def add_low_rank(
     if not by_row:
         down, up, count = programs.low_rank_down, programs.low_rank_up, (rows,)
         same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
+    aligned = all(columns % 16 == 0 for columns in matrix.parts)
     of_x, of_out = (x, x.stride(0), slots, table.entries, low), (slots, table.entries, low, out, out.stride(0))
     divided = splits, matrix.rank
     launch(down, (row_tiles, splits), x, *of_x, *count, matrix.inner, *divided, **same, BLOCK_K=sizes.inner)
-    launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, *divided, **same, BLOCK_N=sizes.columns)
+    same |= {"ALIGNED": aligned, "BLOCK_N": sizes.columns}
+    launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, *divided, **same)
 
 
 def _row_sizes(matrix: ChangedMatrix) -> _ChangeTile:

@@ -305,16 +305,16 @@ def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
 
 
 def _low_rank(dtype: torch.dtype) -> None:
-    """Of one matrix, and of a fused one whose changes are wide; kept in the type of the computing, and in another."""
+    """Of one matrix, of a fused one whose changes are wide, and of one with odd sizes; kept in the type of the computing, and in
+    another."""
     from windlass.kernels.triton import low_rank
 
     for kept in dict.fromkeys((dtype, torch.bfloat16)):
-        for columns, inner, rank, parts in ((4096, 14336, 64, 1), (6144, 4096, 192, 3)):
-            table = low_rank.AddressedLowRankTable(
-                8, ChangedMatrix(columns, inner, rank, parts, kept), torch.device("cpu")
-            )
+        for parts, inner, rank in (((4096,), 14336, 64), ((4096, 1024, 1024), 4096, 192), ((100,), 60, 8)):
+            matrix = ChangedMatrix(parts, inner, rank, kept)
+            table = low_rank.AddressedLowRankTable(8, matrix, torch.device("cpu"))
             for rows, fixed in ((4, False), (300, False), (4, True)):
-                x, out = torch.ones(rows, inner).to(dtype), torch.ones(rows, columns).to(dtype)
+                x, out = torch.ones(rows, inner).to(dtype), torch.ones(rows, matrix.columns).to(dtype)
                 low_rank.add_low_rank(out, x, table, torch.zeros(rows).long(), fixed=fixed, device=launch.SMALL)
 
 

@@ -36,9 +36,10 @@ def a_numbers(entry, r, k, ok, inner, KIND: tl.constexpr):
 
 
 @triton.jit
-def part_of_columns(entry, tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile of columns of a change adds to: (the entry of a part, which of its tiles, its columns, its rank). Every part's
-    columns start a tile of their own; behind the last there are tiles without columns."""
+def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr):
+    """What a tile of columns of a change adds to: (the entry of a part, its rank, which of its tiles, its first column, how many it
+    has). Every part's columns start a tile of their own; behind the last there are tiles without any. ALIGNED: whether 16 divides
+    the columns of each."""
     place = -1
     own = 0
     for part in tl.static_range(PARTS):
@@ -50,15 +51,19 @@ def part_of_columns(entry, tile, PARTS: tl.constexpr, BLOCK_N: tl.constexpr):
     at = entry + HEAD + tl.maximum(place, 0) * FIELDS
     columns = tl.where(place < 0, 0, tl.load(at + COLUMNS).to(tl.int32))
     rank = tl.where(place < 0, 0, tl.load(at + RANK).to(tl.int32))
-    return at, own, columns, rank
+    first = tl.load(at + FIRST)
+    if ALIGNED:  # else numbers would come one by one
+        columns = tl.multiple_of(columns, 16)
+        first = tl.multiple_of(first, 16)
+    return at, rank, own, first, columns
 
 
 @triton.jit
-def b_numbers(part, rank, r, column, ok, KIND: tl.constexpr):
-    """Of B^T, rows r and columns, which broadcast. ok: which there are."""
+def b_numbers(part, rank, columns, r, column, KIND: tl.constexpr):
+    """Of B^T, rows r and columns, which broadcast; zeros behind the last ones."""
     panels = tl.multiple_of(tl.load(part + ADDRESS).to(tl.pointer_type(KIND)), 16)
     at = (column // 32).to(tl.int64) * (rank * 32) + (r * 32 + column % 32)
-    return tl.load(panels + at, mask=ok, other=0.0)
+    return tl.load(panels + at, mask=(r < rank) & (column // 32 < (columns + 31) // 32), other=0.0)
 
 
 @triton.jit
@@ -117,6 +122,7 @@ def low_rank_up_by_row(
     ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -134,8 +140,8 @@ def low_rank_up_by_row(
     if slot < 0:
         return
     entry = table + slot * (HEAD + PARTS * FIELDS)
-    part, own, own_columns, rank = part_of_columns(entry, tile, PARTS, BLOCK_N)
-    column = own * BLOCK_N + tl.arange(0, BLOCK_N)
+    part, rank, own_tile, first_column, own_columns = part_of_columns(entry, tile, PARTS, ALIGNED, BLOCK_N)
+    column = own_tile * BLOCK_N + tl.arange(0, BLOCK_N)
     at_low = low + row * splits * ranks + tl.load(part + RANK_FIRST)
     total = tl.zeros([BLOCK_N], tl.float32)
     for first in range(0, rank, BLOCK_R):
@@ -143,10 +149,9 @@ def low_rank_up_by_row(
         left = tl.zeros([BLOCK_R], tl.float32)
         for split in range(splits):
             left += tl.load(at_low + split * ranks + r, mask=r < rank, other=0.0)
-        ok = (r < rank)[:, None] & (column < own_columns)[None, :]
-        right = b_numbers(part, rank, r[:, None], column[None, :], ok, KIND)
+        right = b_numbers(part, rank, own_columns, r[:, None], column[None, :], KIND)
         total += tl.sum(right.to(tl.float32) * left[:, None], 0)
-    at_out = at_row + tl.load(part + FIRST) + column
+    at_out = at_row + first_column + column
     found = tl.load(at_out, mask=column < own_columns, other=0.0).to(tl.float32) + total * scale_of(part)
     tl.store(at_out, found.to(out.dtype.element_ty), mask=column < own_columns)
 
@@ -221,6 +226,7 @@ def low_rank_up(
     ranks,
     SLOTS: tl.constexpr,
     PARTS: tl.constexpr,
+    ALIGNED: tl.constexpr,
     KIND: tl.constexpr,
     DOT: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -238,7 +244,7 @@ def low_rank_up(
     slot = next_slot(own, -1, SLOTS)
     while slot < SLOTS:
         entry = table + slot * (HEAD + PARTS * FIELDS)
-        part, own_tile, own_columns, rank = part_of_columns(entry, tile, PARTS, BLOCK_N)
+        part, rank, own_tile, first_column, own_columns = part_of_columns(entry, tile, PARTS, ALIGNED, BLOCK_N)
         mine = own == slot
         column = own_tile * BLOCK_N + tl.arange(0, BLOCK_N)
         at_low = low + begin_row * splits * ranks + tl.load(part + RANK_FIRST)
@@ -250,10 +256,9 @@ def low_rank_up(
                 left_ok = mine[:, None] & (r < rank)[None, :]
                 at = (row[:, None] * splits + split) * ranks + r[None, :]
                 left += tl.load(at_low + at, mask=left_ok, other=0.0)
-            right_ok = (r < rank)[:, None] & (column < own_columns)[None, :]
-            right = b_numbers(part, rank, r[:, None], column[None, :], right_ok, KIND)
+            right = b_numbers(part, rank, own_columns, r[:, None], column[None, :], KIND)
             total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
-        at_out = at_tile + tl.load(part + FIRST) + (row[:, None] * out_stride + column[None, :])
+        at_out = at_tile + first_column + (row[:, None] * out_stride + column[None, :])
         ok = mine[:, None] & (column < own_columns)[None, :]
         found = tl.load(at_out, mask=ok, other=0.0).to(tl.float32) + total * scale_of(part)
         tl.store(at_out, found.to(out.dtype.element_ty), mask=ok)

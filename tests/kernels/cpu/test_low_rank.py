@@ -148,7 +148,7 @@ def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatc
     assert "torch" in plain.explain()
     columns, inner = [40, 30], 50
     changes = [change(columns, inner, ranks, down=torch.bfloat16, up=torch.float32) for ranks in ([3, 0], [2, 5])]
-    tables = [plain.low_rank_table(3, ChangedMatrix(70, inner, 7, 2)), CompiledLowRankTable(3, 70, inner)]
+    tables = [plain.low_rank_table(3, ChangedMatrix((40, 30), inner, 7)), CompiledLowRankTable(3, 70, inner)]
     for table, (slot, own) in itertools.product(tables, ((0, changes[0]), (2, changes[1]))):
         table.put(slot, own)
     for slots in ([0, 2, -1, 1, 2], [2] * 5):

@@ -64,7 +64,7 @@ def test_mixed_slots_of_parts_with_their_own_ranks(
     ranks = [[4, 0, 9], [0, 3, 0], [1, 1, 1], [70, 8, 5]]
     changes: list[LowRank | None] = [change(columns, inner, own, down=kept, up=kept) for own in ranks]
     changes[1:1] = [None, None]
-    table = table_of(changes, ChangedMatrix(sum(columns), inner, 90, 3, kept))
+    table = table_of(changes, ChangedMatrix(tuple(columns), inner, 90, kept))
     slots = some_slots(rows, len(changes))
     x = (torch.randn(rows, inner + 3)[:, :inner] / 16).to(dtype)
     out = torch.randn(rows, sum(columns)).to(dtype)
@@ -91,7 +91,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
             assert own is not None
             own.down.mul_(4).round_()
             own.parts[0].up.mul_(4).round_()
-    table = table_of(changes, ChangedMatrix(40, 130, 20))
+    table = table_of(changes, ChangedMatrix((40,), 130, 20))
     whole = added(x, out, table, slots, fixed=fixed)
     assert whole.any()
     for first, last in ((0, 1), (39, 40), (3, 20)):
@@ -102,7 +102,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
 
 @pytest.mark.parametrize("rows", [2, 130])
 def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
-    table = table_of([change([40], 24, [3], down=FULL, up=FULL)], ChangedMatrix(40, 24, 4))
+    table = table_of([change([40], 24, [3], down=FULL, up=FULL)], ChangedMatrix((40,), 24, 4))
     x, out = torch.randn(rows, 24), torch.randn(rows, 40)
     for wrong in (1, -2):
         slots = torch.full((rows,), -1)
@@ -114,7 +114,7 @@ def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
 def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
     """As captured work finds it: what is put is used from then on, and what was dropped is not read."""
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
-    table = backend.low_rank_table(2, ChangedMatrix(40, 24, 8))
+    table = backend.low_rank_table(2, ChangedMatrix((40,), 24, 8))
     assert isinstance(table, AddressedLowRankTable)
     x, zeros, slots, address = torch.randn(2, 24), torch.zeros(2, 40), torch.tensor([1, 0]), table.entries.data_ptr()
 
@@ -135,7 +135,7 @@ def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    table = table_of([None], ChangedMatrix(40, 24, 4))
+    table = table_of([None], ChangedMatrix((40,), 24, 4))
     for columns, inner, ranks in (([41], 24, [3]), ([40], 25, [3]), ([40], 24, [5]), ([20, 20], 24, [1, 1])):
         with pytest.raises(ValueError, match="low rank"):
             table.put(0, change(columns, inner, ranks, down=FULL, up=FULL))

@@ -87,7 +87,7 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
 def test_one_that_comes_again_takes_its_own_place() -> None:
     """And leaves none behind in which the next one would find what it changed."""
     backend = bind("cpu")
-    loaded = LoadedAdapters(2, [{"q": ChangedMatrix(8, 8, 2), "v": ChangedMatrix(8, 8, 2)}], backend)
+    loaded = LoadedAdapters(2, [{"q": ChangedMatrix((8,), 8, 2), "v": ChangedMatrix((8,), 8, 2)}], backend)
 
     def adapter(adapter_id: int, *names: str) -> Adapter:
         part = LowRankPart.of(torch.ones(8, 2), 0, 0, 1.0)
