@@ -37,9 +37,9 @@ def a_numbers(entry, r, k, ok, inner, KIND: tl.constexpr):
 
 @triton.jit
 def part_of_columns(entry, tile, PARTS: tl.constexpr, ALIGNED: tl.constexpr, BLOCK_N: tl.constexpr):
-    """What a tile of columns of a change adds to: (the entry of a part, its rank, which of its tiles, its first column, how many it
-    has). Every part's columns start a tile of their own; behind the last there are tiles without any. ALIGNED: whether 16 divides
-    the columns of each."""
+    """What a tile of columns of a change adds to: (the entry of a part, its rank, which of its tiles, its first column, how many
+    it has). Every part's columns start a tile of their own; behind the last there are tiles without any. ALIGNED: whether 16
+    divides the columns of each."""
     place = -1
     own = 0
     for part in tl.static_range(PARTS):
