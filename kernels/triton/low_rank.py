@@ -100,16 +100,17 @@ def add_low_rank(
         "BLOCK_R": sizes.ranks,
         "num_warps": 4,
     }
-    down, up, count = programs.low_rank_down_by_row, programs.low_rank_up_by_row, tuple[int, ...]()
-    if not by_row:
-        down, up, count = programs.low_rank_down, programs.low_rank_up, (rows,)
-        same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
-    aligned = all(columns % 16 == 0 for columns in matrix.parts)
-    of_x, of_out = (x, x.stride(0), slots, table.entries, low), (slots, table.entries, low, out, out.stride(0))
-    divided = splits, matrix.rank
-    launch(down, (row_tiles, splits), x, *of_x, *count, matrix.inner, *divided, **same, BLOCK_K=sizes.inner)
-    same |= {"ALIGNED": aligned, "BLOCK_N": sizes.columns}
-    launch(up, (tiles, row_tiles), x, *of_out, *count, matrix.columns, *divided, **same)
+    of_down = {"BLOCK_K": sizes.inner}
+    of_up = {"ALIGNED": all(columns % 16 == 0 for columns in matrix.parts), "BLOCK_N": sizes.columns}
+    from_x, to_out = (x, x.stride(0), slots, table.entries, low), (slots, table.entries, low, out, out.stride(0))
+    inner, columns = (matrix.inner, splits, matrix.rank), (matrix.columns, splits, matrix.rank)
+    if by_row:
+        launch(programs.low_rank_down_by_row, (rows, splits), x, *from_x, *inner, **same, **of_down)
+        launch(programs.low_rank_up_by_row, (tiles, rows), x, *to_out, *columns, **same, **of_up)
+        return
+    same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
+    launch(programs.low_rank_down, (row_tiles, splits), x, *from_x, rows, *inner, **same, **of_down)
+    launch(programs.low_rank_up, (tiles, row_tiles), x, *to_out, rows, *columns, **same, **of_up)
 
 
 def _row_sizes(matrix: ChangedMatrix) -> _ChangeTile:
