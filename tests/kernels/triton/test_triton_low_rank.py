@@ -6,12 +6,13 @@ import itertools
 
 import pytest
 import torch
-from helpers.device import DEVICE
+from helpers.cpu_kernels import at_the_end_of_memory
+from helpers.device import DEVICE, ON_A_CPU
 from helpers.interpreted import ON_THE_DEVICE
 from helpers.low_rank import change, expected
 from torch import Tensor
 
-from windlass.kernels import ChangedMatrix, LowRank, RowSlots
+from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, RowSlots
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.triton.backend import TritonBackend
 from windlass.kernels.triton.launch import Device
@@ -132,6 +133,21 @@ def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
     own.down.fill_(float("nan"))  # as memory that is another's
     table.put(1, None)
     assert not now().any() and table.entries.data_ptr() == address
+
+
+@ON_A_CPU
+@pytest.mark.parametrize("rows", [2, 130])
+def test_nothing_is_read_past_the_ends(rows: int) -> None:
+    for columns, inner, rank in ((33, 17, 3), (130, 31, 5), (7, 5, 1)):
+        own = change([columns], inner, [rank], down=HALF, up=HALF)
+        part = LowRankPart(0, columns, 0, at_the_end_of_memory(own.parts[0].up), 2.0)
+        own = LowRank(rank, inner, at_the_end_of_memory(own.down), (part,))
+        table = table_of([own], ChangedMatrix((columns,), inner, rank, HALF))
+        x, out = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(rows, columns))
+        slots = at_the_end_of_memory(torch.zeros(rows, dtype=torch.int64))
+        wanted, size = expected(out, x, [own], [0] * rows)
+        add_low_rank(out, x, table, slots, fixed=False, device=MANY)
+        assert bool(((out.double() - wanted).abs() <= 1e-6 * size).all())
 
 
 def test_what_does_not_fit_is_refused() -> None:
