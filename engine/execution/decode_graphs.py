@@ -112,7 +112,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def capture(self, sizes: abc.Sequence[int], most_seconds: float = math.inf) -> None:
         """Capture steps of so many rows, in this order, until the time is over, memory is short, or one cannot be captured. Where
-        adapters are loaded, the same with adapters, as far as there is time.
+        adapters are loaded, then the same with adapters, as far as there is time.
 
         The largest comes first: it can stand for all others, which take what it has let go of the common memory.
         """
@@ -130,8 +130,8 @@ class DecodeGraphs:
         self._captured = dict(sorted(self._captured.items()))
         if self.obstacle is not None:
             _logger.warning("%s; those of %s rows were", self.obstacle, ", ".join(map(str, self._captured)) or "no")
-        for size in sizes if self._adapters else ():
-            if size in self._captured and time.monotonic() - started <= most_seconds:
+        for size in sizes if self._adapters and self.obstacle is None else ():
+            if time.monotonic() - started <= most_seconds:
                 self.on_demand.capture(StepKind(size, adapted=True))
 
     @property

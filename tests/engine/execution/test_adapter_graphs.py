@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.little_memory import fail_ahead
 from helpers.marks import slow_but
-from helpers.played_engines import graphed, played_device
+from helpers.played_engines import device_of, graphed, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.adapters import AdapterSource
@@ -104,6 +105,28 @@ def test_every_kind_of_request(directory_of: DirectoryOf, sources: tuple[Adapter
     graphs = core.runner.graphs
     assert graphs is not None and graphs.on_demand.captured == [StepKind(size, adapted=True) for size in (4, 2, 1)]
     assert len(kinds) > 50 and replayed(core) > 50
+
+
+def test_what_cannot_be_captured_takes_the_ordinary_way(
+    directory_of: DirectoryOf, sources: tuple[AdapterSource, ...]
+) -> None:
+    """Where memory ends before steps with adapters have their turn, none is tried; where it ends then, the others stay."""
+    want = run(make_core(directory_of("llama"), cuda_graphs=False, lora=sources, **OPTIONS), streams())
+    for tried, plain, with_adapters in ((2, [2, 4], []), (4, [1, 2, 4], [StepKind(4, adapted=True)])):
+        core = make_core(directory_of("llama"), lora=sources, **OPTIONS)
+        device, calls, graphs = device_of(core.runner.decoder), itertools.count(), core.runner.graphs
+        assert graphs is not None
+
+        def fails(calls: Iterator[int] = calls, tried: int = tried) -> None:
+            if next(calls) >= tried:
+                raise torch.OutOfMemoryError("CUDA out of memory.")
+
+        device.fails = fails
+        graphs.capture(graphs.sizes)
+        assert graphs.captured == plain and graphs.on_demand.captured == with_adapters
+        assert (graphs.obstacle is None) == (graphs.on_demand.obstacle is not None)
+        same(run_checked(core, streams(), every_logit=False), want, 0.0)
+        assert (graphs.num_replayed > 0) == bool(with_adapters)
 
 
 @BURSTS
