@@ -20,7 +20,7 @@ from windlass.kernels.draws import (
 from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.layouts.low_rank import LowRank, LowRankPart, LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRank, LowRankPart, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages, plane_shapes
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.pinned import sent
@@ -45,6 +45,7 @@ __all__ = [
     "BlockForm",
     "BlockRows",
     "BlockWeight",
+    "ChangedMatrix",
     "Copies",
     "CopyQueue",
     "DeviceMemory",

@@ -28,7 +28,7 @@ from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.huge_pages import advise_huge_pages
-from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.ranks import Ranks
@@ -160,8 +160,8 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         """`linear` for what has to be float32."""
         return self.linear(x, weight, bias).float()
 
-    def low_rank_table(self, slots: int, columns: int, inner: int) -> LowRankTable:
-        """A table for low-rank changes of a matrix [columns, inner], all slots without one."""
+    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
+        """A table for low-rank changes of a matrix, all slots without one."""
         return LowRankTable(slots)
 
     @abstractmethod
@@ -169,7 +169,8 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         """Add to each row of `out` [T, N], in place, what the row's change makes of its row of x [T, K].
 
         out and x are of the compute dtype, changes of that or a narrower one; `low_rank_table` of this backend made the table.
-        Rows without a change stay as they are. Raises IndexError for a slot that is none.
+        Rows without a change stay as they are. Raises IndexError for a slot that is none; where a device would have to be
+        waited for, the row is NaN instead.
         """
 
     @abstractmethod

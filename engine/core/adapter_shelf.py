@@ -15,21 +15,34 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
 from windlass.engine.model.loading.adapters import Keep, read_adapter
 from windlass.engine.model.loading.loader import LoadedModel
+from windlass.engine.model.weight_spec import WeightSpec
+from windlass.kernels import ChangedMatrix
 
 _logger = logging.getLogger("windlass.engine")
+
+
+def no_adapters(config: AdapterConfig, model: LoadedModel) -> LoadedAdapters:
+    """Room for as many as may be loaded at once."""
+    decoder, name = model.decoder, parse_dtype(config.dtype)
+    dtype = decoder.dtype if name == "auto" else getattr(torch, name)
+
+    def changed(weight: WeightSpec) -> ChangedMatrix:
+        parts = tuple([stored.rows for stored in weight.stored])
+        return ChangedMatrix(parts, weight.shape[1], len(parts) * config.max_rank, dtype)
+
+    parts = ({weight.name: changed(weight) for weight in weights} for _, weights in decoder.spec.adapted_parts())
+    return LoadedAdapters(config.max_loaded, parts, decoder.backend)
 
 
 class AdapterShelf:
     """config: those loaded at once; raises LoadError where one of them cannot be."""
 
     def __init__(self, config: AdapterConfig, model: LoadedModel) -> None:
-        parts = model.decoder.spec.adapted_parts()
-        matrices = ({weight.name: weight.shape for weight in weights} for _, weights in parts)
-        self.loaded = LoadedAdapters(config.max_loaded, matrices, model.decoder.backend)
         self._config, self._decoder = config, model.decoder
         self._spec = model.own_spec or model.decoder.spec
         name = parse_dtype(config.dtype)
         self._stored = None if name == "auto" else getattr(torch, name)
+        self.loaded = no_adapters(config, model)
         self._leaving: set[int] = set()
         self._reader = ThreadPoolExecutor(1, "adapter-reader")
         for source in config.sources:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.memory import DEVICE_SHARE, device_kv_budget, gib
 from windlass.engine.cache.persist.device_pages import staging_bytes
+from windlass.engine.core.adapter_shelf import no_adapters
 from windlass.engine.core.description import cache_bytes_per_token, draft_bytes_per_token
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.graph_room import bytes_of_graphs
@@ -50,6 +51,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
         )
         if config.compute.cuda_graphs and model.whole is None:  # ranks capture nothing
             most_rows, most_blocks = largest_decode_step(config, config.max_model_len or model.spec.trained_len)
+            adapters = no_adapters(config.adapters, model) if config.adapters.sources else None
             for one in whole:
                 step += bytes_of_graphs(
                     one.decoder,
@@ -58,6 +60,7 @@ def room_for_pages(config: EngineConfig, model: LoadedModel, draft: LoadedModel 
                     block_size=config.cache.block_size,
                     most_rows=most_rows,
                     most_blocks=most_blocks,
+                    adapters=adapters if one is model else None,  # a draft model knows no adapter
                 )
     except Exception as error:
         if not is_out_of_memory(error):

@@ -292,6 +292,7 @@ class EngineCore:
 
     def add_adapter(self, adapter: Adapter) -> AdapterInfo:
         """Let requests use it from now on. Raises RequestError where there are too many."""
+        self.runner.join()
         return self.adapters.add(adapter)
 
     def drop_adapter(self, adapter_id: int) -> None:
@@ -304,5 +305,6 @@ class EngineCore:
         if len(self.runner.sequences) > 0 and not self.scheduler.has_work():
             self.runner.follow(self.scheduler.schedule())
         if self.adapters.has_leaving:
+            self.runner.join()
             waiting = [request.adapter for request in self._compiling.requests]
             self.adapters.drop_unused(waiting + [seq.request.adapter for seq in self.scheduler.live_sequences()])

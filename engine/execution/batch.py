@@ -43,7 +43,8 @@ _ROW_BY_ROW_KEYS = 1 << 16
 class PlainRows(NamedTuple):
     """B rows, each a token that attends alone.
 
-    said: [4, B] int64, of each its token, its slot's number in its sequence, its position less that number, and its rotary row.
+    said: [FACTS, B] int64, of each its token, its slot's number in its sequence, its position less that number, its rotary row,
+    and the slot of its adapter, -1 for none.
     tables: int32 [K, B, blocks]. ranges: None where every row meets all keys before it as it is. states: None where no layer
     carries a state.
     """
@@ -94,13 +95,14 @@ class BatchBuilder:
         batch = self._build(items)
         if self._adapters is None or len(self._adapters) == 0:
             return batch
-        live = self._sequences.by_id
-        changed = self._adapters.rows(
-            [live[item.seq_id].adapter for item in items],
-            [item.num_tokens for item in items],
-            out=self._memory_of(batch).adapter_slots if batch.lasting else None,
-        )
+        out = self._memory_of(batch).adapter_slots if batch.lasting else None
+        changed = self._adapters.rows(*self._adapted(items), out)
         return batch if changed is None else replace(batch, adapters=changed)
+
+    def _adapted(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[int | None], list[int]]:
+        """The adapter of each chunk, and how many rows it has."""
+        live = self._sequences.by_id
+        return [live[item.seq_id].adapter for item in items], [item.num_tokens for item in items]
 
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         row_by_row = self._is_row_by_row(items)
@@ -268,14 +270,14 @@ class BatchBuilder:
         return said, last // self._block_size + 1
 
     def plain_rows(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> PlainRows | None:
-        """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that,
-        distances of its own or an adapter."""
+        """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that, or
+        distances of its own."""
         if not self._is_row_by_row(items):
             return None
         live_sequences, distances, ranged = self._sequences.by_id, self._rotary.distances, False
         for item in items:
             live = live_sequences[item.seq_id]
-            if live.adapter is not None or not distances[live.rotary_id].is_plain:
+            if not distances[live.rotary_id].is_plain:
                 return None
             ranged = ranged or is_ranged(live)
         said, blocks = self._said_of(items)
@@ -290,7 +292,8 @@ class BatchBuilder:
         if self._has_states:
             states = StateNumbers.zeros(len(said), len(said))
             states.fill(items, self._sequences)
-        return PlainRows(numbers[:4], tables, ranges, states)
+        numbers[4] = -1 if self._adapters is None else self._adapters.slots_of(*self._adapted(items))
+        return PlainRows(numbers, tables, ranges, states)
 
     def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
         """What the rows of a lasting batch of single tokens need to go on for so many passes in all.

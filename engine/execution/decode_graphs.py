@@ -1,9 +1,10 @@
 """Decode steps captured for some numbers of rows, on a device that runs beside its host.
 
 A step of fewer rows than were captured runs with rows that are none: they read no keys and write none. Steps whose rows meet
-their keys in ranges are captured apart, once they come again and again, with ranges that may be empty. Responsible for what is
-captured and which steps it can stand for. A captured step ends with a draw, so that several can follow each other; where rows
-draw in ways that it does not know, its logits are taken and the draw is ignored.
+their keys in ranges, or have adapters, are captured apart, once they come again and again; those with adapters at once where
+some are loaded. Ranges may be empty in them, and rows without an adapter. Responsible for what is captured and which steps it can
+stand for. A captured step ends with a draw, so that several can follow each other; where rows draw in ways that it does not know,
+its logits are taken and the draw is ignored.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import logging
 import math
 import time
 from collections import abc
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,10 +25,11 @@ from windlass.engine.cache.reuse import MAX_RUNS
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.device_ranges import DeviceRanges
-from windlass.engine.execution.device_rows import LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
-from windlass.engine.execution.ranged_graphs import MOST_CELLS, RangedGraphs, RangedKey
+from windlass.engine.execution.device_rows import ADAPTER, LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
+from windlass.engine.execution.graphs_on_demand import MOST_CELLS, GraphsOnDemand, StepKind
 from windlass.engine.execution.replay import StepTensors
 from windlass.engine.execution.state_rows import StateNumbers
+from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
@@ -53,7 +56,8 @@ class _Rows(NamedTuple):
 
 class DecodeGraphs:
     """most_rows: of a step. most_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
-    model has. obstacle: what ended capturing before everything was captured. ranged: what is captured of steps with ranges."""
+    model has. adapters: those that rows may have; None: none has any. obstacle: what ended capturing before everything was
+    captured. on_demand: what is captured of steps with ranges or adapters."""
 
     def __init__(
         self,
@@ -67,9 +71,11 @@ class DecodeGraphs:
         most_blocks: int,
         block_size: int,
         num_ids: int | None = None,
+        adapters: LoadedAdapters | None = None,
     ) -> None:
         self._num_ids = num_ids or decoder.spec.vocab_size
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
+        self._adapters = adapters
         self._ranges = DeviceRanges(
             rotary,
             cells=MOST_CELLS,
@@ -87,7 +93,7 @@ class DecodeGraphs:
             block_size=block_size,
             has_states=decoder.spec.state_group is not None,
         )
-        self.ranged = RangedGraphs(self._capture_ranged)
+        self.on_demand = GraphsOnDemand(self._capture_on_demand)
         self._captured: dict[int, _Captured] = {}  # by rows, rising
         self.obstacle: str | None = None
         self.num_replayed = 0
@@ -105,7 +111,8 @@ class DecodeGraphs:
 
     @torch.inference_mode()
     def capture(self, sizes: abc.Sequence[int], most_seconds: float = math.inf) -> None:
-        """Capture steps of so many rows, in this order, until the time is over, memory is short, or one cannot be captured.
+        """Capture steps of so many rows, in this order, until the time is over, memory is short, or one cannot be captured. Where
+        adapters are loaded, then the same with adapters, as far as there is time.
 
         The largest comes first: it can stand for all others, which take what it has let go of the common memory.
         """
@@ -123,46 +130,51 @@ class DecodeGraphs:
         self._captured = dict(sorted(self._captured.items()))
         if self.obstacle is not None:
             _logger.warning("%s; those of %s rows were", self.obstacle, ", ".join(map(str, self._captured)) or "no")
+        for size in sizes if self._adapters and self.obstacle is None else ():
+            if time.monotonic() - started <= most_seconds:
+                self.on_demand.capture(StepKind(size, adapted=True))
 
     @property
-    def largest_ranged(self) -> RangedKey | None:
+    def largest_ranged(self) -> StepKind | None:
         """The step with ranges that takes most memory, None where the model has none."""
         if self._decoder.spec.has_chunks:
             return None
         rows = max(size for size in self.sizes if 2 * size <= MOST_CELLS)
-        return RangedKey(rows, 1 << (MOST_CELLS // rows).bit_length() - 1)
+        return StepKind(rows, 1 << (MOST_CELLS // rows).bit_length() - 1)
 
     @torch.inference_mode()
-    def capture_ranged(self, key: RangedKey) -> None:
-        """Capture a step with ranges, of as many rows as one without was captured for: see `RangedGraphs.capture`."""
-        self.ranged.capture(key)
+    def capture_further(self, kind: StepKind) -> None:
+        """Capture one with ranges or adapters, of as many rows as one without was captured for: see `GraphsOnDemand.capture`."""
+        self.on_demand.capture(kind)
 
     def _capture(self, size: int) -> _Captured:
         made: list[StepTensors] = []
 
         def step() -> None:
-            made[:] = [self._compute(size, 0)]
+            made[:] = [self._compute(StepKind(size))]
             self._draw(size, made[0])
 
         self.rows.reset()
         again = self._graphs.capture(step)
         return _Captured(again, made[0])
 
-    def _capture_ranged(self, key: RangedKey) -> _Captured:
-        kept = self._captured[key.rows].made  # what it makes is put there, so that it keeps no memory of its own
+    def _capture_on_demand(self, kind: StepKind) -> _Captured:
+        kept = self._captured[kind.rows].made  # what it makes is put there, so that it keeps no memory of its own
 
         def step() -> None:
-            made = self._compute(key.rows, key.ranges)
+            made = self._compute(kind)
             for target, source in zip(_tensors(kept), _tensors(made), strict=True):
                 target.copy_(source)
-            self._draw(key.rows, kept)
+            self._draw(kind.rows, kept)
 
         self.rows.reset()
         return _Captured(self._graphs.capture(step), kept)
 
-    def _compute(self, size: int, ranges: int) -> StepTensors:
-        decoder = self._decoder
-        x, batch = decoder.embed(self.rows.batch(size, ranges))
+    def _compute(self, kind: StepKind) -> StepTensors:
+        decoder, batch = self._decoder, self.rows.batch(kind.rows, kind.ranges)
+        if kind.adapted and self._adapters is not None:
+            batch = replace(batch, adapters=self._adapters.with_slots(self.rows.adapter_slots(kind.rows)))
+        x, batch = decoder.embed(batch)
         hidden = decoder.run_layers(x, batch, self._cache)
         logits = decoder.logits(hidden)[:, : self._num_ids]
         return StepTensors(hidden, logits, decoder.backend.row_maxima(logits))
@@ -234,15 +246,16 @@ class DecodeGraphs:
         if size is None:
             return None
         rows = self._batches.plain_rows(items, passes)
-        if rows is None or rows.tables.shape[2] > self.rows.width(0 if rows.ranges is None else rows.ranges.most):
+        most = 0 if rows is None or rows.ranges is None else rows.ranges.most
+        if rows is None or rows.tables.shape[2] > self.rows.width(most):
             return None
-        captured, ranges = self._captured[size], None
-        if rows.ranges is not None:
-            found = self.ranged.find(size, rows.ranges.most, ahead=ahead)
+        captured, ranges, adapted = self._captured[size], None, bool((rows.said[ADAPTER] >= 0).any())
+        if most or adapted:
+            found = self.on_demand.find(StepKind(size, most, adapted), ahead=ahead)
             if found is None:
                 return None
-            key, captured = found
-            ranges = rows.ranges.padded(*key)
+            kind, captured = found
+            ranges = None if rows.ranges is None else rows.ranges.padded(kind.rows, kind.ranges)
         rows.said[TOKEN] = rows.said[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
         return captured, _Rows(rows.said, rows.tables, ranges, rows.states)
 

@@ -24,7 +24,8 @@ from windlass.engine.scheduling.bursts import MOST_PASSES
 from windlass.kernels import Graphs, Mark, RowDraws
 
 _NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
-TOKEN, _INDEX = 0, 1  # of what is said of a row
+_NO_ADAPTER = -1
+TOKEN, _INDEX, ADAPTER, FACTS = 0, 1, 4, 5  # of what is said of a row, and how many there are
 
 
 class RowDrawing(NamedTuple):
@@ -54,7 +55,7 @@ class _Staging:
     """Host memory for one plan's copies; free again once the device has passed its mark."""
 
     def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int, *, has_states: bool) -> None:
-        self.said = graphs.host_memory((4, rows + 1), torch.int64)
+        self.said = graphs.host_memory((FACTS, rows + 1), torch.int64)
         self.order = graphs.host_memory((rows + 1,), torch.int64)
         self.numbers = graphs.host_memory((4 + MOST_PASSES, rows), torch.float64)
         self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
@@ -62,6 +63,11 @@ class _Staging:
         self.states = graphs.host_memory(DeviceStates.shape(rows), torch.int64) if has_states else None
         self.drawn = graphs.host_memory((2, MOST_PASSES, rows), torch.int64)
         self.mark: Mark | None = None
+
+    def say(self, said: NDArray[np.int64]) -> None:
+        """said: [FACTS, B], of the first rows; the others are none."""
+        self.said[_INDEX], self.said[ADAPTER] = _NO_ROW, _NO_ADAPTER
+        self.said[:, : said.shape[1]] = torch.from_numpy(said)
 
 
 class DeviceRows:
@@ -88,9 +94,10 @@ class DeviceRows:
         self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
         self._ranges = ranges
         self._device = device = rotary.inv_freq.device
-        # Token, slot's number in its sequence, its position less that number, rotary row. The last column stays none.
-        self._said = torch.zeros(4, most + 1, dtype=torch.int64, device=device)
-        self._said[_INDEX] = _NO_ROW
+        # Token, slot's number in its sequence, its position less that number, rotary row, its adapter's slot. The last column is
+        # always none.
+        self._said = torch.zeros(FACTS, most + 1, dtype=torch.int64, device=device)
+        self._said[_INDEX], self._said[ADAPTER] = _NO_ROW, _NO_ADAPTER
         self._order = torch.zeros(most + 1, dtype=torch.int64, device=device)
         self._numbers = torch.zeros(4 + MOST_PASSES, most, dtype=torch.float64, device=device)
         self._tables = torch.zeros(groups, most, ranged_width, dtype=torch.int32, device=device)
@@ -113,7 +120,7 @@ class DeviceRows:
 
     def batch(self, rows: int, ranges: int = 0) -> ForwardBatch:
         """The first `rows` rows as a step takes them, each in so many ranges."""
-        ids, index, first, rotary = self._said[:, :rows].unbind(0)
+        ids, index, first, rotary, _ = self._said[:, :rows].unbind(0)
         is_row, size = index >= 0, self._block_size
         positions = torch.where(is_row, index + first, 0)
         tables = self._tables[:, :rows, : self.width(ranges)]
@@ -135,6 +142,10 @@ class DeviceRows:
             versions=versions,
             **({} if self._states is None else self._states.of_rows(rows)),
         )
+
+    def adapter_slots(self, rows: int) -> Tensor:
+        """Of the first `rows` rows, [rows] int64, -1 for none."""
+        return self._said[ADAPTER, :rows]
 
     def draws(self, rows: int) -> RowDraws:
         """How they draw in this pass."""
@@ -166,14 +177,13 @@ class DeviceRows:
         ranges: NDArray[np.int64] | None = None,
         states: StateNumbers | None = None,
     ) -> None:
-        """Say what the rows are. said: [4, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
+        """Say what the rows are. said: [FACTS, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
 
         ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none. states:
         whose states they change, where layers carry some.
         """
-        staging, rows = self._next_staging(), said.shape[1]
-        staging.said[_INDEX] = _NO_ROW
-        staging.said[:, :rows] = torch.from_numpy(said)
+        staging = self._next_staging()
+        staging.say(said)
         self._graphs.ask(lambda: self._take_said(staging))
         self._send(staging, tables, drawing, ranges, states)
 
@@ -193,8 +203,7 @@ class DeviceRows:
         staging, rows = self._next_staging(), len(order)
         staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
         staging.order[rows:] = self.most
-        staging.said[_INDEX] = _NO_ROW
-        staging.said[:, :rows] = torch.from_numpy(said)
+        staging.say(said)
         self._graphs.ask(lambda: self._take_order(staging))
         self._send(staging, tables, drawing, ranges, states)
 
@@ -250,6 +259,7 @@ class DeviceRows:
 
     def _forget(self) -> None:
         self._said[_INDEX].fill_(_NO_ROW)
+        self._said[ADAPTER].fill_(_NO_ADAPTER)
         self._pass.zero_()
         if self._states is not None:
             self._states.forget()

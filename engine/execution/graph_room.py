@@ -1,7 +1,7 @@
 """What captured decode steps take of a device's memory, found by capturing some before there are pages.
 
 All share one memory, which the largest fills; the next one shows what each of the others takes besides. So it is with those
-whose rows have ranges, which are captured later. Nothing of them is kept.
+whose rows have adapters, and those whose rows have ranges, which are captured later. Nothing of them is kept.
 """
 
 from __future__ import annotations
@@ -11,8 +11,10 @@ import itertools
 import torch
 
 from windlass.engine.cache.storage import KVStorage
-from windlass.engine.execution.ranged_graphs import MOST_RANGED, RangedKey
+from windlass.engine.execution.decode_graphs import DecodeGraphs
+from windlass.engine.execution.graphs_on_demand import MOST_RANGED, StepKind
 from windlass.engine.execution.runner import Runner
+from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
@@ -27,39 +29,51 @@ def bytes_of_graphs(
     block_size: int,
     most_rows: int,
     most_blocks: int,
+    adapters: LoadedAdapters | None = None,
 ) -> int:
-    """0 where nothing is captured. Raises what torch raises where there is no memory for them."""
+    """0 where nothing is captured. adapters: that rows may have, none of which has to be loaded. Raises what torch raises where
+    there is no memory for them."""
     spec, backend = decoder.spec, decoder.backend
     cache = KVStorage(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], backend)
-    runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size)
+    runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
     memory.give_back()
     seen = [memory.taken()]
     runner.make_graphs(most_rows, most_blocks)
-    if runner.graphs is None:
+    graphs = runner.graphs
+    if graphs is None:
         return 0
-    sizes = runner.graphs.sizes
+    sizes = graphs.sizes
     for size in sizes[:2]:
-        runner.graphs.capture([size])
-        if runner.graphs.obstacle is not None:
+        graphs.capture([size])
+        if graphs.obstacle is not None:
             break
         memory.give_back()
         seen.append(memory.taken())
     found = _of_all(seen, len(sizes))
-    largest = runner.graphs.largest_ranged
-    if largest is not None and largest.rows not in runner.graphs.captured and runner.graphs.obstacle is None:
-        runner.graphs.capture([largest.rows])
+    if graphs.obstacle is None and adapters is not None:
+        kinds = [StepKind(size, adapted=True) for size in reversed(graphs.captured)]
+        found += _of_all(_further(graphs, memory, kinds), len(sizes))
+    largest = graphs.largest_ranged
+    if largest is not None and largest.rows not in graphs.captured and graphs.obstacle is None:
+        graphs.capture([largest.rows])
         memory.give_back()
-    if largest is not None and runner.graphs.obstacle is None:
-        seen = [memory.taken()]
-        for key in (largest, RangedKey(min(runner.graphs.captured), 2)):
-            runner.graphs.capture_ranged(key)
-            if runner.graphs.ranged.obstacle is not None:
-                break
-            memory.give_back()
-            seen.append(memory.taken())
-        found += _of_all(seen, MOST_RANGED)
+    if largest is not None and graphs.obstacle is None:
+        kinds = [largest, StepKind(min(graphs.captured), 2)]
+        found += _of_all(_further(graphs, memory, kinds), MOST_RANGED)
     return found
+
+
+def _further(graphs: DecodeGraphs, memory: DeviceMemory, kinds: list[StepKind]) -> list[int]:
+    """Capture these, as far as that can be done: what was taken before, and after each of them."""
+    seen = [memory.taken()]
+    for kind in kinds:
+        graphs.capture_further(kind)
+        if graphs.on_demand.obstacle is not None:
+            break
+        memory.give_back()
+        seen.append(memory.taken())
+    return seen
 
 
 def _of_all(seen: list[int], count: int) -> int:

@@ -64,7 +64,7 @@ class RankRunner:
             cuts=NO_CUTS if decoder.spec.sees_whole_texts else ChunkCuts(decoder.backend.fewest_alike, block_size),
             adapters=adapters,
         )
-        self._persisted = persisted
+        self._adapters, self._persisted = adapters, persisted
         self._is_part = decoder.spec.vocabulary is not None
         self.replay = DecodeReplay(decoder, cache)
         self.graphs: DecodeGraphs | None = None
@@ -90,7 +90,13 @@ class RankRunner:
             most_rows=most_rows,
             most_blocks=most_blocks,
             block_size=self._block_size,
+            adapters=self._adapters,
         )
+
+    def join(self) -> None:
+        """What the device is asked for from now on comes behind the steps that it was asked for."""
+        if self.graphs is not None:
+            self.graphs.join()
 
     @torch.inference_mode()
     def take_part(self, plan: SchedulerOutput) -> None:

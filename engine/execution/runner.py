@@ -102,8 +102,8 @@ class Runner(RankRunner):
         self._followed = None
         if self._tell is not None and self.drafter is None:
             self._tell(TakePart(plan))
-        if self.graphs is not None and not plan.ahead:
-            self.graphs.join()
+        if not plan.ahead:
+            self.join()
         self._follow(plan)
         self._followed = plan.step
         self._check_turned()

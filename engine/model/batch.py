@@ -108,7 +108,7 @@ class ForwardBatch:
             q_scale=self.q_scale[:, ends],
             score_scale=self.score_scale[ends],
             lasting=False,
-            adapters=None if self.adapters is None else self.adapters.with_slots(self.adapters.slots[ends]),
+            adapters=None if self.adapters is None else self.adapters.at(ends),
             token_types=some(self.token_types),
             growth=None if self.growth is None else self.growth[:, ends],
             prompts=None,

@@ -43,7 +43,7 @@ from windlass.kernels.cpu.recurrence import CompiledRecurrences
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.low_rank import LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
@@ -158,8 +158,8 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
                 own.copy_(found)
         return out
 
-    def low_rank_table(self, slots: int, columns: int, inner: int) -> LowRankTable:
-        return low_rank.CompiledLowRankTable(slots, columns, inner)
+    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
+        return low_rank.CompiledLowRankTable(slots, matrix.columns, matrix.inner)
 
     def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
         if not isinstance(table, low_rank.CompiledLowRankTable):

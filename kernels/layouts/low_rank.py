@@ -78,26 +78,61 @@ class LowRank:
         return self.down.nbytes + sum(part.up.nbytes for part in self.parts)
 
 
+@dataclass(frozen=True, slots=True)
+class ChangedMatrix:
+    """A matrix whose product changes, and what a change may be, where a table has one size and one type for all.
+
+    parts: columns of the product of each of the matrices that it is made of; a change has a part for some of them. inner: K.
+    rank: of a change at most, all parts together. dtype: of numbers.
+    """
+
+    parts: tuple[int, ...]
+    inner: int
+    rank: int
+    dtype: torch.dtype = torch.float32
+
+    @property
+    def columns(self) -> int:
+        return sum(self.parts)
+
+
 class LowRankTable:
     """The changes of one matrix that rows of a step may have, by slot. It holds what is put in.
 
-    It stays where it is: a recording that names it finds what stands there when it is repeated.
+    It stays where it is: a recording that names it, or a captured step, finds what stands there when it is repeated.
     """
 
     def __init__(self, slots: int) -> None:
         self.changes: list[LowRank | None] = [None] * slots
 
     def put(self, slot: int, change: LowRank | None) -> None:
-        """From the next step on, rows of this slot have this change; None for none. Never called while a step runs."""
+        """From the next step on, rows of this slot have this change; None for none. Never called while a step runs: a device that
+        runs beside its host does this behind all that it was asked for."""
         self.changes[slot] = change
 
 
 class RowSlots:
-    """Of each row of a step its slot in the tables, -1 for none. slots: [T] int64, on the host; it may be filled in again."""
+    """Of each row of a step its slot in the tables, -1 for none.
+
+    slots: [T] int64, on the host, where it may be filled in again; of steps that a device goes on with by itself, on that.
+    """
 
     def __init__(self, slots: Tensor) -> None:
         self.slots = slots
         self._segments: tuple[tuple[int, Tensor | None], ...] | None = None
+        self._sent: Tensor | None = None
+
+    def on(self, device: torch.device) -> Tensor:
+        """The slots on a device, without a wait: sent there once per step, unless they lie there."""
+        if self.slots.device.type == device.type:
+            return self.slots
+        if self._sent is None:
+            self._sent = sent(self.slots, device)
+        return self._sent
+
+    def at(self, rows: Tensor) -> RowSlots:
+        """Of these rows alone. rows: [n] int64."""
+        return RowSlots(self.on(rows.device)[rows])
 
     def segments(self, device: torch.device) -> Sequence[tuple[int, Tensor | None]]:
         """Each slot that rows have, with those rows, int64 [n] on the device; None for all of them. Asked once per step."""

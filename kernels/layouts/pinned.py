@@ -13,3 +13,8 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
         return numbers
     # A part of larger numbers would be pinned with gaps, and torch would wait to copy it through other memory.
     return numbers.contiguous().pin_memory().to(device, non_blocking=True)
+
+
+def put_into(target: Tensor, numbers: Tensor) -> None:
+    """The same into memory that is there. Both contiguous, of one shape and type."""
+    target.copy_(numbers if target.device.type == "cpu" else numbers.pin_memory(), non_blocking=True)

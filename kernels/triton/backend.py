@@ -19,6 +19,7 @@ from windlass.kernels.backend import Backend, BackendOptions, Weight
 from windlass.kernels.draws import Drawer, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
+from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.operations.recurrence import StateRows
@@ -31,6 +32,7 @@ from windlass.kernels.triton import (
     drawing,
     grouped,
     in_order,
+    low_rank,
     norms,
     pointwise,
     products,
@@ -95,6 +97,15 @@ class TritonBackend(TorchBackend):
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         return products.linear(x, weight, bias, fixed=self.deterministic)
+
+    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
+        return low_rank.AddressedLowRankTable(slots, matrix, self.device)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+        if not isinstance(table, low_rank.AddressedLowRankTable):
+            raise TypeError("the table is another backend's")
+        slots = rows.on(self.device)
+        low_rank.add_low_rank(out, x, table, slots, fixed=self.deterministic, device=self._device)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return norms.rms_norm(x, weight, eps)

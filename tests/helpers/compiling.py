@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from windlass.kernels import (
     FORMS,
     AttentionCall,
+    ChangedMatrix,
     Filters,
     KVPages,
     LogitsChanges,
@@ -126,6 +127,7 @@ def everything(capability: int) -> None:
         _by_element(dtype)
         _states(dtype)
         _products(dtype)
+        _low_rank(dtype)
         if capability == 90 and dtype != torch.float32:
             _prompts(dtype)
     _latent(torch.bfloat16)
@@ -300,6 +302,20 @@ def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
         for kind in ("silu", "gelu"):
             routed = Routed(own, torch.ones(rows, 2))
             grouped.feed_forward_of_experts(some, plain, down, routed, kind, launch.SMALL)
+
+
+def _low_rank(dtype: torch.dtype) -> None:
+    """Of one matrix, of a fused one whose changes are wide, and of one with odd sizes; kept in the type of the computing, and in
+    another."""
+    from windlass.kernels.triton import low_rank
+
+    for kept in dict.fromkeys((dtype, torch.bfloat16)):
+        for parts, inner, rank in (((4096,), 14336, 64), ((4096, 1024, 1024), 4096, 192), ((100,), 60, 8)):
+            matrix = ChangedMatrix(parts, inner, rank, kept)
+            table = low_rank.AddressedLowRankTable(8, matrix, torch.device("cpu"))
+            for rows, fixed in ((4, False), (300, False), (4, True)):
+                x, out = torch.ones(rows, inner).to(dtype), torch.ones(rows, matrix.columns).to(dtype)
+                low_rank.add_low_rank(out, x, table, torch.zeros(rows).long(), fixed=fixed, device=launch.SMALL)
 
 
 def _routes() -> None:

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from windlass.kernels import AttentionCall, Graphs, KVPages, Mark, RowDraws
+from windlass.kernels import AttentionCall, Graphs, KVPages, LowRankTable, Mark, RowDraws, RowSlots
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.draws import Filters
 from windlass.kernels.torch import draw, rowwise
@@ -225,6 +225,12 @@ class PlayedBackend(RowIndependentBackend):
         out = columns.new_empty(len(columns), operands[-2].shape[1] * operands[-2].shape[3])
         opaque(lambda *given: out.copy_(operation(*given, **options)), columns, *operands)
         return out
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+        def add(out: Tensor, x: Tensor, slots: Tensor) -> None:
+            super(PlayedBackend, self).add_low_rank(out, x, table, RowSlots(slots))
+
+        opaque(add, out, x, rows.on(self.device))
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         if not _recorders:

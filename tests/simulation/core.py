@@ -166,6 +166,9 @@ class SimulatedRunner:
         self._keys = PagedKeys(num_blocks, block_size)
         self._frequencies: dict[int, int] = {}  # by row
 
+    def join(self) -> None:
+        """See `RankRunner.join`: there is no device beside it."""
+
     def follow(self, plan: SchedulerOutput) -> None:
         self.sequences.apply(plan)
         self._frequencies.update((row.row, frequencies_of(row.specs)) for row in plan.rotary_rows)

@@ -7,11 +7,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.errors import RequestError
-from windlass.kernels import Backend, LowRank, LowRankTable, RowSlots
+from windlass.kernels import Backend, ChangedMatrix, LowRank, LowRankTable, RowSlots
 
 PartTables = Mapping[str, LowRankTable]  # by the names that `ModelSpec.adapted_parts` gives the matrices of a part
 
@@ -57,6 +58,10 @@ class AdapterRows:
     def with_slots(self, slots: Tensor) -> AdapterRows:
         return AdapterRows(self.parts, RowSlots(slots))
 
+    def at(self, rows: Tensor) -> AdapterRows:
+        """Of these rows alone. rows: [n] int64."""
+        return AdapterRows(self.parts, self.rows.at(rows))
+
     def of_layer(self, index: int, backend: Backend) -> LayerChanges:
         return LayerChanges(backend, self.parts[index], self.rows)
 
@@ -67,15 +72,15 @@ class AdapterRows:
 class LoadedAdapters:
     """Those that requests may use, by id, each in a slot of the tables. most: that may be loaded at once.
 
-    matrices: of every part the shapes [rows, columns] of what may change, by name.
+    matrices: of every part what may change, by name.
     """
 
-    def __init__(self, most: int, matrices: Iterable[Mapping[str, tuple[int, ...]]], backend: Backend) -> None:
+    def __init__(self, most: int, matrices: Iterable[Mapping[str, ChangedMatrix]], backend: Backend) -> None:
         self.most = most
         self._slots: dict[int | None, int] = {None: -1}
         self._infos: dict[int, AdapterInfo] = {}
         self._parts = tuple(
-            {name: backend.low_rank_table(most, *shape) for name, shape in part.items()} for part in matrices
+            {name: backend.low_rank_table(most, matrix) for name, matrix in part.items()} for part in matrices
         )
 
     def __len__(self) -> int:
@@ -124,15 +129,20 @@ class LoadedAdapters:
                 for table in tables.values():
                     table.put(slot, None)
 
-    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
-        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None; None without any.
+    def slots_of(self, ids: Iterable[int | None], counts: Sequence[int]) -> NDArray[np.int64]:
+        """Of a step that has so many rows of each of these adapters, in order, every id loaded or None: [T], -1 for none."""
+        return np.repeat(np.array([self._slots[i] for i in ids], dtype=np.int64), counts)
 
-        out: [T] int64 on the host, to be filled in.
-        """
+    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
+        """Of such a step; None without any. out: [T] int64 on the host, to be filled in."""
         if not self._infos:
             return None
-        slots = [self._slots[i] for i in ids]
-        if max(slots) < 0:
+        slots = self.slots_of(ids, counts)
+        if slots.max() < 0:
             return None
-        found = torch.from_numpy(np.repeat(np.array(slots, dtype=np.int64), counts))
-        return AdapterRows(self._parts, RowSlots(found if out is None else out.copy_(found)))
+        found = torch.from_numpy(slots)
+        return self.with_slots(found if out is None else out.copy_(found))
+
+    def with_slots(self, slots: Tensor) -> AdapterRows:
+        """Of a step whose rows have these, [T] int64."""
+        return AdapterRows(self._parts, RowSlots(slots))

@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import save_adapter
 from helpers.configs import engine_config
 from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
@@ -19,11 +20,15 @@ from helpers.prediction_layers import make_predicting
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.cache.memory import device_kv_budget
 from windlass.engine.cache.persist import device_pages
+from windlass.engine.core import device_room
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.runner import Runner
+from windlass.engine.model.adapters.adapter import LoadedAdapters
+from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.sizing import size_model
 from windlass.engine.scheduling.plan import SchedulerOutput
@@ -183,6 +188,27 @@ def test_a_prediction_layer_takes_three_rows_of_states_more(memory: PlayedMemory
     kept = 16 * core.info.kv_bytes_per_token
     assert room - kept - core.info.state_bytes < core.info.kv_cache_bytes <= room
     assert memory.said.count("peak") == 1 and len(run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids) == 6
+
+
+def test_captured_steps_with_adapters_are_kept_free_where_there_are_some(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Of the model, not of a draft model, which knows none."""
+    model, asked = model_of("llama"), list[bool]()
+
+    def counted(decoder: Decoder, memory: DeviceMemory, *, adapters: LoadedAdapters | None, **sizes: Any) -> int:
+        asked.append(adapters is not None)
+        return MIB * len(asked)
+
+    monkeypatch.setattr(device_room, "bytes_of_graphs", counted)
+    sources = (AdapterSource(1, "a", str(save_adapter(tmp_path / "a", model))),)
+    for lora in ((), sources):
+        asked.clear()
+        core = core_of(model, lora=lora, speculative_model=str(model))
+        assert asked == [bool(lora), False]
+        block = core.info.kv_bytes_per_token * core.info.block_size
+        room = (64 * 0.9 - 10 - 5 - 3) * MIB
+        assert room - block < core.info.kv_cache_bytes <= room
 
 
 def test_pages_that_nobody_has_written_hold_numbers(

@@ -15,7 +15,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution import decode_graphs
 from windlass.engine.execution.graph_room import bytes_of_graphs
-from windlass.engine.execution.ranged_graphs import MOST_RANGED
+from windlass.engine.execution.graphs_on_demand import MOST_RANGED
 from windlass.kernels import Graphs
 
 __all__ = ["played_device"]
@@ -26,12 +26,18 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return make_model("llama", tmp_path_factory.mktemp("llama"), num_hidden_layers=1)
 
 
-def counted(core: EngineCore, taken: Sequence[int]) -> int:
-    """taken: of the device, before and after each step that is captured."""
+def counted(core: EngineCore, taken: Sequence[int], *, adapted: bool = False) -> int:
+    """taken: of the device, before and after each step that is captured. adapted: whether there may be adapters."""
     memory = mock.Mock()
     memory.taken.side_effect = taken
     found = bytes_of_graphs(
-        core.runner.decoder, memory, cache_dtype=torch.float32, block_size=16, most_rows=8, most_blocks=6
+        core.runner.decoder,
+        memory,
+        cache_dtype=torch.float32,
+        block_size=16,
+        most_rows=8,
+        most_blocks=6,
+        adapters=core.adapters.loaded if adapted else None,
     )
     assert memory.taken.call_count == len(taken)
     return found
@@ -41,6 +47,13 @@ def test_the_largest_and_another_tell_what_all_take(directory: Path) -> None:
     """Four steps without ranges; of those with ranges as many as there may be."""
     core = make_core(directory, max_model_len=96)
     assert counted(core, [10, 110, 112, 112, 142, 145]) == 100 + 3 * 2 + 30 + (MOST_RANGED - 1) * 3
+
+
+def test_those_with_adapters_count_besides(directory: Path) -> None:
+    """As many as there are without, although no adapter is loaded yet."""
+    core = make_core(directory, max_model_len=96)
+    taken = [10, 110, 112, 112, 119, 124, 124, 154, 157]
+    assert counted(core, taken, adapted=True) == 100 + 3 * 2 + 7 + 3 * 5 + 30 + (MOST_RANGED - 1) * 3
 
 
 @pytest.mark.parametrize(

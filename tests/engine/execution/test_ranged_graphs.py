@@ -18,8 +18,7 @@ from helpers.tiny_unrotated import make_unrotated
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution import ranged_graphs
-from windlass.engine.execution.ranged_graphs import RangedGraphs, RangedKey
+from windlass.engine.execution.graphs_on_demand import StepKind
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "shift_context": 48, "max_num_seqs": 4}
@@ -50,24 +49,24 @@ def contexts(**fields: Any) -> list[EngineRequest]:
     ]
 
 
-def watched(core: EngineCore) -> list[RangedKey]:
+def watched(core: EngineCore) -> list[StepKind]:
     """Which captured steps with ranges stand for steps, one after the other."""
-    found, graphs = list[RangedKey](), core.runner.graphs
+    found, graphs = list[StepKind](), core.runner.graphs
     assert graphs is not None
-    find = graphs.ranged.find
+    find = graphs.on_demand.find
 
-    def noted(rows: int, ranges: int, *, ahead: bool) -> Any:
-        one = find(rows, ranges, ahead=ahead)
+    def noted(kind: StepKind, *, ahead: bool) -> Any:
+        one = find(kind, ahead=ahead)
         found.extend([] if one is None else [one[0]])
         return one
 
-    graphs.ranged.find = noted  # type: ignore[method-assign]
+    graphs.on_demand.find = noted  # type: ignore[method-assign]
     return found
 
 
 def compared(
     directory: Path, *sent: list[EngineRequest], **options: Any
-) -> tuple[EngineCore, list[RangedKey], list[RangedKey]]:
+) -> tuple[EngineCore, list[StepKind], list[StepKind]]:
     """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; what
     stood for its steps, and for those of the last list."""
     options = {**OPTIONS, **options}
@@ -142,7 +141,7 @@ def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
         assert any(key.rows > 2 for key in stood)
         assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
         drafter = core.runner.drafter
-        assert drafter is None or (drafter.graphs is not None and drafter.graphs.ranged.captured)
+        assert drafter is None or (drafter.graphs is not None and drafter.graphs.on_demand.captured)
 
 
 def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory_of: Callable[[str], Path]) -> None:
@@ -261,7 +260,7 @@ def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -
     for plane in planes:
         plane.fill_(7)
     run(core, [greedy("shift", prompt(1, 40), 30, context=SHIFT)], every_logit=False)
-    assert graphs.ranged.captured == [RangedKey(4, 2)]
+    assert graphs.on_demand.captured == [StepKind(4, 2)]
     for plane in planes:
         assert int((plane != 7).flatten(2).any(2).any(0).sum()) <= 5  # blocks of 69 tokens, as they came to be free
 
@@ -280,43 +279,6 @@ def test_what_is_not_captured_takes_the_ordinary_way(
     device.fails = fails
     same(run(core, sent, every_logit=False), want, 0.0)
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.ranged.captured == [] and graphs.ranged.obstacle is not None
+    assert graphs is not None and graphs.on_demand.captured == [] and graphs.on_demand.obstacle is not None
     assert caplog.text.count("a decode step of 1 rows in 2 ranges was not captured") == 1
     assert device_of(core.runner.decoder).replays == graphs.num_replayed > 0
-
-
-def graphs_of(captured: list[RangedKey]) -> RangedGraphs[str]:
-    return RangedGraphs(lambda key: captured.append(key) or f"{key.rows} x {key.ranges}")  # type: ignore[func-returns-value]
-
-
-def test_a_step_is_captured_when_it_was_asked_for_a_few_times() -> None:
-    captured: list[RangedKey] = []
-    graphs = graphs_of(captured)
-    assert [graphs.find(2, 1, ahead=False) for _ in range(3)] == [None, None, (RangedKey(2, 2), "2 x 2")]
-    assert graphs.find(2, 2, ahead=False) == graphs.find(1, 2, ahead=True) == ((2, 2), "2 x 2")
-    assert graphs.find(2, 3, ahead=False) is None
-    assert all(graphs.find(1, 2, ahead=True) for _ in range(9)) and captured == [(2, 2)], "nothing is captured ahead"
-
-
-def test_a_wider_one_stands_for_it_meanwhile_unless_it_is_far_wider() -> None:
-    captured: list[RangedKey] = []
-    graphs = graphs_of(captured)
-    graphs.capture(RangedKey(8, 8))
-    assert graphs.find(8, 5, ahead=False) == graphs.find(2, 2, ahead=False) == ((8, 8), "8 x 8")
-    assert graphs.find(1, 8, ahead=False) is None
-    assert graphs.find(1, 1, ahead=True) == ((8, 8), "8 x 8")
-    for _ in range(3):
-        found = graphs.find(2, 2, ahead=False)
-    assert found == ((2, 2), "2 x 2")
-
-
-def test_there_is_a_bound_on_how_many_and_how_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[RangedKey] = []
-    graphs = graphs_of(captured)
-    for _ in range(4):
-        assert graphs.find(ranged_graphs.MOST_CELLS // 2, 3, ahead=False) is None
-    monkeypatch.setattr(ranged_graphs, "MOST_RANGED", 2)
-    for ranges in (2, 4, 8, 16):
-        for _ in range(4):
-            graphs.find(512 // ranges, ranges, ahead=False)
-    assert captured == graphs.captured == [(256, 2), (128, 4)]

@@ -6,12 +6,15 @@ device, which shows that these tests ask for what they mean to ask for, and no m
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers.adapters import save_adapter
 from helpers.device import DEVICE
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import Results, prompt, run_checked, same
@@ -19,11 +22,13 @@ from helpers.little_memory import fail_ahead
 from helpers.played_engines import a_device, texts
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule, PassageReuse
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.persist import tier
 from windlass.engine.core import engine_core
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.execution.graphs_on_demand import StepKind
 from windlass.engine.scheduling import restoring, steps_ahead
 
 __all__ = ["a_device"]
@@ -125,8 +130,8 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
         same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
         assert replayed(core) - before >= 34
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.ranged.obstacle is None
-    assert 4 in {key.rows for key in graphs.ranged.captured}
+    assert graphs is not None and graphs.on_demand.obstacle is None
+    assert 4 in {key.rows for key in graphs.on_demand.captured}
     assert core.scheduler.counters.context_shifts >= 4
 
 
@@ -168,7 +173,61 @@ def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> N
         same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
     graphs = core.runner.graphs
     assert core.scheduler.counters.reused_passages == plain.scheduler.counters.reused_passages == 3
-    assert graphs is not None and {key.ranges for key in graphs.ranged.captured} >= {2, 16}
+    assert graphs is not None and {key.ranges for key in graphs.on_demand.captured} >= {2, 16}
+
+
+def with_adapters(sent: list[EngineRequest]) -> list[EngineRequest]:
+    """The first with an adapter, the next with another, then one without, and so on."""
+    return [replace(one, adapter=own) for one, own in zip(sent, itertools.cycle((1, 2, None)), strict=False)]
+
+
+@pytest.fixture(scope="module")
+def adapters(
+    directory_of: Callable[..., Path], tmp_path_factory: pytest.TempPathFactory
+) -> tuple[AdapterSource, AdapterSource]:
+    root, directory = tmp_path_factory.mktemp("adapters"), directory_of("llama")
+    first, second = (save_adapter(root / f"{rank}", directory, rank=rank, seed=rank) for rank in (4, 16))
+    return AdapterSource(1, "first", str(first)), AdapterSource(2, "second", str(second))
+
+
+@pytest.mark.parametrize("speculative_ngram", [0, 3])
+@pytest.mark.parametrize("asked", [streams, contexts])
+def test_captured_steps_with_adapters(
+    asked: Callable[..., list[EngineRequest]],
+    speculative_ngram: int,
+    adapters: tuple[AdapterSource, AdapterSource],
+    directory_of: Callable[..., Path],
+) -> None:
+    """Beside rows without, in ranges too, and of tokens that are proposed; adapters that were there at the start."""
+    directory, options = directory_of("llama"), {"speculative_ngram": speculative_ngram, "lora": adapters}
+    core = warmed(directory, **options)
+    for sent in (with_adapters(asked()), with_adapters(asked(logprobs=2))):
+        before = replayed(core)
+        same(run_checked(core, sent, every_logit=False), answers(directory, sent, lora=adapters), NEAR)
+        assert replayed(core) - before >= 15
+    graphs = core.runner.graphs
+    assert graphs is not None and graphs.on_demand.obstacle is None
+    assert {kind.rows for kind in graphs.on_demand.captured if kind.adapted and not kind.ranges} == set(graphs.sizes)
+
+
+def test_adapters_that_come_and_go_between_captured_steps(
+    adapters: tuple[AdapterSource, AdapterSource], directory_of: Callable[..., Path]
+) -> None:
+    """One takes the other's place in the tables, beside a stream without, time and again."""
+    directory = directory_of("llama")
+    core, plain = warmed(directory, max_loras=1), make_core(directory, cuda_graphs=False, max_loras=1, **OPTIONS)
+    for source in adapters * 2:
+        sent = [
+            greedy("adapter", prompt(1, 20), 20, adapter=source.adapter_id, logprobs=1),
+            greedy("none", prompt(2, 20), 30, logprobs=1),
+        ]
+        for one in (core, plain):
+            one.add_adapter(one.read_adapter(source).result(60))
+        same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
+        for one in (core, plain):
+            one.drop_adapter(source.adapter_id)
+    assert replayed(core) >= 100 and core.runner.graphs is not None
+    assert StepKind(2, adapted=True) in core.runner.graphs.on_demand.captured
 
 
 @pytest.mark.parametrize("kind", ["draft model", "ngrams"])

@@ -7,8 +7,9 @@ import itertools
 import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
+from helpers.low_rank import Expected, change, expected
 
-from windlass.kernels import LowRank, LowRankPart, RowSlots, bind
+from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, RowSlots, bind
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
@@ -16,40 +17,11 @@ from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtype, up: torch.dtype) -> LowRank:
-    """Of a matrix made of parts with these columns; a part of rank 0 does not change."""
-    parts, first, rank_first = [], 0, 0
-    for size, rank in zip(columns, ranks, strict=True):
-        if rank:
-            parts.append(LowRankPart.of(torch.randn(size, rank).to(up), first, rank_first, 0.5 + rank))
-        first, rank_first = first + size, rank_first + rank
-    return LowRank.of(torch.randn(rank_first, inner).to(down), parts)
-
-
 def table_of(changes: list[LowRank | None], columns: int, inner: int) -> CompiledLowRankTable:
     table = CompiledLowRankTable(len(changes), columns, inner)
     for slot, own in enumerate(changes):
         table.put(slot, own)
     return table
-
-
-Expected = tuple[torch.Tensor, torch.Tensor]
-
-
-def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRank | None], slots: list[int]) -> Expected:
-    """Float64, row by row; and how large what is summed can be, which rounding is measured by."""
-    wanted, size = out.double(), out.double().abs()
-    for row, slot in enumerate(slots):
-        own = changes[slot] if slot >= 0 else None
-        for part in own.parts if own is not None else ():
-            a, b = (
-                own.plain()[part.rank_first : part.rank_first + part.rank].double(),
-                part.plain().double() * part.scale,
-            )
-            here = slice(part.first, part.first + part.columns)
-            wanted[row, here] += b @ (a @ x[row].double())
-            size[row, here] += b.abs() @ (a.norm(dim=1) * x[row].double().norm())
-    return wanted, size
 
 
 def close(found: torch.Tensor, of: Expected, dtype: torch.dtype) -> bool:
@@ -176,7 +148,7 @@ def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatc
     assert "torch" in plain.explain()
     columns, inner = [40, 30], 50
     changes = [change(columns, inner, ranks, down=torch.bfloat16, up=torch.float32) for ranks in ([3, 0], [2, 5])]
-    tables = [plain.low_rank_table(3, 70, inner), CompiledLowRankTable(3, 70, inner)]
+    tables = [plain.low_rank_table(3, ChangedMatrix((40, 30), inner, 7)), CompiledLowRankTable(3, 70, inner)]
     for table, (slot, own) in itertools.product(tables, ((0, changes[0]), (2, changes[1]))):
         table.put(slot, own)
     for slots in ([0, 2, -1, 1, 2], [2] * 5):

@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import save_adapter
 from helpers.device import DEVICE
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
@@ -14,6 +15,7 @@ from helpers.interpreted import QUIET
 from helpers.marks import slow_but
 from helpers.tiny_models import make_model
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import BlockWeight, binding
 from windlass.kernels.triton.backend import TritonBackend
@@ -86,6 +88,18 @@ def test_layers_that_read_what_others_left(family: str, tmp_path: Path, monkeypa
     options = {"max_num_batched_tokens": 20, "max_num_seqs": 2}
     found = check(make_model(family, tmp_path / "m"), requests, monkeypatch, **options)
     assert found["c", 0].outputs[-1].cached_tokens == 16
+
+
+@pytest.mark.parametrize("deterministic", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_adapters(deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two of their own ranks and none in one step: prompts, of which one has many rows, and streams."""
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
+    made = [save_adapter(tmp_path / f"{rank}", directory, rank=rank, seed=rank, strength=0.2) for rank in (3, 16)]
+    sources = tuple(AdapterSource(i, f"{i}", str(path)) for i, path in enumerate(made, start=1))
+    prompt = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(2)).tolist()
+    requests = [greedy("a", prompt, 2, adapter=1), greedy("b", PROMPT, 3, adapter=2), greedy("c", PROMPT, 3)]
+    found = check(directory, requests, monkeypatch, lora=sources, max_model_len=160, deterministic=deterministic)
+    assert not torch.equal(found["b", 0].logits[0], found["c", 0].logits[0])
 
 
 @pytest.mark.slow

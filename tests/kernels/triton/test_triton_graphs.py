@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import same
 from helpers.interpreted import PLAYED
@@ -19,10 +20,11 @@ from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 from torch import Tensor
 
+from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.ranged_graphs import RangedKey
+from windlass.engine.execution.graphs_on_demand import StepKind
 from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filter_numbers
 from windlass.kernels.triton import drawing, launch
 from windlass.kernels.triton.backend import TritonBackend
@@ -92,7 +94,38 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
     core = make_core(directory, **options)
     graphs = captures(core, [4])
     same(run(core, sent, every_logit=False), want, 1e-5)
-    assert graphs.ranged.captured == [(4, 2)] and graphs.num_replayed >= 7
+    assert graphs.on_demand.captured == [StepKind(4, 2)] and graphs.num_replayed >= 7
+
+
+@pytest.mark.slow
+def test_adapters_are_those_without(tmp_path: Path) -> None:
+    """Captured before any is there; two beside each other, and then another one in the place of the first."""
+    directory = make_model("llama", tmp_path / "m", num_hidden_layers=1)
+    sources = [
+        AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, rank=5 * i, seed=i, strength=0.3)))
+        for i in (1, 2, 3)
+    ]
+    options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_loras": 2}
+    plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)
+    graphs, found = captures(core, [2]), list[list[int]]()
+    graphs.capture_further(StepKind(2, adapted=True))
+    for own in ((sources[0], sources[1]), (sources[2], sources[1])):
+        for one in (plain, core):
+            held = {info.adapter_id for info in one.adapters.loaded.infos}
+            for adapter_id in held - {source.adapter_id for source in own}:
+                one.drop_adapter(adapter_id)
+            for source in own:
+                if source.adapter_id not in held:
+                    one.add_adapter(one.read_adapter(source).result(30))
+        sent = [
+            greedy(f"{source.name}", PROMPT[i:], 5 - i, adapter=source.adapter_id, logprobs=1)
+            for i, source in enumerate(own)
+        ]
+        got = run(core, sent, every_logit=False)
+        same(got, run(plain, sent), 1e-5)
+        found += [one.token_ids for one in got.values()]
+    assert graphs.num_replayed == 8 and graphs.on_demand.captured == [StepKind(2, adapted=True)]
+    assert found[0] != found[2]
 
 
 @pytest.mark.slow
@@ -131,8 +164,8 @@ def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
     graphs = captures(core, [1])
-    graphs.capture_ranged(RangedKey(1, 2))
-    assert graphs.ranged.obstacle is None
+    graphs.capture_further(StepKind(1, 2))
+    assert graphs.on_demand.obstacle is None
 
 
 def test_rows_draw_what_a_drawer_draws() -> None:

@@ -29,7 +29,6 @@ from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import binding
-from windlass.kernels.layouts import low_rank
 from windlass.kernels.triton import launch
 
 pytestmark = [*PLAYED, pytest.mark.slow]
@@ -110,18 +109,10 @@ def test_prompts_beside_streams(family: str, options: dict[str, Any], tmp_path: 
     assert any(rows > 2 for rows in watched)
 
 
-def test_adapters_and_moved_keys(tmp_path: Path, watched: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_adapters_and_moved_keys(tmp_path: Path, watched: list[int]) -> None:
     """Two adapters' rows beside each other, a context that shifts, a window with sinks, dual chunks."""
     directory = make_model("llama", tmp_path / "m", num_hidden_layers=2)
     sources = tuple(AdapterSource(i, f"{i}", str(save_adapter(tmp_path / f"{i}", directory, seed=i))) for i in (1, 2))
-    # Made of the host's numbers, once a step.
-    made = low_rank.RowSlots.segments
-
-    def segments(self: low_rank.RowSlots, device: torch.device) -> Any:
-        with inside_a_program():
-            return made(self, device)
-
-    monkeypatch.setattr(low_rank.RowSlots, "segments", segments)
     core = make_core(directory, lora=sources, max_model_len=64, shift_context=48)
     chunks = RopeScaling.from_dict({"rope_type": "dual_chunk", "chunk_size": 24, "local_size": 4})
     sent = [

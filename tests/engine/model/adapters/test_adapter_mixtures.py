@@ -13,7 +13,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import RequestError
 from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
-from windlass.kernels import LowRank, LowRankPart, bind
+from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, bind
 
 PROMPT = list(range(3, 40))
 
@@ -87,7 +87,7 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
 def test_one_that_comes_again_takes_its_own_place() -> None:
     """And leaves none behind in which the next one would find what it changed."""
     backend = bind("cpu")
-    loaded = LoadedAdapters(2, [{"q": (8, 8), "v": (8, 8)}], backend)
+    loaded = LoadedAdapters(2, [{"q": ChangedMatrix((8,), 8, 2), "v": ChangedMatrix((8,), 8, 2)}], backend)
 
     def adapter(adapter_id: int, *names: str) -> Adapter:
         part = LowRankPart.of(torch.ones(8, 2), 0, 0, 1.0)

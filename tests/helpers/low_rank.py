@@ -1,0 +1,35 @@
+"""Low-rank changes of matrices at random, and what they add to products, in float64, row by row."""
+
+from __future__ import annotations
+
+import torch
+
+from windlass.kernels import LowRank, LowRankPart
+
+Expected = tuple[torch.Tensor, torch.Tensor]
+
+
+def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtype, up: torch.dtype) -> LowRank:
+    """Of a matrix made of parts with these columns; a part of rank 0 does not change."""
+    parts, first, rank_first = [], 0, 0
+    for size, rank in zip(columns, ranks, strict=True):
+        if rank:
+            parts.append(LowRankPart.of(torch.randn(size, rank).to(up), first, rank_first, 0.5 + rank))
+        first, rank_first = first + size, rank_first + rank
+    return LowRank.of(torch.randn(rank_first, inner).to(down), parts)
+
+
+def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRank | None], slots: list[int]) -> Expected:
+    """Float64, row by row; and how large what is summed can be, which rounding is measured by."""
+    wanted, size = out.double(), out.double().abs()
+    for row, slot in enumerate(slots):
+        own = changes[slot] if slot >= 0 else None
+        for part in own.parts if own is not None else ():
+            a, b = (
+                own.plain()[part.rank_first : part.rank_first + part.rank].double(),
+                part.plain().double() * part.scale,
+            )
+            here = slice(part.first, part.first + part.columns)
+            wanted[row, here] += b @ (a @ x[row].double())
+            size[row, here] += b.abs() @ (a.norm(dim=1) * x[row].double().norm())
+    return wanted, size
