@@ -79,7 +79,7 @@ class Predictor:
         """The plan with the proposals in it that it asks for; with none for a stream whose states are not known."""
         drafting, behind = [], []
         for item in plan.sequences:
-            waiting = self._waiting_of(item)
+            waiting = self._waiting_of(item, self.pages.known.get(item.seq_id))
             if waiting is None:
                 continue
             if item.num_drafted:
@@ -104,36 +104,38 @@ class Predictor:
 
     def observe(self, plan: SchedulerOutput, hidden: Tensor) -> None:
         """Take in what the model made of a plan's tokens. hidden: [T, hidden], normed, which the next step may overwrite."""
+        # Whose states find no memory is taken for one of whom nothing is known.
+        known = {item.seq_id: self.pages.known.pop(item.seq_id, None) for item in plan.sequences}
         prompts, end = [], 0
-        for item in plan.sequences:
-            begin, end = end, end + item.num_tokens
-            if item.seq_id in self._sequences.pooled:
-                continue
-            waiting = self._with(item, hidden[begin:end])
-            # Behind the last known token there is none yet that its state could be joined with.
-            ready = min(item.start + item.num_tokens, len(self._sequences.by_id[item.seq_id].token_ids) - 1)
-            if item.num_tokens > 1 + len(item.draft) and ready > waiting.first:
-                prompts.append((item, waiting.up_to(ready)))
-                waiting = waiting.behind(ready)
-            waiting = replace(waiting, states=waiting.states.clone())
-            for seq_id in (item.seq_id, *item.samples):
-                self.pages.known[seq_id] = waiting
-        if prompts:
-            with _nobody_failing():
+        with _nobody_failing():
+            for item in plan.sequences:
+                begin, end = end, end + item.num_tokens
+                if item.seq_id in self._sequences.pooled:
+                    continue
+                waiting = self._with(item, known[item.seq_id], hidden[begin:end])
+                # Behind the last known token there is none yet that its state could be joined with.
+                ready = min(item.start + item.num_tokens, len(self._sequences.by_id[item.seq_id].token_ids) - 1)
+                if item.num_tokens > 1 + len(item.draft) and ready > waiting.first:
+                    prompts.append((item, waiting.up_to(ready)))
+                    waiting = waiting.behind(ready)
+                waiting = replace(waiting, states=waiting.states.clone())
+                for seq_id in (item.seq_id, *item.samples):
+                    self.pages.known[seq_id] = waiting
+            if prompts:
                 self._run_waiting(prompts)
 
-    def _waiting_of(self, item: ScheduledSequence) -> _WaitingStates | None:
-        """The states of the tokens in front of the item's whose keys are missing; None where they are not all known."""
-        waiting = self.pages.known.get(item.seq_id)
+    def _waiting_of(self, item: ScheduledSequence, waiting: _WaitingStates | None) -> _WaitingStates | None:
+        """Of those, the states of the tokens in front of the item's whose keys are missing; None where they are not all known."""
         if waiting is None:
             return None
         found = waiting.up_to(item.start).behind(self.pages.first_of_run(item.seq_id))
         return found if len(found.states) and found.first + len(found.states) == item.start else None
 
-    def _with(self, item: ScheduledSequence, states: Tensor) -> _WaitingStates:
-        """What is missing behind the step, with its states [N, hidden]."""
-        waiting = None if item.seq_id in self._caught_up else self._waiting_of(item)
-        if waiting is None:
+    def _with(self, item: ScheduledSequence, known: _WaitingStates | None, states: Tensor) -> _WaitingStates:
+        """What is missing behind the step, with its states [N, hidden]. known: of the tokens in front of it."""
+        waiting = None if item.seq_id in self._caught_up else self._waiting_of(item, known)
+        # A block of them has been tried, and found no memory: to wait for more would take more of it.
+        if waiting is None or len(waiting.states) >= self._block_size:
             return _WaitingStates(item.start, states)
         return replace(waiting, states=torch.cat((waiting.states, states)))
 

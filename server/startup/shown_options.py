@@ -14,6 +14,7 @@ def not_default(engine: EngineOptions, server: ServerOptions) -> list[str]:
             ("--deterministic", engine.deterministic),
             (f"--speculative-ngram {engine.speculative_ngram}", engine.speculative_ngram > 0),
             (f"--speculative-model {engine.speculative_model}", engine.speculative_model is not None),
+            ("--speculative-mtp", engine.speculative_mtp),
             (f"--rope-ladder {','.join(engine.rope_ladder or ())}", bool(engine.rope_ladder)),
             (f"--rope-update {engine.rope_update}", engine.rope_update is not None),
             (f"--rope-policy {server.rope_policy}", server.rope_policy != ServerOptions().rope_policy),

@@ -147,6 +147,7 @@ def test_a_models_own_layer_over_http(tmp_path: Path) -> None:
     with serve("--kv-cache-memory", "64MiB", "--dtype", "float32", *options, model=model) as server:
         (choice,) = complete(server)["choices"]
         assert choice["token_ids"] == want.token_ids
+        assert "  options   --deterministic, --speculative-mtp\n" in server.log.read_text()
         listed = httpx.get(f"{server.url}/v1/models").json()["data"][0]
         assert listed["draft_model"]["architecture"] == "prediction layer of Qwen3_5MoeForCausalLM"
         assert server.metric("windlass_spec_decode_model_num_accepted_tokens_total") > 10

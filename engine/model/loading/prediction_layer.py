@@ -27,7 +27,7 @@ def predicting(speculation: SpeculationConfig) -> Predicting | None:
 def offered(spec: ModelSpec, tensors: Collection[str]) -> bool:
     """Whether the files hold such a layer, and the model could be drafted for. tensors: names of all that they hold."""
     layer, groups = spec.predicting, spec.kv_groups
-    if layer is None or len(groups) > 1 or groups[0].window is not None:
+    if layer is None or not spec.generates or len(groups) > 1 or groups[0].window is not None:
         return False
     return any(name.startswith(layer.own[0]) for name in tensors)
 
@@ -38,6 +38,8 @@ def prediction_layer(spec: ModelSpec, tensors: Collection[str], what: Predicting
     in_gguf: they are of GGUF files. Raises LoadError where there is none.
     """
     layer = spec.predicting
+    if not spec.generates:
+        raise LoadError(f"{_OPTION}: the model is a {spec.architecture}, which generates nothing: leave it out")
     if layer is None:
         raise LoadError(
             f"{_OPTION}: this model ({spec.architecture}) has no layer that predicts further tokens, or none that can be used: "

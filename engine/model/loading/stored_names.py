@@ -67,7 +67,7 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
     prefix = names.embedding[: names.embedding.index(".") + 1]
     end, layers = f"{names.embedding.removeprefix(prefix)}.weight", f".{names.layers.removeprefix(prefix)}."
     # A layer that predicts further tokens may have an embedding of its own.
-    found = [name for name in tensors if name == end or (name.endswith(f".{end}") and layers not in name)]
+    found = [name for name in tensors if name == end or (name.endswith(f".{end}") and layers not in f".{name}")]
     if len(found) != 1:
         return names
     other = found[0].removesuffix(end)

@@ -27,6 +27,7 @@ from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import LoadError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 from windlass.kernels import BlockWeight
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")
@@ -198,18 +199,49 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
     core = predicting(directory, deterministic=True, max_model_len=192)
     layer, failed = predictor_of(core)._decoder, list[int]()
     predictor_of(core)._replay.max_rows = 0
-    forward = layer.forward
+    forward, waiting = layer.forward, list[int]()
 
     def with_little_memory(batch: ForwardBatch, cache: KVStorage) -> torch.Tensor:
         hidden = forward(batch, cache)
         if len(hidden) > rows:
             failed.append(len(hidden))
+            waiting.append(max(len(one.states) for one in predictor_of(core).pages.known.values()))
             raise torch.OutOfMemoryError(NO_ROOM)
         return hidden
 
     layer.forward = with_little_memory  # type: ignore[method-assign]
     same(run_checked(core, traffic()), want, 0.0)
     assert len(failed) > 10 and (core.stats().spec_decode_model_num_accepted_tokens > 10) is (rows > 0)
+    assert max(waiting) <= 16 + 4  # a block, and what a step adds
+
+
+def test_states_that_find_no_memory_fail_nobody(
+    monkeypatch: pytest.MonkeyPatch, directory_of: Callable[[str], Path]
+) -> None:
+    """The model's step is done by then, and what it has drawn counts. Nothing older is taken for the states that are missing."""
+    directory = directory_of("qwen3_5")
+    sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
+    want = run(make_core(directory, deterministic=True), sent)
+    core = predicting(directory, deterministic=True, speculative_tokens=3)
+    predictor, taken, lacking = predictor_of(core), list[int](), list[int]()
+    take, observe = predictor._with, predictor.observe
+
+    def with_little_memory(item: ScheduledSequence, *given: Any) -> Any:
+        taken.append(item.seq_id)
+        if len(taken) % 5 == 0:
+            lacking.append(item.seq_id)
+            raise torch.OutOfMemoryError(NO_ROOM)
+        return take(item, *given)
+
+    def watched(plan: SchedulerOutput, hidden: torch.Tensor) -> None:
+        before = len(lacking)
+        observe(plan, hidden)
+        assert not predictor.pages.known.keys() & set(lacking[before:])
+
+    monkeypatch.setattr(predictor, "_with", with_little_memory)
+    monkeypatch.setattr(predictor, "observe", watched)
+    same(run(core, sent), want, 0.0)
+    assert len(lacking) > 5 and core.stats().spec_decode_model_num_accepted_tokens > 5
 
 
 def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

@@ -11,6 +11,7 @@ import torch
 import transformers
 from helpers.adapters import merged, save_adapter
 from helpers.engines import greedy, make_core, run
+from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
@@ -58,6 +59,21 @@ def test_a_model_from_inside_another(prefix: str, tmp_path: Path) -> None:
     wanted = logits(model)
     renamed(model, prefix)
     assert torch.equal(logits(model), wanted)
+
+
+def test_a_model_without_its_head_has_nothing_proposed(tmp_path: Path) -> None:
+    """Its files hold all of its prediction layer, with an embedding of its own, and no name has a prefix."""
+    model = make_predicting("deepseek_v3", tmp_path)
+    tensors = load_file(model / "model.safetensors")
+    del tensors["lm_head.weight"]
+    bare = {name.removeprefix("model."): one for name, one in tensors.items()}
+    save_file(bare, model / "model.safetensors")
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps({**config, "architectures": ["DeepseekV3Model"]}))
+    info = make_core(model).info
+    assert not info.generates and not any("speculation.mtp" in notice for notice in info.notices)
+    with pytest.raises(LoadError, match=r"speculation\.mtp`: the model is a DeepseekV3Model, which generates nothing"):
+        make_core(model, speculative_mtp=True)
 
 
 def test_an_adapter_of_the_whole_model_fits(tmp_path: Path) -> None:
