@@ -24,10 +24,15 @@ def make_draft_model(
 ) -> DraftModel:
     """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
     decoder = draft.decoder
-    groups = decoder.spec.rotary_groups
+    groups, cache = decoder.spec.rotary_groups, allocate_pages(config, model, draft, plan)
+    if decoder.backend.device_memory is not None:
+        # A cached block may lack its last keys, and memory that was another's may hold what is no number: one such key would
+        # spoil all that is proposed behind it. What a CPU's system gives is zeros.
+        for plane in (plane for planes in cache.planes for plane in planes):
+            plane.zero_()
     return DraftModel(
         decoder,
-        allocate_pages(config, model, draft, plan),
+        cache,
         RotaryTables(rows, [group.base for group in groups], decoder.backend),
         RotationTransfer(model.rotary_groups, groups),
     )

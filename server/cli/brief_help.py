@@ -24,6 +24,7 @@ MAIN = (
     "rope_policy",
     "lora",
     "speculative_model",
+    "speculative_mtp",
     "host",
     "port",
     "api_key",

@@ -190,6 +190,20 @@ def test_a_prediction_layer_takes_three_rows_of_states_more(memory: PlayedMemory
     assert memory.said.count("peak") == 1 and len(run(core, [greedy("a", range(5, 30), 6)])["a", 0].token_ids) == 6
 
 
+def test_pages_of_what_drafts_hold_numbers_from_the_start(
+    model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of the model need not: of them nothing is read that was not written."""
+    pages = Backend.pages
+    monkeypatch.setattr(Backend, "pages", lambda self, shape, kind: pages(self, shape, kind).fill_(torch.nan))
+    model = model_of("llama")
+    core = core_of(model, speculative_model=str(model))
+    assert core.runner.drafter is not None
+    (own,), (drafted,) = core.runner.cache.planes, core.runner.drafter._cache.planes
+    assert all(bool(plane.isnan().all()) for plane in own if plane.numel())
+    assert all(not bool(plane.any()) for plane in drafted)
+
+
 def test_captured_steps_with_adapters_are_kept_free_where_there_are_some(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
