@@ -13,6 +13,7 @@ from typing import Generic, TypeVar
 
 from windlass.engine.cache.changes import KeyRerotation, ParkedPages
 from windlass.engine.cache.storage import KVStorage
+from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.key_rotator import KeyRotator
 from windlass.engine.execution.sequences import LiveSequences
 from windlass.engine.model.decoder import Decoder
@@ -39,6 +40,20 @@ class DraftModel:
     cache: KVStorage
     tables: RotaryTables
     rotations: RotationTransfer
+
+    def batches(self, sequences: LiveSequences, block_size: int) -> BatchBuilder:
+        """Makes its batches, of one KV group. sequences: those of the model it drafts for."""
+        spec = self.decoder.spec
+        return BatchBuilder(
+            sequences,
+            self.tables,
+            num_groups=1,
+            block_size=block_size,
+            windows=spec.attention_windows,
+            anchored=spec.scores_by_absolute_position,
+            backend=self.decoder.backend,
+            has_states=spec.state_group is not None,
+        )
 
 
 class DraftPages(Generic[Known]):

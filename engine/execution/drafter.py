@@ -17,7 +17,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
 from windlass.engine.execution.device_rows import LARGEST
 from windlass.engine.execution.draft_pages import DraftModel, DraftPages, chunk_of
@@ -43,16 +42,7 @@ class Drafter:
         self._sequences, self._block_size = sequences, block_size
         self._carries = decoder.spec.state_group is not None
         self._ids = min(vocab_size, decoder.spec.vocab_size)  # those that both know
-        self._batches = BatchBuilder(
-            sequences,
-            model.tables,
-            num_groups=1,
-            block_size=block_size,
-            windows=decoder.spec.attention_windows,
-            anchored=decoder.spec.scores_by_absolute_position,
-            backend=decoder.backend,
-            has_states=self._carries,
-        )
+        self._batches = model.batches(sequences, block_size)
         self._replay = DecodeReplay(decoder, model.cache)
         self.graphs: DecodeGraphs | None = None
         # known: tokens whose keys are there, and tokens the model had computed, accepted or not, after the last step.

@@ -23,7 +23,6 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.config import MAX_DRAFT_TOKENS
-from windlass.engine.execution.batch import BatchBuilder
 from windlass.engine.execution.draft_pages import DraftModel, DraftPages, chunk_of
 from windlass.engine.execution.replay import DecodeReplay
 from windlass.engine.execution.sequences import LiveSequences
@@ -61,15 +60,7 @@ class Predictor:
         decoder = model.decoder
         self._decoder, self._cache = decoder, model.cache
         self._sequences, self._block_size = sequences, block_size
-        self._batches = BatchBuilder(
-            sequences,
-            model.tables,
-            num_groups=1,
-            block_size=block_size,
-            windows=decoder.spec.attention_windows,
-            anchored=decoder.spec.scores_by_absolute_position,
-            backend=decoder.backend,
-        )
+        self._batches = model.batches(sequences, block_size)
         self._replay = DecodeReplay(decoder, model.cache)
         self.pages = DraftPages[_WaitingStates](model, sequences, block_size)
         self._caught_up: frozenset[int] = frozenset()  # sequences that lacked no keys when the step began
