@@ -212,9 +212,10 @@ def test_every_engine_option_reaches_the_engine(by, launched, monkeypatch):
     ((model, engine, _, _, level, _),) = launched
     assert (model, level) == ("the-model", "debug")
     assert engine.to_config(Path("/models/x")) == ENGINE_CONFIG
-    # An option added later must be added to the table above too; the share of a GPU does not go with a size.
+    # An option added later must be added to the table above too; the share of a GPU does not go with a size, nor a prediction
+    # layer with a draft model.
     assert engine.profiles() == {"long": ENGINE_CONFIG.rotary.scaling}
-    assert len(ENGINE_ARGUMENTS) + 6 == len(dataclasses.fields(EngineOptions))
+    assert len(ENGINE_ARGUMENTS) + 7 == len(dataclasses.fields(EngineOptions))
 
 
 def test_the_share_of_a_gpu_reaches_the_engine(launched):
@@ -222,6 +223,12 @@ def test_the_share_of_a_gpu_reaches_the_engine(launched):
     ((_, engine, *_),) = launched
     assert engine.to_config(Path("m")) == engine_config("m", gpu_memory_utilization=0.5)
     assert engine.to_config(Path("m")).cache.device_share == 0.5
+
+
+def test_the_prediction_layer_reaches_the_engine(launched):
+    assert cli.run(["serve", "--speculative-mtp", "--speculative-model-quantization", "int8"]) == 0
+    ((_, engine, *_),) = launched
+    assert engine.to_config(Path("m")).scheduling.speculation == SpeculationConfig(mtp=True, quantization="int8")
 
 
 def test_defaults_are_the_configurations_own(launched):
@@ -392,7 +399,11 @@ def test_times_that_never_end() -> None:
         (["--speculative-ngram", "-1"], "--speculative-ngram must lie between 0 and 64"),
         (["--speculative-tokens", "17"], "--speculative-tokens must lie between 1 and 16, got 17"),
         (["--speculative-model-quantization", "int5"], "--speculative-model-quantization must be none, int8 or int4"),
-        (["--speculative-model-quantization", "int8"], "name one with --speculative-model, or leave it out"),
+        (
+            ["--speculative-model-quantization", "int8"],
+            "name one with --speculative-model, ask for --speculative-mtp, or leave it out",
+        ),
+        (["--speculative-mtp", "--speculative-model", "demo"], "leave one of them out"),
         (["--speculative-ngram-min", "5"], "at most --speculative-ngram-max, got 5 and 4"),
         (["/no/such/model"], "/no/such/model"),
     ],
