@@ -47,8 +47,8 @@ def body(prompt: Any, **fields: object) -> dict[str, Any]:
     return {"model": "demo", "prompt": prompt, "max_tokens": 24, "temperature": 0, **fields}
 
 
-async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> dict[str, Any]:
-    """A stream as its client saw it."""
+async def stream(client: httpx.AsyncClient, asked: dict[str, Any], begun: set[int] | None = None) -> dict[str, Any]:
+    """A stream as its client saw it. begun: has its first token of the prompt in it while tokens have come, and not all."""
     found: dict[str, Any] = {"text": "", "error": None, "done": False, "finish": None}
     async with client.stream("POST", "/v1/completions", json={**asked, "stream": True}) as answer:
         if answer.status_code != 200:
@@ -60,9 +60,13 @@ async def stream(client: httpx.AsyncClient, asked: dict[str, Any]) -> dict[str, 
             elif line.startswith("data: "):
                 event = json.loads(line[6:])
                 found["error"] = event.get("error", found["error"])
+                if begun is not None:
+                    begun.add(asked["prompt"][0])
                 for choice in event.get("choices", ()):
                     found["text"] += choice["text"]
                     found["finish"] = choice["finish_reason"] or found["finish"]
+    if begun is not None:
+        begun.discard(asked["prompt"][0])
     return found
 
 
@@ -124,7 +128,7 @@ def test_a_killed_replica_under_load(deployed: RayCluster) -> None:
     async def under_load() -> list[dict[str, Any]]:
         async with httpx.AsyncClient(base_url=deployed.url, timeout=120) as client:
             doomed = deployed.replicas()[0]
-            work, over = await a_load(client, deployed, 20)
+            work, over = await a_load(client, 20)
             os.kill(doomed, signal.SIGKILL)
             over.set()
             return [*await new_ones(client), *await ended(work)]
@@ -138,22 +142,26 @@ def test_a_killed_replica_under_load(deployed: RayCluster) -> None:
     deployed.wait_replicas(2, 60)
 
 
-async def keep_asking(client: httpx.AsyncClient, number: int, until: asyncio.Event) -> list[dict[str, Any]]:
+async def keep_asking(
+    client: httpx.AsyncClient, number: int, until: asyncio.Event, begun: set[int] | None = None
+) -> list[dict[str, Any]]:
+    """Answers of another length for each number: streams that began together do not end together."""
     found = []
     while not until.is_set():
-        found.append(await stream(client, body([10 + number, 11, 12], max_tokens=200, ignore_eos=True)))
+        asked = body([10 + number, 11, 12], max_tokens=160 + 15 * number, ignore_eos=True)
+        found.append(await stream(client, asked, begun))
     return found
 
 
 Asking = list[asyncio.Task[list[dict[str, Any]]]]
 
 
-async def a_load(client: httpx.AsyncClient, cluster: RayCluster, clients: int) -> tuple[Asking, asyncio.Event]:
-    """So many clients that ask until they are told, once requests run on both replicas, which take four each."""
-    over = asyncio.Event()
-    work = [asyncio.create_task(keep_asking(client, n, over)) for n in range(clients)]
-    while await asyncio.to_thread(cluster.metric, "windlass_num_requests_running") < 6:
-        await asyncio.sleep(0.02)
+async def a_load(client: httpx.AsyncClient, clients: int) -> tuple[Asking, asyncio.Event]:
+    """So many clients that ask until they are told, once six are amid an answer: two on each of two replicas, which take four."""
+    over, begun = asyncio.Event(), set[int]()
+    work = [asyncio.create_task(keep_asking(client, n, over, begun)) for n in range(clients)]
+    while len(begun) < 6:
+        await asyncio.sleep(0.002)
     return work, over
 
 
@@ -345,7 +353,7 @@ def test_a_machine_that_dies_and_rays_own_proxy() -> None:
         async def under_load() -> list[dict[str, Any]]:
             async with httpx.AsyncClient(base_url=cluster.url, timeout=120) as client:
                 doomed = machine_of_an_engine(cluster, raylets[1:])
-                work, over = await a_load(client, cluster, 12)
+                work, over = await a_load(client, 12)
                 for pid in doomed:
                     with contextlib.suppress(ProcessLookupError):  # workers end with their raylet
                         os.kill(pid, signal.SIGKILL)
