@@ -13,6 +13,7 @@ from helpers.played_graphs import PlayedBackend, PlayedGraphs
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.drafter import Drafter
+from windlass.engine.execution.graphs_on_demand import StepKind
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import binding
 
@@ -47,6 +48,21 @@ def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
             graphs.capture(graphs.sizes)
             assert graphs.obstacle is None
     return core, device_of(core.runner.decoder)
+
+
+def kinds_that_stand(core: EngineCore) -> list[StepKind]:
+    """Which captured steps with ranges or adapters stand for steps from now on, one after the other."""
+    found, graphs = list[StepKind](), core.runner.graphs
+    assert graphs is not None
+    find = graphs.on_demand.find
+
+    def noted(kind: StepKind, *, ahead: bool) -> Any:
+        one = find(kind, ahead=ahead)
+        found.extend([] if one is None else [one[0]])
+        return one
+
+    graphs.on_demand.find = noted  # type: ignore[method-assign]
+    return found
 
 
 def device_of(decoder: Decoder) -> PlayedGraphs:

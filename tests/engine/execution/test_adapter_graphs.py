@@ -15,7 +15,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.little_memory import fail_ahead
 from helpers.marks import slow_but
-from helpers.played_engines import device_of, graphed, played_device
+from helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.adapters import AdapterSource
@@ -52,28 +52,13 @@ def sources_for(directory: Path, root: Path) -> tuple[AdapterSource, ...]:
     return tuple(AdapterSource(i, f"{i}", str(path)) for i, path in enumerate(made, start=1))
 
 
-def stood(core: EngineCore) -> list[StepKind]:
-    """Which captured steps with ranges or adapters stand for steps from now on, one after the other."""
-    found, graphs = list[StepKind](), core.runner.graphs
-    assert graphs is not None
-    find = graphs.on_demand.find
-
-    def noted(kind: StepKind, *, ahead: bool) -> Any:
-        one = find(kind, ahead=ahead)
-        found.extend([] if one is None else [one[0]])
-        return one
-
-    graphs.on_demand.find = noted  # type: ignore[method-assign]
-    return found
-
-
 def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> tuple[EngineCore, list[StepKind]]:
     """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; and
     what stood for its steps."""
     options = {**OPTIONS, **options}
     plain = make_core(directory, cuda_graphs=False, **options)
     core, _ = graphed(directory, **options)
-    kinds = stood(core)
+    kinds = kinds_that_stand(core)
     for requests in sent:
         same(run_checked(core, requests, every_logit=False), run(plain, requests, every_logit=False), 0.0)
     return core, kinds
@@ -166,7 +151,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
         for i in (1, 2, 3)
     }
     core, device = graphed(directory, max_loras=2, **OPTIONS)
-    kinds, tokens, graphs = stood(core), dict[str, list[int]](), core.runner.graphs
+    kinds, tokens, graphs = kinds_that_stand(core), dict[str, list[int]](), core.runner.graphs
     assert graphs is not None and graphs.on_demand.captured == []
 
     def checked(self: LowRankTable, slot: int, change: Any) -> None:

@@ -11,7 +11,7 @@ import pytest
 import torch
 from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same
-from helpers.played_engines import device_of, graphed, played_device
+from helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 
@@ -49,21 +49,6 @@ def contexts(**fields: Any) -> list[EngineRequest]:
     ]
 
 
-def watched(core: EngineCore) -> list[StepKind]:
-    """Which captured steps with ranges stand for steps, one after the other."""
-    found, graphs = list[StepKind](), core.runner.graphs
-    assert graphs is not None
-    find = graphs.on_demand.find
-
-    def noted(kind: StepKind, *, ahead: bool) -> Any:
-        one = find(kind, ahead=ahead)
-        found.extend([] if one is None else [one[0]])
-        return one
-
-    graphs.on_demand.find = noted  # type: ignore[method-assign]
-    return found
-
-
 def compared(
     directory: Path, *sent: list[EngineRequest], **options: Any
 ) -> tuple[EngineCore, list[StepKind], list[StepKind]]:
@@ -72,7 +57,7 @@ def compared(
     options = {**OPTIONS, **options}
     plain = make_core(directory, cuda_graphs=False, **options)
     core, _ = graphed(directory, **options)
-    stood, before = watched(core), 0
+    stood, before = kinds_that_stand(core), 0
     for requests in sent:
         before = len(stood)
         same(run_checked(core, requests, every_logit=False), run(plain, requests, every_logit=False), 0.0)
@@ -146,7 +131,7 @@ def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
 
 def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory_of: Callable[[str], Path]) -> None:
     core, _ = graphed(directory_of("llama"), **OPTIONS)
-    stood, plans, start = watched(core), list[int](), core.runner.start
+    stood, plans, start = kinds_that_stand(core), list[int](), core.runner.start
     core.runner.start = lambda plan: plans.append(plan.ahead) or start(plan)  # type: ignore[method-assign, func-returns-value]
     core.add(greedy("window", prompt(1, 9), 60, context=ContextRule(attention_window=16)))
     most = 0
