@@ -292,7 +292,7 @@ class BatchBuilder:
         if self._has_states:
             states = StateNumbers.zeros(len(said), len(said))
             states.fill(items, self._sequences)
-        numbers[4] = -1 if self._adapters is None else self._adapters.slots_of(*self._adapted(items))
+        numbers[4] = -1 if not self._adapters else self._adapters.slots_of(*self._adapted(items))
         return PlainRows(numbers, tables, ranges, states)
 
     def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
