@@ -95,8 +95,12 @@ class BlackBox:
                 continue
             request = seq.request
             scaling = "default" if request.rope_scaling is None else str(request.rope_scaling.rope_type)
-            told = {"request_id": boxed_id(request.request_id), "sample": seq.index,
-                    "prompt_tokens": seq.num_prompt_tokens, "scaling": scaling[:16]}  # fmt: skip
+            told = {
+                "request_id": boxed_id(request.request_id),
+                "sample": seq.index,
+                "prompt_tokens": seq.num_prompt_tokens,
+                "scaling": scaling[:16],
+            }
             data = json.dumps(told).encode()[: NAME_BYTES - _NAME_HEAD.size - 1] + b"\0"
             start = PLANS * PLAN_BYTES + seq.seq_id % NAMES * NAME_BYTES
             _NAME_HEAD.pack_into(self._memory, start, seq.seq_id + 1)

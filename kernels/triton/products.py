@@ -63,9 +63,18 @@ def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
     out = x.new_empty(x.shape[0], heads, columns)
     operands = _Operands(matrices, None, None, (matrices.stride(2), matrices.stride(1), matrices.stride(0)), None)
     _launch(
-        x, (x.stride(0), x.stride(1)), out, (out.stride(0), out.stride(1)), operands, None, x.shape[0], columns, inner,
-        fixed=fixed, batches=heads,
-    )  # fmt: skip
+        x,
+        (x.stride(0), x.stride(1)),
+        out,
+        (out.stride(0), out.stride(1)),
+        operands,
+        None,
+        x.shape[0],
+        columns,
+        inner,
+        fixed=fixed,
+        batches=heads,
+    )
     return out
 
 
@@ -121,11 +130,22 @@ def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, *, f
     for part in experts.parts:
         out = whole[:, part.first : part.first + part.columns]
         _launch(
-            x, (x.stride(0), 0), out, (out.stride(0), 0), part.operands, part.biases, places,
-            part.columns, experts.inner, fixed=fixed,
-            experts=len(experts), order=order, ends=ends, per_row=places // max(x.shape[0], 1),
+            x,
+            (x.stride(0), 0),
+            out,
+            (out.stride(0), 0),
+            part.operands,
+            part.biases,
+            places,
+            part.columns,
+            experts.inner,
+            fixed=fixed,
+            experts=len(experts),
+            order=order,
+            ends=ends,
+            per_row=places // max(x.shape[0], 1),
             bias_type=None if experts.biases is None else experts.biases[0].dtype,
-        )  # fmt: skip
+        )
     return whole
 
 

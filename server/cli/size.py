@@ -48,8 +48,10 @@ def _lines(name: str, sized: ModelSize, block_size: int, replicas: int) -> list[
         lines.append(f"  replicas  {replicas}, each with the cache below; the weights are in memory once")
     if sized.refusal is None:
         lines += memory_lines(sized)
-    lines.append(f"  a token   {size(sized.kv_bytes_per_token)} of cache, a block of {block_size}: "
-                 f"{size(sized.kv_bytes_per_token * block_size)}")  # fmt: skip
+    lines.append(
+        f"  a token   {size(sized.kv_bytes_per_token)} of cache, a block of {block_size}: "
+        f"{size(sized.kv_bytes_per_token * block_size)}"
+    )
     lines += [f"  note: {in_options(notice)}" for notice in sized.notices]
     length = sized.max_model_len or sized.trained_len
     lines += ["", *_table("--quantization", "weights", sized.weights, length)]

@@ -20,15 +20,24 @@ NONE = ("none", "vllm")  # the second is vLLM's word
 
 GenerationConfig = Annotated[
     str,
-    option(GENERATION_CONFIG, panel=ANSWERS, metavar="auto|none|PATH", help="What holds for requests that leave sampling "
-           "out: auto (the model's generation_config.json, and for a known model what its authors recommend), none, or "
-           "another such file or its folder."),
-]  # fmt: skip
+    option(
+        GENERATION_CONFIG,
+        panel=ANSWERS,
+        metavar="auto|none|PATH",
+        help="What holds for requests that leave sampling "
+        "out: auto (the model's generation_config.json, and for a known model what its authors recommend), none, or "
+        "another such file or its folder.",
+    ),
+]
 OverrideGenerationConfig = Annotated[
     str | None,
-    option(OVERRIDE, panel=ANSWERS, metavar="JSON", help="Sampling in place of what that file "
-           "says, such as '{\"temperature\": 0.7}'."),
-]  # fmt: skip
+    option(
+        OVERRIDE,
+        panel=ANSWERS,
+        metavar="JSON",
+        help="Sampling in place of what that file says, such as '{\"temperature\": 0.7}'.",
+    ),
+]
 
 _SAMPLING_EXAMPLE = '{"temperature": 0.7, "top_p": 0.9}'
 _KWARGS_EXAMPLE = '{"enable_thinking": false}'

@@ -60,8 +60,11 @@ def use_config_file(context: typer.Context, path: Path | None) -> None:
 
 def config_option() -> Any:
     """The option; eager, since defaults are looked up as the others are read."""
-    made = option("--config", metavar="FILE", help="A YAML file of options, such as \"port: 8001\"; the command line and the "
-                  "environment win over it.")  # fmt: skip
+    made = option(
+        "--config",
+        metavar="FILE",
+        help='A YAML file of options, such as "port: 8001"; the command line and the environment win over it.',
+    )
     made.is_eager, made.expose_value, made.callback = True, False, use_config_file
     return made
 

@@ -18,33 +18,49 @@ class ConnectionOptions:
 
     max_connections: Annotated[
         int,
-        option("--max-connections", panel=CONNECTIONS, help="Connections held at once; further ones get 503 unless one "
-               "that has sent no request can be closed instead. Never more than the limit of open files leaves room for."),
-    ] = 8192  # fmt: skip
+        option(
+            "--max-connections",
+            panel=CONNECTIONS,
+            help="Connections held at once; further ones get 503 unless one "
+            "that has sent no request can be closed instead. Never more than the limit of open files leaves room for.",
+        ),
+    ] = 8192
     max_connections_per_address: Annotated[
         int,
-        option("--max-connections-per-address", panel=CONNECTIONS, help="Connections held at once by one address; "
-               "further ones get 429."),
-    ] = 512  # fmt: skip
+        option(
+            "--max-connections-per-address",
+            panel=CONNECTIONS,
+            help="Connections held at once by one address; further ones get 429.",
+        ),
+    ] = 512
     forwarded_allow_ips: Annotated[
         list[str] | None,
-        option("--forwarded-allow-ips", panel=CONNECTIONS, help="Proxies to trust, as addresses or networks, * for all; "
-               "repeatable or comma separated: their X-Forwarded-For is believed, and they may hold any number of "
-               "connections. Default: 127.0.0.1."),
-    ] = None  # fmt: skip
+        option(
+            "--forwarded-allow-ips",
+            panel=CONNECTIONS,
+            help="Proxies to trust, as addresses or networks, * for all; "
+            "repeatable or comma separated: their X-Forwarded-For is believed, and they may hold any number of "
+            "connections. Default: 127.0.0.1.",
+        ),
+    ] = None
     header_timeout: Annotated[
         float,
-        option("--header-timeout", panel=CONNECTIONS, help="Seconds a client has for the line and headers of a request."),
-    ] = 10.0  # fmt: skip
+        option(
+            "--header-timeout", panel=CONNECTIONS, help="Seconds a client has for the line and headers of a request."
+        ),
+    ] = 10.0
     keep_alive_timeout: Annotated[
         float,
         option("--keep-alive-timeout", panel=CONNECTIONS, help="Seconds a connection may rest between two requests."),
     ] = 75.0
     write_timeout: Annotated[
         float,
-        option("--write-timeout", panel=CONNECTIONS, help="A client that takes no byte of its answer for so many seconds "
-               "is dropped, and its request aborted."),
-    ] = 60.0  # fmt: skip
+        option(
+            "--write-timeout",
+            panel=CONNECTIONS,
+            help="A client that takes no byte of its answer for so many seconds is dropped, and its request aborted.",
+        ),
+    ] = 60.0
 
     def to_settings(self) -> ConnectionSettings:
         """Raises LoadError that names the option at fault."""

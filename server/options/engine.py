@@ -54,38 +54,63 @@ class EngineOptions:
     ] = "auto"
     quantization: Annotated[
         str,
-        option("--quantization", panel=MODEL, help="Weights of fewer bits, quantized while they load: none, int8 or "
-               "int4. Less memory and more speed on a CPU for a small loss of quality."),
-    ] = "none"  # fmt: skip
+        option(
+            "--quantization",
+            panel=MODEL,
+            help="Weights of fewer bits, quantized while they load: none, int8 or "
+            "int4. Less memory and more speed on a CPU for a small loss of quality.",
+        ),
+    ] = "none"
     activations: Annotated[
         str,
-        option("--activations", panel=MODEL, help="What meets quantized weights: int8, rounded to 8 bits in groups of "
-               "32 with a scale each, or float32, not rounded; much slower, to compare with."),
-    ] = "int8"  # fmt: skip
+        option(
+            "--activations",
+            panel=MODEL,
+            help="What meets quantized weights: int8, rounded to 8 bits in groups of "
+            "32 with a scale each, or float32, not rounded; much slower, to compare with.",
+        ),
+    ] = "int8"
     weight_cache: Annotated[
         str | None,
-        option("--weight-cache", panel=MODEL, metavar="DIR", help="Keep quantized weights in this folder for the next "
-               "start, which then need not quantize them again; beside: in the model's own directory. Default: nowhere."),
-    ] = None  # fmt: skip
+        option(
+            "--weight-cache",
+            panel=MODEL,
+            metavar="DIR",
+            help="Keep quantized weights in this folder for the next "
+            "start, which then need not quantize them again; beside: in the model's own directory. Default: nowhere.",
+        ),
+    ] = None
     load_format: Annotated[
         str, option("--load-format", panel=MODEL, help="safetensors, or dummy: random weights, for benchmarks.")
     ] = "safetensors"
     max_model_len: Annotated[
         int | None,
-        tokens_option("--max-model-len", panel=CONTEXT, auto=True, help="Longest prompt and output together, in tokens, such as "
-                      "8192 or 8K. May exceed the model's own length (see --rope-scaling). Default, and auto: the model's "
-                      "own, if it fits."),
-    ] = None  # fmt: skip
+        tokens_option(
+            "--max-model-len",
+            panel=CONTEXT,
+            auto=True,
+            help="Longest prompt and output together, in tokens, such as "
+            "8192 or 8K. May exceed the model's own length (see --rope-scaling). Default, and auto: the model's "
+            "own, if it fits.",
+        ),
+    ] = None
     shift_context: Annotated[
         int | None,
-        tokens_option("--shift-context", panel=CONTEXT, help="Tokens that a sequence holds which drops its oldest ones "
-                      "(context_overflow shift). Default: --max-model-len."),
-    ] = None  # fmt: skip
+        tokens_option(
+            "--shift-context",
+            panel=CONTEXT,
+            help="Tokens that a sequence holds which drops its oldest ones "
+            "(context_overflow shift). Default: --max-model-len.",
+        ),
+    ] = None
     max_total_tokens: Annotated[
         int | None,
-        tokens_option("--max-total-tokens", panel=CONTEXT, help="Where such a sequence ends, prompt and answer together. "
-                      "Default: nowhere."),
-    ] = None  # fmt: skip
+        tokens_option(
+            "--max-total-tokens",
+            panel=CONTEXT,
+            help="Where such a sequence ends, prompt and answer together. Default: nowhere.",
+        ),
+    ] = None
     max_num_batched_tokens: Annotated[
         int, tokens_option("--max-num-batched-tokens", panel=BATCHING, help="Token budget of one step.")
     ] = 2048
@@ -95,18 +120,26 @@ class EngineOptions:
     ] = 1024
     max_waiting_tokens: Annotated[
         int,
-        tokens_option("--max-waiting-tokens", panel=BATCHING, help="Tokens that waiting requests may have together; more are "
-                      "refused with 429."),
-    ] = 8 << 20  # fmt: skip
+        tokens_option(
+            "--max-waiting-tokens",
+            panel=BATCHING,
+            help="Tokens that waiting requests may have together; more are refused with 429.",
+        ),
+    ] = 8 << 20
     kv_cache_memory: Annotated[
         str | None,
         option("--kv-cache-memory", panel=CONTEXT, metavar="SIZE", help="Memory for cached keys and values: 4GiB."),
     ] = None
     gpu_memory_utilization: Annotated[
         float | None,
-        option("--gpu-memory-utilization", panel=CONTEXT, metavar="SHARE", help="On a GPU: what of its memory this engine may "
-               "take, weights and steps included; the cache gets what they leave. Default: 0.9."),
-    ] = None  # fmt: skip
+        option(
+            "--gpu-memory-utilization",
+            panel=CONTEXT,
+            metavar="SHARE",
+            help="On a GPU: what of its memory this engine may "
+            "take, weights and steps included; the cache gets what they leave. Default: 0.9.",
+        ),
+    ] = None
     block_size: Annotated[int, option("--block-size", panel=CONTEXT, help="Tokens per cache block.")] = 16
     prefix_caching: Annotated[
         bool,
@@ -114,131 +147,226 @@ class EngineOptions:
     ] = True
     kv_persist: Annotated[
         str | None,
-        option("--kv-persist", panel=CONTEXT, metavar="DIR", help="Keep full blocks of cached keys and values in this folder, "
-               "so that equal prompt starts are not computed again after a restart, nor by other servers of this model on "
-               "the machine. Whoever reads it can recover parts of prompts. Default: nowhere."),
-    ] = None  # fmt: skip
+        option(
+            "--kv-persist",
+            panel=CONTEXT,
+            metavar="DIR",
+            help="Keep full blocks of cached keys and values in this folder, "
+            "so that equal prompt starts are not computed again after a restart, nor by other servers of this model on "
+            "the machine. Whoever reads it can recover parts of prompts. Default: nowhere.",
+        ),
+    ] = None
     kv_persist_size: Annotated[
         str | None,
-        option("--kv-persist-size", panel=CONTEXT, metavar="SIZE", help="What all files in it may take together; the longest "
-               "unused go first. Default: 4GiB."),
-    ] = None  # fmt: skip
+        option(
+            "--kv-persist-size",
+            panel=CONTEXT,
+            metavar="SIZE",
+            help="What all files in it may take together; the longest unused go first. Default: 4GiB.",
+        ),
+    ] = None
     kv_host_memory: Annotated[
         str | None,
-        option("--kv-host-memory", panel=CONTEXT, metavar="SIZE", help="On a GPU: main memory that takes what the cache evicts, "
-               "and gives it back when a prompt needs it. Default: none."),
-    ] = None  # fmt: skip
+        option(
+            "--kv-host-memory",
+            panel=CONTEXT,
+            metavar="SIZE",
+            help="On a GPU: main memory that takes what the cache evicts, "
+            "and gives it back when a prompt needs it. Default: none.",
+        ),
+    ] = None
     rope_scaling: Annotated[
         str | None,
-        option("--rope-scaling", panel=ROTARY, metavar="JSON",
-               help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'; or the name of '
-               "a profile; or auto: the least that each request's length needs."),
-    ] = None  # fmt: skip
+        option(
+            "--rope-scaling",
+            panel=ROTARY,
+            metavar="JSON",
+            help='Rotary scaling in Hugging Face\'s names: \'{"rope_type": "yarn", "factor": 4}\'; or the name of '
+            "a profile; or auto: the least that each request's length needs.",
+        ),
+    ] = None
     rope_profile: Annotated[
         list[str] | None,
-        option("--rope-profile", panel=ROTARY, metavar="NAME=JSON",
-               help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
-               'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.'),
-    ] = None  # fmt: skip
+        option(
+            "--rope-profile",
+            panel=ROTARY,
+            metavar="NAME=JSON",
+            help="A scaling that requests may use by its name; repeatable. The variable may hold an object of "
+            'several: \'{"long": {"rope_type": "yarn", "factor": 4}}\'.',
+        ),
+    ] = None
     rope_ladder: Annotated[
         list[str] | None,
-        option("--rope-ladder", panel=ROTARY, metavar="TOKENS=PROFILE", help="What rope_scaling auto chooses from: up to "
-               "so many tokens of prompt and output that profile, or none; repeatable or comma separated: "
-               "8192=none,32768=long. Default: the model's own kind at doubling factors."),
-    ] = None  # fmt: skip
+        option(
+            "--rope-ladder",
+            panel=ROTARY,
+            metavar="TOKENS=PROFILE",
+            help="What rope_scaling auto chooses from: up to "
+            "so many tokens of prompt and output that profile, or none; repeatable or comma separated: "
+            "8192=none,32768=long. Default: the model's own kind at doubling factors.",
+        ),
+    ] = None
     rope_update: Annotated[
         str | None,
-        option("--rope-update", panel=ROTARY, help="When frequencies that depend on length change, for requests that "
-               "do not say: frozen (never), recompute (with the cache), rotate (cached keys are turned). Default: "
-               "recompute for longrope, else frozen."),
-    ] = None  # fmt: skip
+        option(
+            "--rope-update",
+            panel=ROTARY,
+            help="When frequencies that depend on length change, for requests that "
+            "do not say: frozen (never), recompute (with the cache), rotate (cached keys are turned). Default: "
+            "recompute for longrope, else frozen.",
+        ),
+    ] = None
     lora: Annotated[
         list[str] | None,
-        option("--lora", panel=ADAPTERS, metavar="NAME=DIR", help="A LoRA adapter in PEFT's files, which requests name as "
-               "their model; repeatable or comma separated."),
-    ] = None  # fmt: skip
+        option(
+            "--lora",
+            panel=ADAPTERS,
+            metavar="NAME=DIR",
+            help="A LoRA adapter in PEFT's files, which requests name as their model; repeatable or comma separated.",
+        ),
+    ] = None
     max_loras: Annotated[int, option("--max-loras", panel=ADAPTERS, help="Adapters that may be loaded at once.")] = 8
     max_lora_rank: Annotated[int, option("--max-lora-rank", panel=ADAPTERS, help="Largest rank of an adapter.")] = 64
     lora_dtype: Annotated[
         str,
-        option("--lora-dtype", panel=ADAPTERS, help="What adapters are kept as: bfloat16 or float16 halves what a float32 one "
-               "takes, rounded; auto rounds nothing that the model would not."),
-    ] = "auto"  # fmt: skip
+        option(
+            "--lora-dtype",
+            panel=ADAPTERS,
+            help="What adapters are kept as: bfloat16 or float16 halves what a float32 one "
+            "takes, rounded; auto rounds nothing that the model would not.",
+        ),
+    ] = "auto"
     deterministic: Annotated[
         bool,
-        option("--deterministic/--no-deterministic", panel=BATCHING, help="The same greedy tokens whatever else runs "
-               "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once."),
-    ] = False  # fmt: skip
+        option(
+            "--deterministic/--no-deterministic",
+            panel=BATCHING,
+            help="The same greedy tokens whatever else runs "
+            "and however prompts are cut. Costs speed, mostly with long prompts and many requests at once.",
+        ),
+    ] = False
     cuda_graphs: Annotated[
         bool,
-        option("--cuda-graphs/--no-cuda-graphs", panel=BATCHING, help="On a GPU: capture decode steps at the start and repeat "
-               "them. Without, a GPU waits for the processor; the start is quicker and takes less of the GPU's memory."),
-    ] = True  # fmt: skip
+        option(
+            "--cuda-graphs/--no-cuda-graphs",
+            panel=BATCHING,
+            help="On a GPU: capture decode steps at the start and repeat "
+            "them. Without, a GPU waits for the processor; the start is quicker and takes less of the GPU's memory.",
+        ),
+    ] = True
     speculative_ngram: Annotated[
         int,
-        option("--speculative-ngram", panel=SPECULATION, metavar="K", help="Speculative decoding by prompt lookup: a stream "
-               "proposes up to K tokens per step that followed its last tokens before; those the model would have "
-               "drawn itself are kept. Answers stay the same. 0: off; 4 is a good value."),
-    ] = 0  # fmt: skip
+        option(
+            "--speculative-ngram",
+            panel=SPECULATION,
+            metavar="K",
+            help="Speculative decoding by prompt lookup: a stream "
+            "proposes up to K tokens per step that followed its last tokens before; those the model would have "
+            "drawn itself are kept. Answers stay the same. 0: off; 4 is a good value.",
+        ),
+    ] = 0
     speculative_ngram_min: Annotated[
         int,
-        option("--speculative-ngram-min", panel=SPECULATION, help="So many of a stream's last tokens must have stood before."),
-    ] = 2  # fmt: skip
+        option(
+            "--speculative-ngram-min",
+            panel=SPECULATION,
+            help="So many of a stream's last tokens must have stood before.",
+        ),
+    ] = 2
     speculative_ngram_max: Annotated[
         int,
-        option("--speculative-ngram-max", panel=SPECULATION, help="Of several such places the one where most tokens agree "
-               "counts, up to this many."),
-    ] = 4  # fmt: skip
+        option(
+            "--speculative-ngram-max",
+            panel=SPECULATION,
+            help="Of several such places the one where most tokens agree counts, up to this many.",
+        ),
+    ] = 4
     speculative_model: Annotated[
         str | None,
-        option("--speculative-model", panel=SPECULATION, metavar="MODEL", help="Speculative decoding by a draft model: a smaller "
-               "one with the same tokenizer proposes tokens; those the model would have drawn itself are kept. Answers stay "
-               "the same. Named as the model is."),
-    ] = None  # fmt: skip
+        option(
+            "--speculative-model",
+            panel=SPECULATION,
+            metavar="MODEL",
+            help="Speculative decoding by a draft model: a smaller "
+            "one with the same tokenizer proposes tokens; those the model would have drawn itself are kept. Answers stay "
+            "the same. Named as the model is.",
+        ),
+    ] = None
     speculative_model_quantization: Annotated[
         str,
-        option("--speculative-model-quantization", panel=SPECULATION, help="Of the draft model's weights, or of the MTP "
-               "layer's with a copy of the head: none, int8 or int4."),
-    ] = "none"  # fmt: skip
+        option(
+            "--speculative-model-quantization",
+            panel=SPECULATION,
+            help="Of the draft model's weights, or of the MTP layer's with a copy of the head: none, int8 or int4.",
+        ),
+    ] = "none"
     speculative_mtp: Annotated[
         bool,
-        option("--speculative-mtp", panel=SPECULATION, help="Speculative decoding by the layer in the model's own files that "
-               "predicts a token further (MTP: Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later, ERNIE 4.5 MoE, "
-               "Nemotron 3.5)."),
-    ] = False  # fmt: skip
+        option(
+            "--speculative-mtp",
+            panel=SPECULATION,
+            help="Speculative decoding by the layer in the model's own files that "
+            "predicts a token further (MTP: Qwen 3.5, Qwen3-Next, DeepSeek V3, GLM 4.5 and later, ERNIE 4.5 MoE, "
+            "Nemotron 3.5).",
+        ),
+    ] = False
     speculative_tokens: Annotated[
         int,
-        option("--speculative-tokens", panel=SPECULATION, metavar="K", help="Tokens the draft model or layer proposes for a "
-               "stream per step, at most."),
-    ] = 4  # fmt: skip
+        option(
+            "--speculative-tokens",
+            panel=SPECULATION,
+            metavar="K",
+            help="Tokens the draft model or layer proposes for a stream per step, at most.",
+        ),
+    ] = 4
     speculative_adaptive: Annotated[
         bool,
-        option("--speculative-adaptive/--no-speculative-adaptive", panel=SPECULATION, help="Let the draft propose less "
-               "where less is kept, and nothing where that saves no time."),
-    ] = True  # fmt: skip
+        option(
+            "--speculative-adaptive/--no-speculative-adaptive",
+            panel=SPECULATION,
+            help="Let the draft propose less where less is kept, and nothing where that saves no time.",
+        ),
+    ] = True
     threads: Annotated[
         int | None, option("--threads", panel=BATCHING, help="CPU threads for the model, of each rank.")
     ] = None
     tensor_parallel: Annotated[
         int,
-        option("--tensor-parallel", panel=BATCHING, metavar="N", help="Split the model over N processes, each with its share of "
-               "every layer's heads and weights; they compute every step together: CPUs of one machine, or a GPU each."),
-    ] = 1  # fmt: skip
+        option(
+            "--tensor-parallel",
+            panel=BATCHING,
+            metavar="N",
+            help="Split the model over N processes, each with its share of "
+            "every layer's heads and weights; they compute every step together: CPUs of one machine, or a GPU each.",
+        ),
+    ] = 1
     pin_cores: Annotated[
         bool,
-        option("--pin-cores/--no-pin-cores", panel=BATCHING, help="Keep the engine and the HTTP server off each other's "
-               "cores: the server gets one, the engine the rest."),
-    ] = False  # fmt: skip
+        option(
+            "--pin-cores/--no-pin-cores",
+            panel=BATCHING,
+            help="Keep the engine and the HTTP server off each other's "
+            "cores: the server gets one, the engine the rest.",
+        ),
+    ] = False
     target_step_ms: Annotated[
         float,
-        option("--target-step-ms", panel=BATCHING, help="Prompts are cut so that a step beside running streams stays "
-               "under this many milliseconds; 0: no bound."),
-    ] = 250.0  # fmt: skip
+        option(
+            "--target-step-ms",
+            panel=BATCHING,
+            help="Prompts are cut so that a step beside running streams stays "
+            "under this many milliseconds; 0: no bound.",
+        ),
+    ] = 250.0
     burst_ms: Annotated[
         float,
-        option("--burst-ms", panel=BATCHING, help="Where a model's steps are short, running streams may go on drawing tokens "
-               "for this many milliseconds before the tokens are sent; 0: each token is sent at once."),
-    ] = 20.0  # fmt: skip
+        option(
+            "--burst-ms",
+            panel=BATCHING,
+            help="Where a model's steps are short, running streams may go on drawing tokens "
+            "for this many milliseconds before the tokens are sent; 0: each token is sent at once.",
+        ),
+    ] = 20.0
 
     def parse_rope_scaling(self) -> RopeScaling | None:
         """From JSON, a profile's name or "auto"; raises LoadError or RequestError that names the field at fault."""

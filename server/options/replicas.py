@@ -21,9 +21,14 @@ class ReplicaOptions:
 
     replicas: Annotated[
         int,
-        option("--replicas", panel=BATCHING, metavar="N", help="Engine processes behind one address, each on its share of the "
-               "cores and with a cache of its own, with one copy of the weights; requests go where their beginning is cached."),
-    ] = 1  # fmt: skip
+        option(
+            "--replicas",
+            panel=BATCHING,
+            metavar="N",
+            help="Engine processes behind one address, each on its share of the "
+            "cores and with a cache of its own, with one copy of the weights; requests go where their beginning is cached.",
+        ),
+    ] = 1
 
     def checked(self) -> int:
         """How many; raises LoadError."""
@@ -38,27 +43,47 @@ class ClusterOptions:
 
     replicas: Annotated[
         str,
-        option("--replicas", panel=CLUSTER, metavar="N or MIN..MAX", help="Engines: so many, or between two numbers, by how "
-               "many requests they have."),
-    ] = "1"  # fmt: skip
+        option(
+            "--replicas",
+            panel=CLUSTER,
+            metavar="N or MIN..MAX",
+            help="Engines: so many, or between two numbers, by how many requests they have.",
+        ),
+    ] = "1"
     address: Annotated[
         str | None,
-        option("--address", panel=CLUSTER, metavar="HOST:PORT", help="Where the Ray cluster is. Default: the one that runs on "
-               "this machine, or RAY_ADDRESS."),
-    ] = None  # fmt: skip
+        option(
+            "--address",
+            panel=CLUSTER,
+            metavar="HOST:PORT",
+            help="Where the Ray cluster is. Default: the one that runs on this machine, or RAY_ADDRESS.",
+        ),
+    ] = None
     name: Annotated[
-        str, option("--name", panel=CLUSTER, help="Of the application; one of the same name is updated, a replica at a time.")
-    ] = "windlass"  # fmt: skip
+        str,
+        option(
+            "--name", panel=CLUSTER, help="Of the application; one of the same name is updated, a replica at a time."
+        ),
+    ] = "windlass"
     listener: Annotated[
         str,
-        option("--listener", panel=CLUSTER, metavar="ingress or proxy", help="Who accepts connections at --host and --port "
-               "of the head's machine: the server itself, or Ray's proxy, which passes requests and tokens on."),
-    ] = "ingress"  # fmt: skip
+        option(
+            "--listener",
+            panel=CLUSTER,
+            metavar="ingress or proxy",
+            help="Who accepts connections at --host and --port "
+            "of the head's machine: the server itself, or Ray's proxy, which passes requests and tokens on.",
+        ),
+    ] = "ingress"
     target_requests: Annotated[
         int,
-        option("--target-requests", panel=CLUSTER, help="Between two numbers of replicas: requests that each should have, "
-               "running and waiting; more of them bring another replica."),
-    ] = 8  # fmt: skip
+        option(
+            "--target-requests",
+            panel=CLUSTER,
+            help="Between two numbers of replicas: requests that each should have, "
+            "running and waiting; more of them bring another replica.",
+        ),
+    ] = 8
     scale_up_seconds: Annotated[
         float, option("--scale-up-seconds", panel=CLUSTER, help="How long there have to be more, before one is added.")
     ] = 10.0

@@ -61,14 +61,22 @@ class ServerOptions:
     port: Annotated[int, option("--port", panel=NETWORK, help="Port to listen on; 0 takes a free one.")] = 8000
     uds: Annotated[
         Path | None,
-        option("--uds", panel=NETWORK, metavar="PATH", help="Listen on a Unix socket at this path instead, for the owner and "
-               "group of this process."),
-    ] = None  # fmt: skip
+        option(
+            "--uds",
+            panel=NETWORK,
+            metavar="PATH",
+            help="Listen on a Unix socket at this path instead, for the owner and group of this process.",
+        ),
+    ] = None
     ssl_certfile: Annotated[
         Path | None,
-        option("--ssl-certfile", panel=NETWORK, metavar="FILE", help="Speak HTTPS with this certificate (PEM, its chain "
-               "behind it)."),
-    ] = None  # fmt: skip
+        option(
+            "--ssl-certfile",
+            panel=NETWORK,
+            metavar="FILE",
+            help="Speak HTTPS with this certificate (PEM, its chain behind it).",
+        ),
+    ] = None
     ssl_keyfile: Annotated[
         Path | None,
         option(
@@ -80,19 +88,30 @@ class ServerOptions:
     ] = None
     ssl_keyfile_password: Annotated[
         str | None,
-        option("--ssl-keyfile-password", panel=NETWORK, help="The key's password. Command lines are visible to other users: "
-               "prefer the variable."),
-    ] = None  # fmt: skip
+        option(
+            "--ssl-keyfile-password",
+            panel=NETWORK,
+            help="The key's password. Command lines are visible to other users: prefer the variable.",
+        ),
+    ] = None
     ssl_ca_certs: Annotated[
         Path | None,
-        option("--ssl-ca-certs", panel=NETWORK, metavar="FILE", help="Ask clients for a certificate that one of these has "
-               "signed."),
-    ] = None  # fmt: skip
+        option(
+            "--ssl-ca-certs",
+            panel=NETWORK,
+            metavar="FILE",
+            help="Ask clients for a certificate that one of these has signed.",
+        ),
+    ] = None
     served_model_name: Annotated[
         list[str] | None,
-        option("--served-model-name", panel=MODEL, help="The model's id in the API; repeatable or comma separated: answers "
-               "have the first, requests may use any. Default: its directory's name."),
-    ] = None  # fmt: skip
+        option(
+            "--served-model-name",
+            panel=MODEL,
+            help="The model's id in the API; repeatable or comma separated: answers "
+            "have the first, requests may use any. Default: its directory's name.",
+        ),
+    ] = None
     chat_template: Annotated[
         Path | None,
         option(
@@ -104,69 +123,118 @@ class ServerOptions:
     ] = None
     rerank_tokens: Annotated[
         list[str] | None,
-        option("--rerank-tokens", panel=ANSWERS, metavar="NO,YES", help="Rank documents by which of these tokens the model "
-               "goes on with, such as no,yes; one alone: by that one's logit. Default: what the model's files say."),
-    ] = None  # fmt: skip
+        option(
+            "--rerank-tokens",
+            panel=ANSWERS,
+            metavar="NO,YES",
+            help="Rank documents by which of these tokens the model "
+            "goes on with, such as no,yes; one alone: by that one's logit. Default: what the model's files say.",
+        ),
+    ] = None
     rerank_template: Annotated[
         str | None,
-        option("--rerank-template", panel=ANSWERS, metavar="FILE", help="The prompt of a query and a document (Jinja), or "
-               "qwen3: that of Qwen3-Reranker. Default: the model's chat template, where it takes both."),
-    ] = None  # fmt: skip
+        option(
+            "--rerank-template",
+            panel=ANSWERS,
+            metavar="FILE",
+            help="The prompt of a query and a document (Jinja), or "
+            "qwen3: that of Qwen3-Reranker. Default: the model's chat template, where it takes both.",
+        ),
+    ] = None
     generation_config: GenerationConfig = "auto"
     override_generation_config: OverrideGenerationConfig = None
     default_chat_template_kwargs: Annotated[
         str | None,
-        option("--default-chat-template-kwargs", panel=ANSWERS, metavar="JSON", help="Variables of the chat template, for "
-               "requests that do not give them, such as '{\"enable_thinking\": false}'."),
-    ] = None  # fmt: skip
+        option(
+            "--default-chat-template-kwargs",
+            panel=ANSWERS,
+            metavar="JSON",
+            help="Variables of the chat template, for "
+            "requests that do not give them, such as '{\"enable_thinking\": false}'.",
+        ),
+    ] = None
     root_path: Annotated[
         str,
-        option("--root-path", panel=NETWORK, metavar="PATH", help="Where a proxy has put this server, such as /llm; the "
-               "proxy may take it off the path or leave it on."),
-    ] = ""  # fmt: skip
+        option(
+            "--root-path",
+            panel=NETWORK,
+            metavar="PATH",
+            help="Where a proxy has put this server, such as /llm; the proxy may take it off the path or leave it on.",
+        ),
+    ] = ""
     api_key: Annotated[
         list[str] | None,
-        option("--api-key", panel=ACCESS, help="A key that clients must send; repeat it, or separate several by "
-               "commas. Command lines are visible to other users: prefer the variable or --api-key-file."),
-    ] = None  # fmt: skip
+        option(
+            "--api-key",
+            panel=ACCESS,
+            help="A key that clients must send; repeat it, or separate several by "
+            "commas. Command lines are visible to other users: prefer the variable or --api-key-file.",
+        ),
+    ] = None
     api_key_file: Annotated[
         Path | None,
         option("--api-key-file", panel=ACCESS, help="A file with one key a line; # starts a comment."),
     ] = None
     api_keys: Annotated[
         Path | None,
-        option("--api-keys", panel=ACCESS, metavar="FILE", help="Named keys with limits (TOML): rates, concurrency, shares, "
-               "priorities, and who may administer. Read again on SIGHUP."),
-    ] = None  # fmt: skip
+        option(
+            "--api-keys",
+            panel=ACCESS,
+            metavar="FILE",
+            help="Named keys with limits (TOML): rates, concurrency, shares, "
+            "priorities, and who may administer. Read again on SIGHUP.",
+        ),
+    ] = None
     attention_maps: Annotated[
         bool,
-        option("--attention-maps/--no-attention-maps", panel=ACCESS, help="Answer /v1/attention, which shows what a layer "
-               "attends to in a short text; other requests wait meanwhile. Of named keys only administrators' may ask."),
-    ] = False  # fmt: skip
+        option(
+            "--attention-maps/--no-attention-maps",
+            panel=ACCESS,
+            help="Answer /v1/attention, which shows what a layer "
+            "attends to in a short text; other requests wait meanwhile. Of named keys only administrators' may ask.",
+        ),
+    ] = False
     cors_origin: Annotated[
         list[str] | None,
-        option("--cors-origin", panel=ACCESS, help="Origin whose pages may call the API, such as "
-               "https://example.org; repeatable or comma separated. Default: none."),
-    ] = None  # fmt: skip
+        option(
+            "--cors-origin",
+            panel=ACCESS,
+            help="Origin whose pages may call the API, such as "
+            "https://example.org; repeatable or comma separated. Default: none.",
+        ),
+    ] = None
     default_max_tokens: Annotated[
         int,
         option("--default-max-tokens", panel=ANSWERS, help="Longest answer of a chat that sets no max_tokens."),
     ] = 1024
     max_response_bytes: Annotated[
         str,
-        option("--max-response-bytes", panel=ANSWERS, metavar="SIZE", help="Largest answer that is not streamed; what could "
-               "become larger is refused before it is generated."),
-    ] = "64MiB"  # fmt: skip
+        option(
+            "--max-response-bytes",
+            panel=ANSWERS,
+            metavar="SIZE",
+            help="Largest answer that is not streamed; what could become larger is refused before it is generated.",
+        ),
+    ] = "64MiB"
     response_store: Annotated[
         str,
-        option("--response-store", panel=ANSWERS, metavar="SIZE", help="What is kept in memory of answers of /v1/responses, for "
-               "requests that go on from them; 0: nothing. The oldest are forgotten."),
-    ] = "64MiB"  # fmt: skip
+        option(
+            "--response-store",
+            panel=ANSWERS,
+            metavar="SIZE",
+            help="What is kept in memory of answers of /v1/responses, for "
+            "requests that go on from them; 0: nothing. The oldest are forgotten.",
+        ),
+    ] = "64MiB"
     reasoning_parser: Annotated[
         str,
-        option("--reasoning-parser", panel=ANSWERS, help="How the model marks its thinking, which chats answer apart from "
-               "the content: deepseek_r1, qwen3, granite, gemma4, gpt_oss, none, or auto (as its chat template does)."),
-    ] = "auto"  # fmt: skip
+        option(
+            "--reasoning-parser",
+            panel=ANSWERS,
+            help="How the model marks its thinking, which chats answer apart from "
+            "the content: deepseek_r1, qwen3, granite, gemma4, gpt_oss, none, or auto (as its chat template does).",
+        ),
+    ] = "auto"
     request_timeout: Annotated[
         float | None,
         option("--request-timeout", panel=ANSWERS, help="Deadline in seconds of requests that set none."),
@@ -177,20 +245,31 @@ class ServerOptions:
     ] = 30.0
     tool_call_parser: Annotated[
         str,
-        option("--tool-call-parser", panel=ANSWERS, help="The format in which the model writes calls: auto (the one its chat "
-               f"template teaches), none (calls are left in the text), {', '.join(TOOL_CALL_PARSERS)}."),
-    ] = "auto"  # fmt: skip
+        option(
+            "--tool-call-parser",
+            panel=ANSWERS,
+            help="The format in which the model writes calls: auto (the one its chat "
+            f"template teaches), none (calls are left in the text), {', '.join(TOOL_CALL_PARSERS)}.",
+        ),
+    ] = "auto"
     context_overflow: Annotated[
         str,
-        option("--context-overflow", panel=CONTEXT, help="What becomes of requests that are longer than the context: stop (the "
-               "answer ends there), error (they are refused), shift (the oldest tokens are dropped and it goes on) or drop_turns "
-               "(chats lose their oldest turns)."),
-    ] = "stop"  # fmt: skip
+        option(
+            "--context-overflow",
+            panel=CONTEXT,
+            help="What becomes of requests that are longer than the context: stop (the "
+            "answer ends there), error (they are refused), shift (the oldest tokens are dropped and it goes on) or drop_turns "
+            "(chats lose their oldest turns).",
+        ),
+    ] = "stop"
     keep_tokens: Annotated[
         int | None,
-        option("--keep-tokens", panel=CONTEXT, help="Leading tokens that shift never drops, in whole blocks. Default: a chat's "
-               "system prompt, else 16."),
-    ] = None  # fmt: skip
+        option(
+            "--keep-tokens",
+            panel=CONTEXT,
+            help="Leading tokens that shift never drops, in whole blocks. Default: a chat's system prompt, else 16.",
+        ),
+    ] = None
     attention_window: Annotated[
         int | None,
         option(
@@ -201,63 +280,107 @@ class ServerOptions:
     ] = None
     cache_reuse: Annotated[
         int,
-        option("--cache-reuse", panel=CONTEXT, metavar="N", help="Cached passages of at least N tokens are used wherever they "
-               "stood, in requests that do not say. 0: only equal beginnings are."),
-    ] = 0  # fmt: skip
+        option(
+            "--cache-reuse",
+            panel=CONTEXT,
+            metavar="N",
+            help="Cached passages of at least N tokens are used wherever they "
+            "stood, in requests that do not say. 0: only equal beginnings are.",
+        ),
+    ] = 0
     attention_sinks: Annotated[
         int,
         option("--attention-sinks", panel=CONTEXT, help="Leading tokens that are seen beside the attention window."),
     ] = 0
     rope_policy: Annotated[
         str,
-        option("--rope-policy", panel=ROTARY, help="What requests may set of rotary scaling: allow (anything), profiles "
-               "(names of --rope-profile only) or off (nothing)."),
-    ] = "allow"  # fmt: skip
+        option(
+            "--rope-policy",
+            panel=ROTARY,
+            help="What requests may set of rotary scaling: allow (anything), profiles "
+            "(names of --rope-profile only) or off (nothing).",
+        ),
+    ] = "allow"
     rope_exact: Annotated[
         bool,
-        option("--rope-exact/--no-rope-exact", panel=ROTARY, help="Let requests ask for exact recomputing: their whole "
-               "context is computed again for every token past the model's length, which takes much work."),
-    ] = False  # fmt: skip
+        option(
+            "--rope-exact/--no-rope-exact",
+            panel=ROTARY,
+            help="Let requests ask for exact recomputing: their whole "
+            "context is computed again for every token past the model's length, which takes much work.",
+        ),
+    ] = False
     metrics_names: Annotated[
         str,
-        option("--metrics-names", panel=OPERATION, help="Whose names /metrics has: windlass, vllm (those that dashboards made "
-               "for vLLM ask for) or both."),
-    ] = "windlass"  # fmt: skip
+        option(
+            "--metrics-names",
+            panel=OPERATION,
+            help="Whose names /metrics has: windlass, vllm (those that dashboards made for vLLM ask for) or both.",
+        ),
+    ] = "windlass"
     lora_folder: Annotated[
         Path | None,
-        option("--lora-folder", panel=ADAPTERS, metavar="DIR", help="Let clients load adapters that lie in this folder, and "
-               "unload them, while the server runs. Default: they cannot."),
-    ] = None  # fmt: skip
+        option(
+            "--lora-folder",
+            panel=ADAPTERS,
+            metavar="DIR",
+            help="Let clients load adapters that lie in this folder, and "
+            "unload them, while the server runs. Default: they cannot.",
+        ),
+    ] = None
     ui: Annotated[bool, option("--ui/--no-ui", panel=OPERATION, help="Serve a page to try the model at /.")] = True
     stats_interval: Annotated[
         float,
-        option("--stats-interval", panel=OPERATION, metavar="SECONDS", help="While requests run, a line this often on "
-               "how many do and how fast; 0: never. None with --log-level warning."),
-    ] = 10.0  # fmt: skip
+        option(
+            "--stats-interval",
+            panel=OPERATION,
+            metavar="SECONDS",
+            help="While requests run, a line this often on "
+            "how many do and how fast; 0: never. None with --log-level warning.",
+        ),
+    ] = 10.0
     log_format: Annotated[
         str,
         option("--log-format", panel=OPERATION, help="text, or json: every line on standard error is one object."),
     ] = "text"
     otel_endpoint: Annotated[
         str | None,
-        option("--otel-endpoint", panel=OPERATION, metavar="URL", help="Send spans of requests and of their phases to "
-               "this collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs the extra otel."),
-    ] = None  # fmt: skip
+        option(
+            "--otel-endpoint",
+            panel=OPERATION,
+            metavar="URL",
+            help="Send spans of requests and of their phases to "
+            "this collector (OTLP over HTTP), such as http://127.0.0.1:4318. Needs the extra otel.",
+        ),
+    ] = None
     crash_dir: Annotated[
         str | None,
-        option("--crash-dir", panel=OPERATION, metavar="DIR", help="Where a report is left when the engine dies, without "
-               "prompts and keys; none: nowhere. Default: crashes in WINDLASS_CACHE, else in ~/.cache/windlass."),
-    ] = None  # fmt: skip
+        option(
+            "--crash-dir",
+            panel=OPERATION,
+            metavar="DIR",
+            help="Where a report is left when the engine dies, without "
+            "prompts and keys; none: nowhere. Default: crashes in WINDLASS_CACHE, else in ~/.cache/windlass.",
+        ),
+    ] = None
     record: Annotated[
         Path | None,
-        option("--record", panel=OPERATION, metavar="FILE", help="Append a line of JSON for each generation request: time, "
-               "parameters, token counts and how it ended, without any text. `windlass replay` repeats it."),
-    ] = None  # fmt: skip
+        option(
+            "--record",
+            panel=OPERATION,
+            metavar="FILE",
+            help="Append a line of JSON for each generation request: time, "
+            "parameters, token counts and how it ended, without any text. `windlass replay` repeats it.",
+        ),
+    ] = None
     record_text: Annotated[
         bool,
-        option("--record-text/--no-record-text", panel=OPERATION, help="Record prompts as token ids too, and digests of "
-               "answers, so that a replay compares."),
-    ] = False  # fmt: skip
+        option(
+            "--record-text/--no-record-text",
+            panel=OPERATION,
+            help="Record prompts as token ids too, and digests of answers, so that a replay compares.",
+        ),
+    ] = False
     record_limit: Annotated[
         str,
         option("--record-limit", panel=OPERATION, metavar="SIZE", help="Size of that file at which recording stops."),

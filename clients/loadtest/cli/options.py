@@ -74,15 +74,27 @@ class ArrivalOptions:
 
     num_prompts: Annotated[
         int | None,
-        _option("--num-prompts", _load, f"Requests to send, conversations with --turns. Default: {DEFAULT_PROMPTS}, "
-                "or no bound with --duration, or the whole --trace.", min=1, show_default=False),
-    ] = None  # fmt: skip
+        _option(
+            "--num-prompts",
+            _load,
+            f"Requests to send, conversations with --turns. Default: {DEFAULT_PROMPTS}, "
+            "or no bound with --duration, or the whole --trace.",
+            min=1,
+            show_default=False,
+        ),
+    ] = None
     duration: Annotated[float | None, _option("--duration", _load, "Seconds after which no request begins.")] = None
     concurrency: Annotated[
         int | None,
-        _option("--concurrency", _load, "Clients that send their next request when the last has ended (default: 1); "
-                "with a rate or a trace: the most requests in flight (default: no bound).", min=1, show_default=False),
-    ] = None  # fmt: skip
+        _option(
+            "--concurrency",
+            _load,
+            "Clients that send their next request when the last has ended (default: 1); "
+            "with a rate or a trace: the most requests in flight (default: no bound).",
+            min=1,
+            show_default=False,
+        ),
+    ] = None
     request_rate: Annotated[
         float | None,
         _option("--request-rate", _load, "Requests per second that do not wait for answers; inf: all at once."),
@@ -147,9 +159,13 @@ class WorkloadOptions:
 
     input_len: Annotated[
         str,
-        _option("--input-len", _workload, "Tokens of a prompt: a number, uniform:LOW:HIGH, normal:MEAN:SD or "
-                "lognormal:MEAN:SD.", metavar="LENGTH"),
-    ] = "128"  # fmt: skip
+        _option(
+            "--input-len",
+            _workload,
+            "Tokens of a prompt: a number, uniform:LOW:HIGH, normal:MEAN:SD or lognormal:MEAN:SD.",
+            metavar="LENGTH",
+        ),
+    ] = "128"
     output_len: Annotated[
         str, _option("--output-len", _workload, "Tokens of an answer, in the same way.", metavar="LENGTH")
     ] = "64"
@@ -165,14 +181,22 @@ class WorkloadOptions:
     ] = "0"
     documents_per_prompt: Annotated[
         str,
-        _option("--documents-per-prompt", _workload, "... or several of them, in another order each time ...",
-                metavar="COUNT"),
-    ] = "1"  # fmt: skip
+        _option(
+            "--documents-per-prompt",
+            _workload,
+            "... or several of them, in another order each time ...",
+            metavar="COUNT",
+        ),
+    ] = "1"
     document_offset: Annotated[
         str,
-        _option("--document-offset", _workload, "... after so many other tokens, a length as above, so that they come "
-                "at different positions.", metavar="LENGTH"),
-    ] = "0"  # fmt: skip
+        _option(
+            "--document-offset",
+            _workload,
+            "... after so many other tokens, a length as above, so that they come at different positions.",
+            metavar="LENGTH",
+        ),
+    ] = "0"
     turns: Annotated[
         int, _option("--turns", _workload, "Messages of a conversation; each holds all that came before.", min=1)
     ] = 1
@@ -184,9 +208,14 @@ class WorkloadOptions:
     ] = False
     rope_scaling: Annotated[
         list[str] | None,
-        _option("--rope-scaling", _workload, "A rotary scaling that requests draw from: JSON, a profile's name or null, "
-                "with a weight as in 3@null; repeatable.", metavar="[WEIGHT@]SCALING"),
-    ] = None  # fmt: skip
+        _option(
+            "--rope-scaling",
+            _workload,
+            "A rotary scaling that requests draw from: JSON, a profile's name or null, "
+            "with a weight as in 3@null; repeatable.",
+            metavar="[WEIGHT@]SCALING",
+        ),
+    ] = None
     disconnect_share: Annotated[
         float, _option("--disconnect-share", _workload, "Share of clients that go away in the middle, 0 to 1.")
     ] = 0.0
@@ -196,9 +225,13 @@ class WorkloadOptions:
     )
     ignore_eos: Annotated[
         bool | None,
-        _option("--ignore-eos/--no-ignore-eos", _workload, "Ask for answers of exactly --output-len tokens. Default: "
-                "where the server is known to take that field.", show_default=False),
-    ] = None  # fmt: skip
+        _option(
+            "--ignore-eos/--no-ignore-eos",
+            _workload,
+            "Ask for answers of exactly --output-len tokens. Default: where the server is known to take that field.",
+            show_default=False,
+        ),
+    ] = None
     usage: Annotated[
         bool, _option("--usage/--no-usage", _workload, "Ask for token counts; without, chunks are counted.")
     ] = True
@@ -208,9 +241,14 @@ class WorkloadOptions:
     ] = None
     vocab_size: Annotated[
         int | None,
-        _option("--vocab-size", _workload, "Tokens the model knows, where the server has no /tokenize: prompts are then "
-                "token ids all the same, and their lengths exact.", min=8),
-    ] = None  # fmt: skip
+        _option(
+            "--vocab-size",
+            _workload,
+            "Tokens the model knows, where the server has no /tokenize: prompts are then "
+            "token ids all the same, and their lengths exact.",
+            min=8,
+        ),
+    ] = None
     text_prompts: Annotated[bool, _option("--text-prompts", _workload, "Send text even where ids would do.")] = False
 
     def to_spec(self, chat: bool, trace: list[TraceEntry]) -> WorkloadSpec:
@@ -258,14 +296,22 @@ class SloOptions:
 
     slo: Annotated[
         list[str] | None,
-        _option("--slo", _target, "The most a request may take, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
-                metavar="NAME:MS"),
-    ] = None  # fmt: skip
+        _option(
+            "--slo",
+            _target,
+            "The most a request may take, such as ttft:500 (ttft, tpot, itl, e2el; repeatable).",
+            metavar="NAME:MS",
+        ),
+    ] = None
     sweep: Annotated[
         bool,
-        _option("--sweep", _target, "Find the highest rate that meets the SLOs: runs at rates that double from "
-                "--request-rate (default: 1), then bisection."),
-    ] = False  # fmt: skip
+        _option(
+            "--sweep",
+            _target,
+            "Find the highest rate that meets the SLOs: runs at rates that double from "
+            "--request-rate (default: 1), then bisection.",
+        ),
+    ] = False
     sweep_share: Annotated[float, _option("--sweep-share", _target, "Share of the requests that must meet them.")] = (
         0.99
     )

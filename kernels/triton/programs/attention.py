@@ -24,10 +24,24 @@ FAR = tl.constexpr(1 << 30)  # keys, more than any sequence has
 # What differs from step to step. Triton would compile a program for each of 1, a multiple of 16 and anything else, and for
 # addresses that 16 divides and others, in the middle of serving.
 _BY_STEP = [
-    "q_rows", "num_blocks", "table_stride", "num_sequences", "num_ranges", "split_keys", "num_splits",
-    "maxima", "weights", "tables", "query_start", "seq_lens", "score_scale", "range_ends", "range_rows", "range_reaches",
+    "q_rows",
+    "num_blocks",
+    "table_stride",
+    "num_sequences",
+    "num_ranges",
+    "split_keys",
+    "num_splits",
+    "maxima",
+    "weights",
+    "tables",
+    "query_start",
+    "seq_lens",
+    "score_scale",
+    "range_ends",
+    "range_rows",
+    "range_reaches",
     "range_gaps",
-]  # fmt: skip
+]
 
 
 @triton.jit
@@ -232,11 +246,44 @@ def attention(
                 if phase > 0 or WINDOW or CHUNK or RANGES:
                     for tile in range(from_tile, to_tile, BLOCK_N):
                         largest, weight, summed = meet(
-                            query, own_scale, slope, index, first, end, largest, weight, summed, tile, low, stop, keys,
-                            values, key_scales, value_scales, num_blocks, table, kv_head, soft_cap, reach, gap,
-                            KV_HEADS, SIZE, DIM, VALUE_DIM, CODES, FLOAT8, DOT, PRECISION, CAP, SLOPES, RANGES,
-                            phase == 1, BLOCK_N, BLOCK_D, BLOCK_V,
-                        )  # fmt: skip
+                            query,
+                            own_scale,
+                            slope,
+                            index,
+                            first,
+                            end,
+                            largest,
+                            weight,
+                            summed,
+                            tile,
+                            low,
+                            stop,
+                            keys,
+                            values,
+                            key_scales,
+                            value_scales,
+                            num_blocks,
+                            table,
+                            kv_head,
+                            soft_cap,
+                            reach,
+                            gap,
+                            KV_HEADS,
+                            SIZE,
+                            DIM,
+                            VALUE_DIM,
+                            CODES,
+                            FLOAT8,
+                            DOT,
+                            PRECISION,
+                            CAP,
+                            SLOPES,
+                            RANGES,
+                            phase == 1,
+                            BLOCK_N,
+                            BLOCK_D,
+                            BLOCK_V,
+                        )
 
     if SPLITS:
         at = (place * (KV_HEADS * GROUP) + head) * num_splits + split

@@ -22,9 +22,16 @@ from windlass.kernels.triton.programs.order import follow
 from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
 
 _BY_STEP = [
-    "num_blocks", "tables", "table_stride", "query_start", "seq_lens", "num_sequences", "score_scale", "key_scales",
+    "num_blocks",
+    "tables",
+    "table_stride",
+    "query_start",
+    "seq_lens",
+    "num_sequences",
+    "score_scale",
+    "key_scales",
     "value_scales",
-]  # fmt: skip
+]
 _AT_ONCE = tl.constexpr(64)  # sequences
 
 

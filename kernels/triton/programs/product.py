@@ -181,9 +181,19 @@ def product(
         ok = k_ok[:, None] & column_ok[None, :]
         if BLOCKS:
             right = block_numbers(
-                at_weight, at_scales, at_supers, column[None, :], k[:, None], ok, groups,
-                BITS, GROUP, SUPER_GROUPS, MINIMUM, OFFSET,
-            )  # fmt: skip
+                at_weight,
+                at_scales,
+                at_supers,
+                column[None, :],
+                k[:, None],
+                ok,
+                groups,
+                BITS,
+                GROUP,
+                SUPER_GROUPS,
+                MINIMUM,
+                OFFSET,
+            )
         else:
             at = column[None, :].to(tl.int64) * weight_row_stride + k[:, None].to(tl.int64) * weight_column_stride
             right = tl.load(at_weight + at, mask=ok, other=0.0)

@@ -91,9 +91,24 @@ def rotate_and_append(
                 plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
                 first, second = turned(first, second, c, s)
                 write_key(
-                    first, second, plain, block, offset, head, keys, key_scales,
-                    KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
-                )  # fmt: skip
+                    first,
+                    second,
+                    plain,
+                    block,
+                    offset,
+                    head,
+                    keys,
+                    key_scales,
+                    KV_HEADS,
+                    SIZE,
+                    DIM,
+                    HALF,
+                    CODES,
+                    FLOAT8,
+                    SMALLEST,
+                    BLOCK_HALF,
+                    BLOCK_REST,
+                )
                 dim = tl.arange(0, BLOCK_V)
                 dim_ok = dim < VALUE_DIM
                 value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
@@ -118,10 +133,24 @@ def shown_largest(x):
 
 @triton.jit
 def write_key(
-    first, second, plain, block, offset, head, keys, key_scales,
-    KV_HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, HALF: tl.constexpr, CODES: tl.constexpr,
-    FLOAT8: tl.constexpr, SMALLEST: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
-):  # fmt: skip
+    first,
+    second,
+    plain,
+    block,
+    offset,
+    head,
+    keys,
+    key_scales,
+    KV_HEADS: tl.constexpr,
+    SIZE: tl.constexpr,
+    DIM: tl.constexpr,
+    HALF: tl.constexpr,
+    CODES: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    SMALLEST: tl.constexpr,
+    BLOCK_HALF: tl.constexpr,
+    BLOCK_REST: tl.constexpr,
+):
     pair = tl.arange(0, BLOCK_HALF)
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
     pair_ok = pair < HALF
@@ -212,9 +241,24 @@ def rerotate_keys(
         # A key may be rotated where it is: all of it is read before any of it is written.
         tl.debug_barrier()
         write_key(
-            first, second, plain, to_block, to_offset, head, keys, key_scales,
-            KV_HEADS, SIZE, DIM, HALF, CODES, FLOAT8, SMALLEST, BLOCK_HALF, BLOCK_REST,
-        )  # fmt: skip
+            first,
+            second,
+            plain,
+            to_block,
+            to_offset,
+            head,
+            keys,
+            key_scales,
+            KV_HEADS,
+            SIZE,
+            DIM,
+            HALF,
+            CODES,
+            FLOAT8,
+            SMALLEST,
+            BLOCK_HALF,
+            BLOCK_REST,
+        )
     else:
         rest_ok = rest < DIM
         if CODES:

@@ -90,9 +90,12 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
             f"--attention-window must lie between 1 and --max-len {options.max_len}, --attention-sinks between 0 and that"
         )
     outputs = {
-        "--out": options.html, "--json": options.json, "--png": options.png, "--markdown": options.markdown,
+        "--out": options.html,
+        "--json": options.json,
+        "--png": options.png,
+        "--markdown": options.markdown,
         "--keep": options.keep,
-    }  # fmt: skip
+    }
     files = find_files(options.texts)
     for file in files:
         check_outputs(outputs, {"--text": file})

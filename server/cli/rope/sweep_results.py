@@ -20,9 +20,22 @@ from windlass.clients.loadtest.intervals import Interval, mean_interval
 from windlass.engine.api.context import ContextRule
 
 Kind = Literal[
-    "none", "cut", "own", "linear", "ntk", "yarn", "dynamic", "llama3", "longrope", "dual_chunk", "self_extend", "rerope",
-    "log_n", "window", "other",
-]  # fmt: skip
+    "none",
+    "cut",
+    "own",
+    "linear",
+    "ntk",
+    "yarn",
+    "dynamic",
+    "llama3",
+    "longrope",
+    "dual_chunk",
+    "self_extend",
+    "rerope",
+    "log_n",
+    "window",
+    "other",
+]
 
 CONFIDENCE = 0.95
 # A scaling "holds" while its perplexity stays within this of the same text cut to the trained length.

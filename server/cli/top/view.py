@@ -20,12 +20,15 @@ def rows(figures: Figures) -> list[tuple[str, str]]:
     """The figures as labelled lines, all but the scalings."""
     found = [
         ("engine", f"{figures.state}{_engine(figures)}"),
-        ("requests", f"{_count(figures.running)} running, {_count(figures.waiting)} waiting; "
-                     f"{_rate(figures.finished_rate)}/s answered, {_rate(figures.failed_rate)}/s failed"),
+        (
+            "requests",
+            f"{_count(figures.running)} running, {_count(figures.waiting)} waiting; "
+            f"{_rate(figures.finished_rate)}/s answered, {_rate(figures.failed_rate)}/s failed",
+        ),
         ("tokens/s", f"{_rate(figures.prompt_rate)} in, {_rate(figures.generated_rate)} out"),
         ("cache", _cache(figures)),
         ("prefix hits", "-" if figures.prefix_hits is None else f"{figures.prefix_hits:.0%} of prompt tokens"),
-    ]  # fmt: skip
+    ]
     for label, latency in (
         ("first token", figures.first_token),
         ("next token", figures.between_tokens),

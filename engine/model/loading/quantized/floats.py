@@ -29,9 +29,16 @@ def describe_floats(located: Located, wanted: WantedTensor, told: StoredQuantiza
     if scales.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
         block = _block(scales.name, scales.shape, rows, columns, told.block)
     return QuantizedTensor(
-        wanted.name, rows, columns, "floats", {"codes": codes.name, "scales": scales.name}, 8, columns,
-        block=block, reason=FLOATS,
-    )  # fmt: skip
+        wanted.name,
+        rows,
+        columns,
+        "floats",
+        {"codes": codes.name, "scales": scales.name},
+        8,
+        columns,
+        block=block,
+        reason=FLOATS,
+    )
 
 
 def _block(name: str, shape: tuple[int, ...], rows: int, columns: int, told: tuple[int, int] | None) -> tuple[int, int]:

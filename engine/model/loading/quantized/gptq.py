@@ -47,9 +47,18 @@ def describe_gptq(located: Located, wanted: WantedTensor, told: StoredQuantizati
         bits, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=ordered
     )
     return QuantizedTensor(
-        wanted.name, rows, columns, "gptq", sources, bits, group_size,
-        zeros_less_one=told.zeros_less_one, symmetric=symmetric, storage=storage, reason=reason,
-    )  # fmt: skip
+        wanted.name,
+        rows,
+        columns,
+        "gptq",
+        sources,
+        bits,
+        group_size,
+        zeros_less_one=told.zeros_less_one,
+        symmetric=symmetric,
+        storage=storage,
+        reason=reason,
+    )
 
 
 def _middle(bits: int, less_one: bool) -> bytes:

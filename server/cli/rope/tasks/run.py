@@ -110,9 +110,12 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     trained = options.trained_len or original_len(group.scaling, group.base)
     lengths = options.lengths or (trained, 2 * trained)
     outputs = {
-        "--out": options.html, "--json": options.json, "--png": options.png, "--markdown": options.markdown,
+        "--out": options.html,
+        "--json": options.json,
+        "--png": options.png,
+        "--markdown": options.markdown,
         "--keep": options.keep,
-    }  # fmt: skip
+    }
     files = find_files(options.texts)
     check_outputs(outputs)
     for file in files:
