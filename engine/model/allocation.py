@@ -3,17 +3,15 @@ layer."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.storage import StoragePlan, StoredPart, form_name, is_blocks
 from windlass.engine.model.weight_spec import WeightSpec
-from windlass.kernels import FORMS, Backend, Storage, Weight
 
-_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+if TYPE_CHECKING:
+    from windlass.kernels import Backend, Storage, Weight
 
 
 def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -> dict[str, Any]:
@@ -24,20 +22,21 @@ def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -
     return {spec.name: _one(backend, spec, plan.get(spec.name)) for spec in specs}
 
 
-def of_layer(weights: Mapping[str, Any], prefix: str, specs: Iterable[WeightSpec]) -> dict[str, Any]:
-    """Those of a layer's part by the names that its own specs have. prefix: of their full names."""
-    return {spec.name: weights[prefix + spec.name] for spec in specs}
-
-
 def storage_of(name: str) -> Storage:
     """What the kernels call a storage of a plan."""
     if not is_blocks(name):
-        return _DTYPES[name]
+        import torch
+
+        return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
+    from windlass.kernels import FORMS
+
     form, supers = form_name(name)
     return FORMS[form] if supers is None else replace(FORMS[form], super_groups=supers)
 
 
 def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
+    import torch
+
     if spec.kind in ("norm", "shift", "number", "score"):
         return backend.empty(spec.shape, torch.float32)
     if spec.kind == "bias":

@@ -5,7 +5,7 @@ It is the loop: embedding, layers with their norms, head. What a layer does lies
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.engine.cache.storage import KVStorage
 from windlass.engine.errors import RequestError
 from windlass.engine.model.adapters.adapter import LayerChanges
-from windlass.engine.model.allocation import allocate, of_layer
+from windlass.engine.model.allocation import allocate
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.feed_forward.beside import ExpertsBeside
 from windlass.engine.model.feed_forward.experts import ExpertsFeedForward
@@ -40,6 +40,7 @@ from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, StateMixerSpec
 from windlass.engine.model.storage import StoragePlan
+from windlass.engine.model.weight_spec import WeightSpec
 from windlass.kernels import Backend, BlockWeight, Weight
 
 FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
@@ -115,7 +116,7 @@ class Decoder:
             self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
         self.first_reader = spec.first_reader
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
-        self._attention = SharedAttention(list(spec.attention.values()), rotary_dims)
+        self._attention = SharedAttention([mixer.kind for mixer in spec.attention.values()], rotary_dims)
         self._kinds = dict(zip(spec.attention, self._attention.kind_of_layer, strict=True))
         self.layers = [self._layer(index, layer, weights) for index, layer in enumerate(spec.layers)]
 
@@ -128,18 +129,18 @@ class Decoder:
 
     def _layer(self, index: int, layer: LayerSpec, weights: dict[str, Any]) -> DecoderLayer:
         hidden, backend, prefix, eps = self.spec.hidden_size, self.backend, f"layers.{index}.", self.spec.norm_eps
-        norm_weights = of_layer(weights, prefix, layer.norms.weights(hidden))
+        norm_weights = select_weights(weights, prefix, layer.norms.weights(hidden))
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
         beside = given = state = None
         if layer.state is not None:
-            state = StateBeside(layer.state, of_layer(weights, prefix, layer.state.weights(hidden)), backend)
+            state = StateBeside(layer.state, select_weights(weights, prefix, layer.state.weights(hidden)), backend)
         if layer.beside is not None:
-            of_experts = of_layer(weights, prefix, layer.beside.weights(hidden))
+            of_experts = select_weights(weights, prefix, layer.beside.weights(hidden))
             beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
         if layer.input is not None:
-            given = LayerInput(layer.input, of_layer(weights, prefix, layer.input.weights(hidden)), eps, backend)
+            given = LayerInput(layer.input, select_weights(weights, prefix, layer.input.weights(hidden)), eps, backend)
         owner = layer.mixer.keys_of if isinstance(layer.mixer, AttentionSpec) else None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
@@ -162,7 +163,7 @@ class Decoder:
     ) -> Attention | LatentAttention | StateMixer | None:
         if spec is None:
             return None
-        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
+        weights = select_weights(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedDeltaSpec):
             return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ShortConvolutionSpec):
@@ -176,7 +177,7 @@ class Decoder:
     def _feed_forward(self, index: int, spec: FeedForwardSpec | None, weights: Mapping[str, Any]) -> FeedForward | None:
         if spec is None:
             return None
-        weights = of_layer(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
+        weights = select_weights(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
         if isinstance(spec, GatedSpec):
             return GatedFeedForward(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ExpertsSpec):
@@ -312,6 +313,11 @@ class Decoder:
     def weights(self) -> dict[str, Weight]:
         """Every distinct weight by the name that `ModelSpec.weights` gives it, in that order."""
         return dict(self._weights)
+
+
+def select_weights(weights: Mapping[str, Any], prefix: str, specs: Iterable[WeightSpec]) -> dict[str, Any]:
+    """Those of a layer's part by the names that its own specs have. prefix: of their full names."""
+    return {spec.name: weights[prefix + spec.name] for spec in specs}
 
 
 def _mixed(

@@ -3,23 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
-from torch.nn import functional
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.head_spec import HeadActivation, HeadSpec
 from windlass.engine.model.norm import Norm
-from windlass.kernels import Backend
 
-_ACTIVATIONS: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
-    "gelu": functional.gelu,
-    "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
-    "silu": functional.silu,
-    "relu": functional.relu,
-    "tanh": torch.tanh,
-}
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import Backend
+
+
+def _activate(name: HeadActivation, x: Tensor) -> Tensor:
+    import torch
+    from torch.nn import functional
+
+    functions: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "tanh": torch.tanh,
+    }
+    return functions[name](x)
 
 
 class ClassificationHead:
@@ -44,9 +50,11 @@ class ClassificationHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Logits [R, classes] of states [R, hidden], each on its own."""
+        from torch.nn import functional
+
         x = hidden.float()
         if self._dense is not None:
-            x = _ACTIVATIONS[self.spec.activation](functional.linear(x, self._dense, self._dense_bias))
+            x = _activate(self.spec.activation, functional.linear(x, self._dense, self._dense_bias))
         if self._norm is not None:
             x = self._norm(x)
         return functional.linear(x, self._out, self._out_bias)

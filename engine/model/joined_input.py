@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.norm import Norm
 from windlass.engine.model.norm_spec import NormForm
-from windlass.kernels import Backend, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import Backend, Weight
 
 
 class JoinedInput:
@@ -27,5 +28,7 @@ class JoinedInput:
 
     def forward(self, embedding: Tensor, states: Tensor) -> Tensor:
         """embedding: [T, hidden]. states: [T, hidden], of any type. Returns [T, hidden] in memory of its own."""
+        import torch
+
         normed = self._embedding_norm(embedding), self._state_norm(states.to(embedding.dtype))
         return self._backend.linear(torch.cat(normed, dim=1), self._matrix)

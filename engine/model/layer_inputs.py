@@ -6,13 +6,15 @@ Knows its specs, its weights and the backend, and no other part of a layer.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
-from windlass.kernels import Backend, BlockWeight, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, BlockWeight, Weight
 
 
 class LayerInputs:

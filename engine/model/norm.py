@@ -4,13 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.norm_spec import NormForm
-from windlass.kernels import Backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import Backend
 
 
 class Norm:
@@ -27,6 +28,8 @@ class Norm:
     @classmethod
     def of(cls, form: NormForm, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend) -> Norm:
         """The norm over `size` elements whose weights are those of this name and "<name>_bias"."""
+        import torch
+
         weight = weights[name] if form.weight else torch.ones(size, dtype=torch.float32, device=backend.device)
         return cls(form, weight, weights.get(f"{name}_bias"), eps, backend)
 

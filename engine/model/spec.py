@@ -19,7 +19,7 @@ from windlass.engine.model.feed_forward.plain_spec import PlainSpec
 from windlass.engine.model.head_spec import HeadSpec
 from windlass.engine.model.joined_input_spec import JoinedInputSpec
 from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
+from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
@@ -255,7 +255,7 @@ class ModelSpec:
     @property
     def attention_windows(self) -> tuple[int | None, ...]:
         """The kinds of windows that the layers have, each once."""
-        return windows_of(list(self.attention.values()))
+        return tuple(dict.fromkeys(mixer.window for mixer in self.attention.values()))
 
     @property
     def scores_by_absolute_position(self) -> bool:

@@ -24,8 +24,11 @@ from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, Router
 from windlass.engine.model.feed_forward.gated_spec import GatedNames
 
 _PAIRS = Flag("rope_interleave", default=True)
-_SHARED = GatedNames("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj")
-_NAMES = ExpertsNames(choice_bias="mlp.gate.e_score_correction_bias", shared=_SHARED)
+DEEPSEEK_SHARED = GatedNames(
+    "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
+)
+# Those of DeepSeek V3, which many follow.
+DEEPSEEK_NAMES = ExpertsNames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
 _LAYER_KEYS = frozenset({"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"})
 
 
@@ -66,7 +69,7 @@ DEEPSEEK_V2 = Family(
         grouped=True,
         shared=SharedExpert(count_key="n_shared_experts", default=2),
         dense=first_layers_dense("first_k_dense_replace", 0),
-        names=ExpertsNames(shared=_SHARED),
+        names=ExpertsNames(shared=DEEPSEEK_SHARED),
         more_keys=_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
@@ -100,7 +103,7 @@ DEEPSEEK_V3 = Family(
         grouped=True,
         shared=SharedExpert(count_key="n_shared_experts"),
         dense=first_layers_dense("first_k_dense_replace", 3),
-        names=_NAMES,
+        names=DEEPSEEK_NAMES,
         more_keys=_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
@@ -153,7 +156,7 @@ GLM4_MOE_LITE = Family(
         grouped=True,
         shared=SharedExpert(count_key="n_shared_experts"),
         dense=first_layers_dense("first_k_dense_replace", 1),
-        names=_NAMES,
+        names=DEEPSEEK_NAMES,
         more_keys=_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),

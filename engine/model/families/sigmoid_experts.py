@@ -19,19 +19,16 @@ from windlass.engine.model.families.experts_rules import (
     read_count,
 )
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Flag
+from windlass.engine.model.families.latent_attention import DEEPSEEK_NAMES, DEEPSEEK_SHARED
 from windlass.engine.model.families.prediction import with_dense_layer, with_layer_behind
 from windlass.engine.model.families.softmax_experts import MIXTRAL_NAMES
 from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.spec import LayerNorms
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _TINY = 1e-20  # what is added to the sum in the original; it only keeps zero from dividing
 _SIGMOID = RouterSpec(scores="sigmoid", least_sum=_TINY)
-_SHARED = GatedNames("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj")
-# Those of DeepSeek V3, which many follow.
-DEEPSEEK_NAMES = ExpertsNames(choice_bias="mlp.gate.e_score_correction_bias", shared=_SHARED)
 DEEPSEEK_EXPERTS = ExpertsRules(
     experts=128,
     top_k=8,
@@ -218,7 +215,7 @@ AFMOE = Family(
         scale_key="route_scale",
         shared=SharedExpert(count_key="num_shared_experts", default=2),
         dense=first_layers_dense("num_dense_layers", 1),
-        names=ExpertsNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared=_SHARED),
+        names=ExpertsNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared=DEEPSEEK_SHARED),
         more_keys=frozenset({"num_dense_layers"}),
     ),
 )

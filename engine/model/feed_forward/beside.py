@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
-
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.feed_forward.beside_spec import BesideSpec
 from windlass.engine.model.feed_forward.experts import ExpertsFeedForward
-from windlass.kernels import Backend
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import Backend
 
 _PREFIX = "beside."
 

@@ -7,17 +7,18 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import fields
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
 from windlass.engine.model.feed_forward.gated import GatedFeedForward
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
 from windlass.engine.model.feed_forward.plain import PlainFeedForward
-from windlass.kernels import Backend, ExpertWeights, Routed, Routing
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, ExpertWeights, Routed
 
 _KEPT_ONES = 256  # tokens of a step
 
@@ -35,6 +36,8 @@ class ExpertsFeedForward:
     ) -> None:
         """weights: as `ExpertsSpec.weights` lists them. norm_eps: of norms within the shared expert. scales: float32 [E], what
         multiplies the weights of experts."""
+        from windlass.kernels import Routing
+
         self.spec = spec
         self._scales = scales
         self._backend = backend
@@ -54,6 +57,8 @@ class ExpertsFeedForward:
         """[tokens, chosen]; of few tokens always the same, so that steps of as many can be recorded."""
         found = self._units.get(tokens)
         if found is None:
+            import torch
+
             found = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
             if tokens <= _KEPT_ONES:
                 self._units[tokens] = found

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.kernels import Backend, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, Weight
 
 
 @dataclass(slots=True)
@@ -35,6 +36,8 @@ class GatedFeedForward:
         self._backend, self._eps = backend, norm_eps
         self._factors: tuple[Tensor, Tensor, Tensor] | None = None  # [2 * intermediate], ones, [1]
         if spec.factors is not None:
+            import torch
+
             of_gate, of_down = spec.factors
             ones = torch.ones(2 * spec.intermediate_size, dtype=torch.float32, device=backend.device)
             columns = ones.clone()

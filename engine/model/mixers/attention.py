@@ -8,19 +8,20 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from copy import copy
 from dataclasses import dataclass, field, replace
-from typing import Any, NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, Any
 
 from windlass.engine.cache.runs import NO_BOUND
-from windlass.engine.model.adapters.adapter import LayerChanges
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.model.mixers.attention_spec import AttentionSpec, windows_of
-from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.model.mixers.attention_spec import AttentionKind, AttentionSpec
 from windlass.engine.model.norm import HeadNorm, Norm
 from windlass.engine.model.norm_spec import NormForm
-from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
+
+if TYPE_CHECKING:
+    import torch
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.batch import ForwardBatch
+    from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages, Weight
 
 
 @dataclass(slots=True)
@@ -61,46 +62,33 @@ class AttentionInputs:
     far_turns: list[tuple[Tensor, Tensor]] = field(default_factory=list)  # per rotary group cos and sin [T, d/2]
 
     def append_far_keys(
-        self, spec: AttentionSpec | LatentSpec, no_query: Tensor, k: Tensor, v: Tensor, pages: KVPages, backend: Backend
+        self,
+        rotary_group: int | None,
+        kv_group: int,
+        no_query: Tensor,
+        k: Tensor,
+        v: Tensor,
+        pages: KVPages,
+        backend: Backend,
     ) -> None:
         """Keep keys [T, Hkv, D] and values a second time where the rule of their distances asks for it, as they seem from far
         away. no_query: [T, 0, D]."""
         if not self.far_slots:
             return
-        group = spec.rotary_group or 0
+        group = rotary_group or 0
         cos, sin = self.far_turns[group]
-        if spec.rotary_group is None:
+        if rotary_group is None:
             cos, sin = cos[:, :0], sin[:, :0]
         q_scale = self.rotations[group][2]
-        backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[spec.kv_group])
-
-
-class _LayerKind(NamedTuple):
-    """What attention is asked by layers of one kind. slopes: of ALiBi, one for each head."""
-
-    kv_group: int
-    scale: float
-    window: int | None
-    soft_cap: float | None
-    rotates: bool
-    causal: bool = True
-    slopes: tuple[float, ...] | None = None
-    chunked: bool = False
-
-
-def _slopes(heads: int, factor: float) -> tuple[float, ...]:
-    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one.
-
-    factor: of all of them.
-    """
-    even = 1 << (heads.bit_length() - 1)
-    slopes = [2.0 ** (-8 * h / even) for h in range(1, even + 1)]
-    slopes += [2.0 ** (-4 * h / even) for h in range(1, 2 * (heads - even), 2)]
-    return tuple([slope * factor for slope in slopes])
+        backend.rotate_and_append(no_query, k, v, cos, sin, q_scale, pages, self.far_slots[kv_group])
 
 
 def _one_range(batch: ForwardBatch) -> KeyRanges:
     """The ranges of a call whose queries meet all keys as they are, at their distance."""
+    import torch
+
+    from windlass.kernels import KeyRanges
+
     far = torch.full_like(batch.seq_lens, NO_BOUND)[:, None]  # [B, 1]
     return KeyRanges(far, batch.query_start[:-1, None], far, torch.zeros_like(far))
 
@@ -111,30 +99,17 @@ class SharedAttention:
     kind_of_layer: layers of one kind ask the same of attention; per layer an index into `AttentionInputs.calls`.
     """
 
-    def __init__(self, specs: Sequence[AttentionSpec | LatentSpec], rotary_dims: Sequence[int]) -> None:
-        """rotary_dims: of every rotary group."""
-        kinds = [
-            _LayerKind(spec.kv_group, spec.scale, spec.window, spec.soft_cap, spec.rotary_group is not None)
-            if isinstance(spec, LatentSpec)
-            else _LayerKind(
-                spec.kv_group,
-                spec.scale,
-                spec.window,
-                spec.soft_cap,
-                spec.rotary_group is not None,
-                spec.causal,
-                _slopes(spec.num_heads, spec.alibi) if spec.alibi else None,
-                spec.chunked,
-            )
-            for spec in specs
-        ]
+    def __init__(self, kinds: Sequence[AttentionKind], rotary_dims: Sequence[int]) -> None:
+        """kinds: of every layer that attends. rotary_dims: of every rotary group."""
         self._kinds = list(dict.fromkeys(kinds))
         self.kind_of_layer = [self._kinds.index(kind) for kind in kinds]
-        self._windows = windows_of(specs)
+        self._windows = tuple(dict.fromkeys(kind.window for kind in kinds))
         self._rotated_pairs = [dim // 2 for dim in rotary_dims]
         self._made_slopes: dict[tuple[float, ...], Tensor] = {}
 
     def inputs(self, batch: ForwardBatch) -> AttentionInputs:
+        from windlass.kernels import AttentionCall, KeyRanges
+
         rotations = [
             # The batch's cosines are as wide as the widest group's.
             (batch.cos[group, :, :pairs], batch.sin[group, :, :pairs], batch.q_scale[group])
@@ -182,6 +157,8 @@ class SharedAttention:
         """[H] float32, made once: a step that is captured copies nothing from the host."""
         found = self._made_slopes.get(slopes)
         if found is None:
+            import torch
+
             found = self._made_slopes[slopes] = torch.tensor(slopes, dtype=torch.float32, device=device)
         return found
 
@@ -257,7 +234,7 @@ class Attention:
             v = self._v_norm(v)
         backend.rotate_and_append(q, k, v, cos, sin, q_scale, pages, inputs.slots[spec.kv_group])
         if spec.keys_of is None:
-            inputs.append_far_keys(spec, q[:, :0], k, v, pages, backend)
+            inputs.append_far_keys(spec.rotary_group, spec.kv_group, q[:, :0], k, v, pages, backend)
         group = spec.rotary_group
         if after and w.q_norm is not None and w.k_norm is not None:
             if inputs.anchors is not None and inputs.every_query is not None and group is not None:

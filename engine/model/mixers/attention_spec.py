@@ -5,11 +5,9 @@ Imports no torch: the API process reads specs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Literal, NamedTuple
 
-from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.norm_spec import NormForm
 from windlass.engine.model.weight_spec import (
     FusedHeads,
@@ -43,6 +41,30 @@ class AttentionNames:
     gate: str | None = None
     sinks: str = "self_attn.sinks"
     transposed: bool = False
+
+
+class AttentionKind(NamedTuple):
+    """What attention is asked by layers of one kind. slopes: of ALiBi, one for each head."""
+
+    kv_group: int
+    scale: float
+    window: int | None
+    soft_cap: float | None
+    rotates: bool
+    causal: bool = True
+    slopes: tuple[float, ...] | None = None
+    chunked: bool = False
+
+
+def _alibi_slopes(heads: int, factor: float) -> tuple[float, ...]:
+    """2^(-8 h / n) of heads h = 1 to n (2108.12409), where n is a power of two; of the others those between, every second one.
+
+    factor: of all of them.
+    """
+    even = 1 << (heads.bit_length() - 1)
+    slopes = [2.0 ** (-8 * h / even) for h in range(1, even + 1)]
+    slopes += [2.0 ** (-4 * h / even) for h in range(1, 2 * (heads - even), 2)]
+    return tuple([slope * factor for slope in slopes])
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,6 +110,20 @@ class AttentionSpec:
     keys_as_values: bool = False
     keys_of: int | None = None
     gated_queries: bool = False
+
+    @property
+    def kind(self) -> AttentionKind:
+        """The part of this layer that its attention call depends on."""
+        return AttentionKind(
+            self.kv_group,
+            self.scale,
+            self.window,
+            self.soft_cap,
+            self.rotary_group is not None,
+            self.causal,
+            _alibi_slopes(self.num_heads, self.alibi) if self.alibi else None,
+            self.chunked,
+        )
 
     @property
     def projected_heads(self) -> tuple[int, int, int, int]:
@@ -154,8 +190,3 @@ class AttentionSpec:
     def _interleaved(self, heads: int) -> InterleavedHeads | None:
         dims = self.interleaved_dims or self.swapped_dims
         return InterleavedHeads(heads, self.head_dim, dims, not self.interleaved_dims) if dims else None
-
-
-def windows_of(specs: Sequence[AttentionSpec | LatentSpec]) -> tuple[int | None, ...]:
-    """The kinds of windows that these layers have, each once; None for layers without."""
-    return tuple(dict.fromkeys(spec.window for spec in specs))

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.mixers.attention import AttentionInputs
 from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
 from windlass.engine.model.mixers.latent_spec import LATENT_NORM_EPS, LatentSpec
-from windlass.kernels import Backend, KVPages, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, KVPages, Weight
 
 
 @dataclass(slots=True)
@@ -64,7 +66,7 @@ class LatentAttention:
         backend.rms_norm_in_place(k[:, rotated:], w.kv_norm, LATENT_NORM_EPS)
         k = k.view(x.shape[0], 1, -1)
         backend.rotate_and_append(q, k, k[:, :, :0], *inputs.rotations[group], pages, inputs.slots[spec.kv_group])
-        inputs.append_far_keys(spec, q[:, :0], k, k[:, :, :0], pages, backend)
+        inputs.append_far_keys(spec.rotary_group, spec.kv_group, q[:, :0], k, k[:, :, :0], pages, backend)
         turns = None if inputs.sources is None else QueryTurns(inputs.sources, *inputs.turns[group])
         values = self._forms.attend(LatentQueries(q, turns), pages, inputs.calls[self._kind])  # [T, H * V]
         return self._project("out", values, w.out, w.out_bias, changes)

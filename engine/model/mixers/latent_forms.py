@@ -11,13 +11,14 @@ the call and the backend; no weights of layers but the heads' matrices, no cache
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import NamedTuple
-
-import torch
-from torch import Tensor
+from typing import TYPE_CHECKING, NamedTuple
 
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.kernels import AttentionCall, Backend, KVPages
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import AttentionCall, Backend, KVPages
 
 _FEWEST_EXPANDED = 64  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
 _MOST_EXPANDED = 1 << 16  # cached rows, whose float32 copy and one head's keys and values are some 200 MB
@@ -42,6 +43,8 @@ class LatentQueries(NamedTuple):
         """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.some_sequences`), naming their rows."""
         if call.ranges is None:
             return LatentQueries(self.q[tokens], None), call
+        import torch
+
         count, total = tokens.shape[0], self.q.shape[0]
         place = torch.full((total,), -1, dtype=torch.int64, device=tokens.device)  # of each token among these
         place[tokens] = torch.arange(count, device=tokens.device)
@@ -69,6 +72,8 @@ class LatentForms:
         expanded = self._expanded_sequences(pages, call)
         if not expanded:
             return self._absorbed(queries, pages, call)
+        import torch
+
         spec, q = self._spec, queries.q
         out = q.new_empty(q.shape[0], spec.num_heads * spec.value_dim)
         others = [b for b in range(call.batch_size) if b not in expanded]
@@ -84,6 +89,8 @@ class LatentForms:
         way, spec = self._backend.latent_expansion(pages), self._spec
         if way is None or call.only_single_tokens:
             return []
+        import torch
+
         made = (spec.plain_dim + spec.value_dim) * spec.latent_dim  # products of a cached row here, of a query there
         saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)  # of a query and a key
         found = []
@@ -107,6 +114,8 @@ class LatentForms:
 
     def _expanded(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
         """Of a call of one sequence."""
+        import torch
+
         spec, backend, q = self._spec, self._backend, queries.q
         way = backend.latent_expansion(pages)
         dtype = torch.float32 if way is None else way.dtype
@@ -135,6 +144,10 @@ def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) ->
     rows: [M, P, 1, R + C] float32 or bfloat16, of M blocks. up: [H, N + V, C], of the heads that are asked for. Returns pages
     of M blocks in the rows' type: keys [M, P, H, R + N], the first R dims as they are, and values [M, P, H, V].
     """
+    import torch
+
+    from windlass.kernels import KVPages
+
     blocks, size, heads, plain = *rows.shape[:2], up.shape[0], up.shape[1] - value_dim
     flat, wide = rows.view(blocks * size, -1), up.to(rows.dtype)
     keys = rows.new_empty(blocks * size, heads, rotary_dim + plain)
@@ -155,6 +168,8 @@ def _seen(call: AttentionCall) -> list[tuple[int, int]]:
     """The keys [begin, end) that the queries of a call of one sequence see."""
     if call.has_ranges:
         return [(part.begin, part.end) for part in call.key_ranges()]
+    import torch
+
     length = int(call.seq_lens[0])
     first, end = call.visible(torch.tensor([length - call.num_tokens, length - 1]), length)
     return [(int(first[0]), int(end[1]))]

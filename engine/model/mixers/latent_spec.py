@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from windlass.engine.model.mixers.attention_spec import AttentionKind
 from windlass.engine.model.weight_spec import RotaryLast, StoredTensor, WeightSpec, norm, projection
 
 LATENT_NORM_EPS = 1e-6  # of the norms inside of it, in every implementation, whatever config.json says of the others
@@ -57,6 +58,11 @@ class LatentSpec:
     window: int | None = None
     soft_cap: float | None = None
     names: LatentNames = field(default_factory=LatentNames)
+
+    @property
+    def kind(self) -> AttentionKind:
+        """The part of this layer that its attention call depends on."""
+        return AttentionKind(self.kv_group, self.scale, self.window, self.soft_cap, self.rotary_group is not None)
 
     @property
     def cached_dim(self) -> int:

@@ -6,21 +6,24 @@ Knows its spec, its weights and the backend. It knows no other layer, no checkpo
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.mixers.state_beside_spec import STATE_PREFIX, StateBesideSpec
 from windlass.engine.model.mixers.state_space import StateSpace
-from windlass.kernels import Backend, StatePages, StateRows
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, StatePages, StateRows
 
 
 class StateBeside:
     """Adds to what the attention made. weights: of `StateBesideSpec.weights`, by those names."""
 
     def __init__(self, spec: StateBesideSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        import torch
+
         own = {name.removeprefix(STATE_PREFIX): weight for name, weight in weights.items()}
         self._state = StateSpace(spec.state, own, backend)
         self._backend = backend

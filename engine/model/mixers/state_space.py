@@ -7,14 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from torch import Tensor
-
-from windlass.engine.model.adapters.adapter import LayerChanges
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
-from windlass.kernels import Backend, StatePages, StateRows, Weight
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.kernels import Backend, StatePages, StateRows, Weight
 
 
 @dataclass(slots=True)
@@ -40,6 +41,8 @@ class StateSpace:
     """
 
     def __init__(self, spec: StateSpaceSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        import torch
+
         self.spec = spec
         self.weights = StateSpaceWeights(**weights)
         self._backend = backend
