@@ -38,6 +38,7 @@ from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.tasks.candidates import task_candidates
 from windlass.server.cli.rope.texts import find_files, make_windows
 from windlass.server.startup.hub import resolve_model
+from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95
 NONE, CUT = "no scaling", "text cut to the trained length"
@@ -83,7 +84,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     candidates = [c for c in candidates if not options.kinds or c.kind in options.kinds]
     if options.max_len <= trained:
         raise SystemExit(f"error: --max-len {options.max_len} is not past the trained length, {trained}")
-    texts, windows = make_windows(model, find_files(options.text), options.max_len, 1)
+    texts, windows = make_windows(model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     scorer = Scorer.load(model, device="cpu", dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
     kept, progress = KeptPasses(options.keep), SweepProgress()
     edges = edges_of(trained, options.max_len, options.stretch)

@@ -31,13 +31,14 @@ from windlass.server.cli.rope.kept_passes import KeptPasses
 from windlass.server.cli.rope.measuring import Measure
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     """Losses by stretch and cache: means over texts, and what each cache adds to the float32 one's."""
-    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1)
+    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     scaling = json.loads(options.scaling)
     RopeScaling.from_dict(scaling)
     kept, progress = KeptPasses(options.keep), SweepProgress()

@@ -29,6 +29,7 @@ from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.server.text.tokenizer import Tokenizer
 
 Losses = NDArray[np.float64]  # nats, of every token but the first
 
@@ -54,7 +55,7 @@ def read_recomputing(core: EngineCore, tokens: list[int], window: int) -> Losses
 
 
 def measure(options: argparse.Namespace) -> dict[str, Any]:
-    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1)
+    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     config = EngineConfig(
         model=str(options.model),
         max_model_len=options.max_len,

@@ -36,6 +36,7 @@ from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95
 STALE, RECOMPUTE = "transformers, cached", "recompute"
@@ -86,7 +87,7 @@ def score(scorer: Scorer, states: dict[str, Tensor], targets: Tensor, first: int
 def measure(options: argparse.Namespace) -> dict[str, Any]:
     scorer = Scorer.load(options.model, device="cpu", dtype="float32")
     trained = scorer.trained_len
-    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1)
+    texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     points = [math.ceil(trained * 2 ** (k / 4)) for k in range(40)]
     edges = [0, *(point for point in points if point < options.max_len), options.max_len]
     found: list[tuple[dict[str, Any], ...]] = []

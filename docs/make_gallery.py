@@ -12,11 +12,12 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from windlass.server.cli.rope.gallery.command import Extras, draw
-from windlass.server.cli.rope.gallery.kinds import KINDS
+from windlass.server.cli.rope.gallery.kinds import KINDS, Extras, draw
 from windlass.server.cli.rope.gallery.style import write
 from windlass.server.cli.rope.gallery.subject import make_subject
 from windlass.server.startup.choice import choose_model
+from windlass.server.startup.tokenizer_directory import with_tokenizer
+from windlass.server.text.tokenizer import Tokenizer
 
 DOCS = Path(__file__).parent
 LAYER = 5
@@ -39,7 +40,7 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 ```
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
-`extrapolation`, which lay several side by side. In Python it is `windlass.server.cli.rope.gallery.command.draw`. This page is
+`extrapolation`, which lay several side by side. In Python it is `windlass.server.cli.rope.gallery.kinds.draw`. This page is
 made by `docs/make_gallery.py`.
 
 What the pictures mean, step by step: [the guide](guide/index.md). What the scalings are: [rotary scaling](rotary.md). What they
@@ -74,7 +75,10 @@ def main() -> None:
     _, model = choose_model(given.model)
     for name, kind in KINDS.items():
         subject = make_subject(None, None, [], None, MODEL if kind.draw is None else "Llama 2")
-        write(draw(name, subject, Extras(model=model, layer=given.layer)), DOCS / "gallery" / f"{name}.png")
+        extras = Extras(
+            load_tokenizer=lambda path: Tokenizer.from_directory(with_tokenizer(path)), model=model, layer=given.layer
+        )
+        write(draw(name, subject, extras), DOCS / "gallery" / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -18,7 +18,7 @@ from windlass.engine.api.looks import (
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.picture import draw_cache
 from windlass.engine.evaluation.attention import attention_picture
-from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.evaluation.scoring import SingleSequenceRunner
 from windlass.engine.execution.runner import Runner
 from windlass.engine.rotary.policy import RotaryPlanner
 from windlass.engine.scheduling.scheduler import Scheduler
@@ -33,8 +33,8 @@ def look(
         case CacheQuestion():
             answer: CachePicture | AttentionPicture = _cache(scheduler, blocks)
         case AttentionQuestion(token_ids, _, _, scaling):
-            scorer = Scorer(runner.decoder, runner.cache.dtype)
-            answer = attention_picture(scorer, question, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
+            texts = SingleSequenceRunner(runner.decoder, runner.cache.dtype)
+            answer = attention_picture(texts, question, planner.plan(max(1, len(token_ids)), scaling, "frozen"))
         case _:
             raise TypeError(f"an engine does not answer a {type(question).__name__}")
     return cast(A, answer)  # the question says which it is

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionPicture, AttentionQuestion
 from windlass.engine.errors import RequestError
-from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.evaluation.scoring import SingleSequenceRunner
 from windlass.engine.model.decoder import StateMixer
 from windlass.engine.model.mixers.attention import Attention
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage, joint_fingerprint
@@ -42,17 +42,17 @@ class _Witness:
 
 
 def attention_weights(
-    scorer: Scorer, token_ids: Sequence[int], layer: int, scaling: RopeScaling | None = None
+    runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, scaling: RopeScaling | None = None
 ) -> Tensor:
     """Softmax weights of a layer for one text, float32 [Hq, T, T] on the CPU: row i is what token i attends to.
 
     scaling: None is the model's own; frequencies are those of the whole text. Raises RequestError for a layer that there is not,
     or that does not attend with queries and keys of plain softmax.
     """
-    return _attention(scorer, token_ids, layer, scorer.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
+    return _attention(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
 
 
-def attention_picture(scorer: Scorer, question: AttentionQuestion, plan: RotaryPlan) -> AttentionPicture:
+def attention_picture(runner: SingleSequenceRunner, question: AttentionQuestion, plan: RotaryPlan) -> AttentionPicture:
     """One head of `attention_weights`, and its scores before the softmax, under a plan. Raises RequestError."""
     tokens, head = len(question.token_ids), question.head
     if not 2 <= tokens <= MAX_ATTENTION_TOKENS:
@@ -61,14 +61,14 @@ def attention_picture(scorer: Scorer, question: AttentionQuestion, plan: RotaryP
             "prompt",
             "prompt_too_long",
         )
-    mixer = _plain_mixer(scorer, question.layer, plan.stage(tokens))
+    mixer = _plain_mixer(runner, question.layer, plan.stage(tokens))
     heads = mixer.spec.num_heads
     if not 0 <= head < heads:
         raise RequestError(f"head {head}: layer {question.layer} has heads 0 to {heads - 1}", "head")
-    weights, scores = _attention(scorer, question.token_ids, question.layer, plan, slice(head, head + 1))
+    weights, scores = _attention(runner, question.token_ids, question.layer, plan, slice(head, head + 1))
     return AttentionPicture(
         num_tokens=tokens,
-        num_layers=len(scorer.decoder.layers),
+        num_layers=len(runner.decoder.layers),
         num_heads=heads,
         weights=weights[0].contiguous().numpy().tobytes(),
         scores=scores[0].contiguous().numpy().tobytes(),
@@ -76,9 +76,9 @@ def attention_picture(scorer: Scorer, question: AttentionQuestion, plan: RotaryP
     )
 
 
-def _plain_mixer(scorer: Scorer, layer: int, stage: RotaryStage) -> Attention:
+def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -> Attention:
     """The attention of a layer, if its scores are products of rotated queries and keys; RequestError otherwise."""
-    layers = scorer.decoder.layers
+    layers = runner.decoder.layers
     if not 0 <= layer < len(layers):
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
@@ -93,18 +93,18 @@ def _plain_mixer(scorer: Scorer, layer: int, stage: RotaryStage) -> Attention:
 
 
 def _attention(
-    scorer: Scorer, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
+    runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
 ) -> tuple[Tensor, Tensor]:
     """Weights and scores of the heads of a layer, [H, T, T] each."""
-    stage, layers = plan.stage(len(token_ids)), scorer.decoder.layers
-    mixers = {layer: _plain_mixer(scorer, layer, stage)}
+    stage, layers = plan.stage(len(token_ids)), runner.decoder.layers
+    mixers = {layer: _plain_mixer(runner, layer, stage)}
     owner = layers[layer].pages
-    mixers[owner] = _plain_mixer(scorer, owner, stage)
-    watches = {each: _Witness(scorer.decoder.backend) for each in mixers}
+    mixers[owner] = _plain_mixer(runner, owner, stage)
+    watches = {each: _Witness(runner.decoder.backend) for each in mixers}
     for each, mixer in mixers.items():
         layers[each].mixer = mixer.with_backend(cast(Backend, watches[each]))
     try:
-        scorer.hidden(token_ids, plan)
+        runner.hidden(token_ids, plan)
     finally:
         for each, mixer in mixers.items():
             layers[each].mixer = mixer

@@ -40,15 +40,80 @@ Specs = tuple[RotarySpec, ...]
 Stage = tuple[int, int, Specs]  # first row, end row, what they run under
 
 
-class Scorer:
-    """One loaded model and the policies.
+class SingleSequenceRunner:
+    """Forward passes of one text at a time by a loaded model, under a rotary plan.
 
-    chunk: most tokens in one forward pass and most rows of logits at once, so memory does not grow with the text beyond
-    its keys and values. weights: what tells the weights and their dtype from others. `identity` adds the cache's dtype.
+    chunk: maximum number of tokens in one forward pass, and of rows returned at once, so that memory does not grow with the text
+    beyond its keys and values.
+    """
+
+    def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
+        self.decoder, self.cache_dtype, self.chunk = decoder, cache_dtype, chunk
+
+    @property
+    def trained_len(self) -> int:
+        return self.decoder.spec.trained_len
+
+    def plan(
+        self,
+        longest: int,
+        scaling: RopeScaling | None = None,
+        rope_update: RopeUpdate | None = None,
+        *,
+        exact: bool = False,
+    ) -> RotaryPlan:
+        """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
+        return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
+
+    def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
+        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
+        with torch.inference_mode():
+            rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=1)
+            return torch.cat([hidden.cpu() for _, hidden in rows])
+
+    def rows(
+        self,
+        token_ids: Sequence[int],
+        plan: RotaryPlan,
+        rows: Sequence[int],
+        *,
+        prompt: int,
+        context: ContextRule | None = None,
+        computed: Callable[[int], None] | None = None,
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
+        self.check_tokens(token_ids, context)
+        if rows:
+            rotates = plan.policy == "rotate"
+            read = tuple(token_ids[: rows[-1] + 1])
+            stages = list(_stages(plan, len(read), prompt))
+            far = any(spec.distances.keeps_far_keys for _, _, specs in stages for spec in specs)
+            copies = 2 if rotates or far else 1
+            text = _ScoredText(self, read, copies, context, computed, far=far)
+            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
+            wanted = set(rows)
+            for first, hidden in walk:
+                chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
+                if chosen:
+                    yield chosen, hidden[[i - first for i in chosen]]
+
+    def check_tokens(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
+        """Raise RequestError for a token id outside the vocabulary, or a window of no tokens."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
+            raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
+        window = None if context is None else context.attention_window
+        if context is not None and window is not None and (window < 1 or context.attention_sinks < 0):
+            raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
+
+
+class Scorer(SingleSequenceRunner):
+    """Log-probabilities of given tokens. At most `chunk` rows of logits exist at once.
+
+    weights: identifies the weights and their dtype. `identity` adds the dtype of the cache.
     """
 
     def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512, weights: str = "") -> None:
-        self.decoder, self.cache_dtype, self.chunk = decoder, cache_dtype, chunk
+        super().__init__(decoder, cache_dtype, chunk=chunk)
         self.identity = f"{weights} {cache_dtype}"
 
     @classmethod
@@ -70,21 +135,6 @@ class Scorer:
             )
         return cls(model.decoder, model.cache_dtype, weights=f"{model.digest.hex()} {model.decoder.dtype}")
 
-    @property
-    def trained_len(self) -> int:
-        return self.decoder.spec.trained_len
-
-    def plan(
-        self,
-        longest: int,
-        scaling: RopeScaling | None = None,
-        rope_update: RopeUpdate | None = None,
-        *,
-        exact: bool = False,
-    ) -> RotaryPlan:
-        """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
-        return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
-
     def logprobs(
         self,
         token_ids: Sequence[int],
@@ -105,7 +155,7 @@ class Scorer:
             raise RequestError(f"row {rows[-1]} has no next token among {len(token_ids)}", "rows")
         found: list[Tensor] = []
         with torch.inference_mode():
-            for chosen, hidden in self._rows(token_ids, plan, rows, prompt=1, context=context, computed=computed):
+            for chosen, hidden in self.rows(token_ids, plan, rows, prompt=1, context=context, computed=computed):
                 logits = self.decoder.logits(hidden)  # [R, V]
                 target = torch.tensor([token_ids[i + 1] for i in chosen], device=logits.device)
                 found.append((logits.gather(1, target[:, None])[:, 0] - logits.logsumexp(dim=1)).cpu())
@@ -127,7 +177,7 @@ class Scorer:
         RequestError for a text or an ending of no tokens, a token that the model does not have, or lengths whose frequencies
         differ; EngineError where logits are not finite.
         """
-        self._check(token_ids, context)
+        self.check_tokens(token_ids, context)
         if not token_ids or not all(endings):
             raise RequestError("a text and its endings have at least one token each", "token_ids")
         stages = {plan.stage(len(token_ids) + len(ending)).specs for ending in endings}
@@ -136,7 +186,7 @@ class Scorer:
                 "endings that share a text run under the same frequencies: give shorter ones", "token_ids"
             )
         for ending in endings:
-            self._check(ending, context)
+            self.check_tokens(ending, context)
         longest = len(token_ids) + max(map(len, endings), default=0)
         specs = plan.stage(longest).specs
         copies = 2 if any(spec.distances.keeps_far_keys for spec in specs) else 1
@@ -157,15 +207,9 @@ class Scorer:
         """The most likely next token at each of these ascending rows."""
         found: list[int] = []
         with torch.inference_mode():
-            for _, hidden in self._rows(token_ids, plan, rows, prompt=1):
+            for _, hidden in self.rows(token_ids, plan, rows, prompt=1):
                 found += self.decoder.logits(hidden).argmax(dim=1).tolist()
         return found
-
-    def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
-        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
-        with torch.inference_mode():
-            rows = self._rows(token_ids, plan, range(len(token_ids)), prompt=1)
-            return torch.cat([hidden.cpu() for _, hidden in rows])
 
     @staticmethod
     def work(plan: RotaryPlan, rows: Sequence[int]) -> int:
@@ -185,41 +229,8 @@ class Scorer:
         prompt: tokens that are given at once, so that all of them run under the frequencies of that many.
         """
         with torch.inference_mode():
-            rows = self._rows(token_ids, plan, range(len(token_ids)), prompt=prompt)
+            rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=prompt)
             return torch.cat([self.decoder.logits(hidden).cpu() for _, hidden in rows])
-
-    def _rows(
-        self,
-        token_ids: Sequence[int],
-        plan: RotaryPlan,
-        rows: Sequence[int],
-        *,
-        prompt: int,
-        context: ContextRule | None = None,
-        computed: Callable[[int], None] | None = None,
-    ) -> Iterator[tuple[list[int], Tensor]]:
-        """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
-        self._check(token_ids, context)
-        if rows:
-            rotates = plan.policy == "rotate"
-            read = tuple(token_ids[: rows[-1] + 1])
-            stages = list(_stages(plan, len(read), prompt))
-            far = any(spec.distances.keeps_far_keys for _, _, specs in stages for spec in specs)
-            copies = 2 if rotates or far else 1
-            text = _ScoredText(self, read, copies, context, computed, far=far)
-            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
-            wanted = set(rows)
-            for first, hidden in walk:
-                chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
-                if chosen:
-                    yield chosen, hidden[[i - first for i in chosen]]
-
-    def _check(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
-        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
-            raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
-        window = None if context is None else context.attention_window
-        if context is not None and window is not None and (window < 1 or context.attention_sinks < 0):
-            raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
 
 
 def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
@@ -236,12 +247,13 @@ class _ScoredText:
     """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
     num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
-    are made for, None for those of the text. context, computed: as `Scorer.logprobs` has them.
+    are made for, None for those of the text. context: what each token sees, None for all. computed: called
+    after each forward pass with its number of tokens.
     """
 
     def __init__(
         self,
-        scorer: Scorer,
+        runner: SingleSequenceRunner,
         token_ids: tuple[int, ...],
         num_copies: int,
         context: ContextRule | None,
@@ -250,14 +262,14 @@ class _ScoredText:
         far: bool = False,
         room: int | None = None,
     ) -> None:
-        decoder, self._chunk, self._computed = scorer.decoder, scorer.chunk, computed
+        decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
         spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
         self._context, self._far = context or ContextRule(), far
         self._groups = range(len(spec.kv_groups))
         self._num_blocks = -(-(room or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
         pools = [num_copies * self._num_blocks] * len(self._groups)
-        dtype, states = scorer.cache_dtype, spec.state_group
+        dtype, states = runner.cache_dtype, spec.state_group
         cache = KVStorage(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
         self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)

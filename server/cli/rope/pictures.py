@@ -60,22 +60,32 @@ def literal(text: str) -> str:
 
 def save(figure: Figure, path: Path) -> None:
     """Write a PNG; raises LoadError where the file cannot be written."""
-    data = io.BytesIO()
-    figure.savefig(data, format="png", dpi=110, facecolor="white", metadata={"Software": None})
+    write_figure(figure, path, "png", dpi=110)
+
+
+def write_figure(figure: Figure, path: Path, file_format: str, *, dpi: int) -> None:
+    """Write a picture on white; raises LoadError where the file cannot be written."""
+    data = figure_bytes(figure, file_format, dpi=dpi, facecolor="white")
     try:
-        path.write_bytes(data.getvalue())
+        path.write_bytes(data)
     except OSError as error:
         raise LoadError(f"cannot write {path}: {error.strerror}") from None
 
 
-def to_svg(figure: Figure) -> str:
-    """The figure as an SVG element for a page: transparent, its ink the page's text colour, the same bytes every time."""
+def figure_bytes(figure: Figure, file_format: str, **options: Any) -> bytes:
+    """The figure as "png" or "svg": the same bytes from the same numbers. options: of matplotlib's `savefig`."""
     import matplotlib as mpl
 
-    text = io.StringIO()
+    data = io.BytesIO()
+    metadata = {"Software": None} if file_format == "png" else {"Date": None, "Creator": None}
     with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windlass"}):
-        figure.savefig(text, format="svg", transparent=True, metadata={"Date": None, "Creator": None})
-    svg = text.getvalue()
+        figure.savefig(data, format=file_format, metadata=metadata, **options)
+    return data.getvalue()
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an SVG element for a page: transparent, its ink the page's text colour, the same bytes every time."""
+    svg = figure_bytes(figure, "svg", transparent=True).decode()
     svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
     svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
     # Scales with the page: the view box stays, the fixed size goes.

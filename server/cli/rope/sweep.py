@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -33,7 +34,7 @@ from windlass.server.cli.rope.outputs import display_name, write_text
 from windlass.server.cli.rope.recommendation import recommend
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ScalingSweep
-from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.server.cli.rope.texts import Encoder, find_files, make_windows
 from windlass.server.startup.display import LoadingDisplay
 
 
@@ -43,12 +44,14 @@ class SweepOptions:
 
     texts: files or directories. windows: per text. scalings, policies: empty for those the sweep chooses itself.
     attention_window, attention_sinks: of a curve under a window, None for no such curve. keep: the file that grows by each pass.
+    load_tokenizer: from the model's directory.
     """
 
     model: Path
     texts: tuple[Path, ...]
     html: Path
     model_name: str
+    load_tokenizer: Callable[[Path], Encoder]
     max_len: int = 4096
     target_len: int | None = None
     windows: int = 8
@@ -99,7 +102,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
     files = find_files(options.texts)
     for file in files:
         check_outputs(outputs, {"--text": file})
-    texts, windows = make_windows(options.model, files, options.max_len, options.windows)
+    texts, windows = make_windows(options.model, files, options.max_len, options.windows, options.load_tokenizer)
     kept = KeptPasses(options.keep)
 
     from windlass.engine.evaluation.scoring import Scorer

@@ -26,15 +26,23 @@ def sweep(
         reading.refuse()
         common, given = shared.checked(), asking.checked()
         from windlass.server.cli.rope.tasks.run import TaskOptions, run_tasks
+        from windlass.server.text.tokenizer import Tokenizer
 
         name, path = choose_model(model)
-        run_tasks(TaskOptions(model=path, model_name=model or name, **common, **given))
+        run_tasks(
+            TaskOptions(
+                model=path, model_name=model or name, load_tokenizer=Tokenizer.from_directory, **common, **given
+            )
+        )
         return
     asking.refuse()
     if not shared.text:
         raise LoadError("--text is missing: give a text to read, or --tasks, which make their own")
     common, given = shared.checked(), reading.checked()
     from windlass.server.cli.rope.sweep import SweepOptions, run_sweep
+    from windlass.server.text.tokenizer import Tokenizer
 
     name, path = choose_model(model)
-    run_sweep(SweepOptions(model=path, model_name=model or name, **common, **given))
+    run_sweep(
+        SweepOptions(model=path, model_name=model or name, load_tokenizer=Tokenizer.from_directory, **common, **given)
+    )

@@ -221,7 +221,7 @@ class ScalingSweep:
             else {
                 "of": self.exact.name,
                 "sampled_rows": self.exact.rows,
-                "points": [[round(p.position), _round(p.perplexity)] for p in self.exact.points],
+                "points": [[round(p.position), rounded(p.perplexity)] for p in self.exact.points],
                 "nats_above_exact": {name: round(value, 5) for name, value in self.exact.difference.items()},
                 "standard_error": {name: _finite(value, 5) for name, value in self.exact.error.items()},
             },
@@ -235,13 +235,13 @@ class ScalingSweep:
             "frozen_for": curve.longest,
             "attention_window": curve.context.attention_window,
             "attention_sinks": curve.context.attention_sinks,
-            "perplexity": {name: _round(self.perplexity(curve, *span)) for name, span in self.ranges.items()},
+            "perplexity": {name: rounded(self.perplexity(curve, *span)) for name, span in self.ranges.items()},
             "perplexity_interval": {
-                name: _ends(self.loss_interval(curve, *span), math.exp) for name, span in self.ranges.items()
+                name: interval_ends(self.loss_interval(curve, *span), math.exp) for name, span in self.ranges.items()
             },
             "nats_above_no_scaling": {name: self._above_json(curve, *span) for name, span in self.ranges.items()},
             "holds_to": self.holds_to(curve),
-            "by_bucket": [_round(value) for value in self.bucket_perplexity(curve)],
+            "by_bucket": [rounded(value) for value in self.bucket_perplexity(curve)],
         }
 
     def _above_json(self, curve: Curve, low: int, high: int) -> dict[str, Any] | None:
@@ -249,16 +249,20 @@ class ScalingSweep:
         if plain is None or plain is curve:
             return None
         mean, interval = self.difference(curve, plain, low, high)
-        return None if math.isnan(mean) else {"mean": round(mean, 5), "interval": _ends(interval)}
+        return None if math.isnan(mean) else {"mean": round(mean, 5), "interval": interval_ends(interval)}
 
 
-def _ends(interval: Interval | None, scale: Callable[[float], float] = float) -> list[float] | None:
+def interval_ends(
+    interval: Interval | None, scale: Callable[[float], float] = float, *, digits: int = 5
+) -> list[float] | None:
+    """[low, high] in significant digits. scale: applied to each, such as `math.exp`."""
     if interval is None:
         return None
-    return [float(f"{scale(min(end, 700.0)):.5g}") for end in (interval.low, interval.high)]
+    return [float(f"{scale(min(end, 700.0)):.{digits}g}") for end in (interval.low, interval.high)]
 
 
-def _round(value: float) -> float | None:
+def rounded(value: float) -> float | None:
+    """Four significant digits; None for NaN."""
     return None if math.isnan(value) else float(f"{value:.4g}")
 
 

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Protocol
 
 from windlass.engine.errors import LoadError
 from windlass.server.cli.rope.candidates import window_starts
 from windlass.server.cli.rope.sweep_results import SweptText
+
+
+class Encoder(Protocol):
+    """Tokenizer of a model, as far as studies need one."""
+
+    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
+
+    def decode(self, token_ids: Sequence[int], *, skip_special_tokens: bool = True) -> str: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,13 +62,11 @@ def read_text(path: Path) -> str:
 
 
 def make_windows(
-    model: Path, files: Sequence[Path], max_len: int, per_text: int
+    model: Path, files: Sequence[Path], max_len: int, per_text: int, load_tokenizer: Callable[[Path], Encoder]
 ) -> tuple[tuple[SweptText, ...], list[Window]]:
     """Up to `per_text` windows of each text, spread evenly over it. Raises LoadError where a text is too short for one."""
-    from windlass.server.text.tokenizer import Tokenizer
-
     contents = [read_text(file) for file in files]
-    tokenizer = Tokenizer.from_directory(model)
+    tokenizer = load_tokenizer(model)
     prefix = tokenizer.encode("")  # such as a BOS token
     needed = max_len + 1 - len(prefix)
     texts, windows = [], []

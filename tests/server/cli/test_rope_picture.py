@@ -24,6 +24,7 @@ from windlass.server.cli.rope.gallery.encodings import read_learned
 from windlass.server.cli.rope.gallery.kinds import KINDS
 from windlass.server.cli.rope.gallery.style import write
 from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject
+from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
 W = np.array([1.0, 0.3, 0.01])
@@ -150,7 +151,7 @@ def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture
     assert cli.run([*arguments, "--out", str(out)]) == 0, capsys.readouterr().err
     text = out.read_text(encoding="utf-8")
     assert "Layer 1 of demo" in text and "head 2" in text and "said" in text
-    tokens, weights = read_pattern(ROOT / "models" / "demo", "And he said unto them", 0, None)
+    tokens, weights = read_pattern(ROOT / "models" / "demo", "And he said unto them", 0, None, Tokenizer.from_directory)
     assert weights.shape[1:] == (len(tokens), len(tokens))
     assert weights.sum(axis=2) == pytest.approx(np.ones(weights.shape[:2]), abs=1e-5)
     near, far = choose_heads(np.stack([np.tril(np.ones((4, 4))), np.eye(4), np.eye(4)]), 2)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,6 +13,7 @@ from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, plain
 from windlass.server.cli.rope.gallery.subject import Numbers
 from windlass.server.cli.rope.pictures import literal
+from windlass.server.cli.rope.texts import Encoder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -21,19 +23,19 @@ _LONGEST = 512
 _LABELLED = 40  # tokens that have room for their names
 
 
-def read_pattern(directory: Path, text: str, layer: int, scaling: RopeScaling | None) -> tuple[list[str], Numbers]:
+def read_pattern(
+    directory: Path, text: str, layer: int, scaling: RopeScaling | None, load_tokenizer: Callable[[Path], Encoder]
+) -> tuple[list[str], Numbers]:
     """The tokens of a text, and the weights [heads, T, T] with which each attends to those before it."""
     from windlass.engine.evaluation.attention import attention_weights  # it brings torch
     from windlass.engine.evaluation.scoring import Scorer
-    from windlass.server.startup.tokenizer_directory import with_tokenizer
-    from windlass.server.text.tokenizer import Tokenizer
 
-    tokenizer = Tokenizer.from_directory(with_tokenizer(directory))
+    tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode(text, add_special_tokens=True)
     if not 2 <= len(ids) <= _LONGEST:
         raise LoadError(f"--text has {len(ids)} tokens: between 2 and {_LONGEST} can be shown")
     weights = attention_weights(Scorer.load(directory), ids, layer, scaling)
-    names = [tokenizer.backend.decode([one], skip_special_tokens=False) for one in ids]
+    names = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
     return [name.replace("\n", "⏎").strip() or "␣" for name in names], weights.double().numpy()
 
 

@@ -1,10 +1,9 @@
-"""`windlass rope picture`: options in, one file out, and the same for a whole gallery."""
+"""`windlass rope picture`: options in, one file out."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -12,11 +11,6 @@ from windlass.engine.errors import LoadError, did_you_mean
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.parsing import parse_json
 from windlass.server.options.spelling import option
-
-if TYPE_CHECKING:
-    from matplotlib.figure import Figure
-
-    from windlass.server.cli.rope.gallery.subject import Subject
 
 # Options know no kinds, whose module brings numpy: a test compares this list with them.
 NAMES = (
@@ -30,18 +24,6 @@ NAMES = (
     "scalings",
     "attention",
 )
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Extras:
-    """What single kinds take. learned: of `encodings`. The others of `attention`; text None: one of its own."""
-
-    model: Path | None = None
-    learned: Path | None = None
-    layer: int = 0
-    heads: tuple[int, ...] = ()
-    text: str | None = None
-    scaling: RopeScaling | None = None
 
 
 def picture(
@@ -89,9 +71,12 @@ def picture(
     from windlass.server.cli.rope.pictures import require_matplotlib
 
     require_matplotlib()
+    from windlass.server.cli.rope.gallery.kinds import Extras, draw
     from windlass.server.cli.rope.gallery.style import check_suffix, write
     from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject, of_parameters
     from windlass.server.startup.choice import choose_model
+    from windlass.server.startup.tokenizer_directory import with_tokenizer
+    from windlass.server.text.tokenizer import Tokenizer
 
     check_suffix(out)
     check_outputs({"--out": out})
@@ -114,6 +99,7 @@ def picture(
         name = f"θ {base.rope_theta:,g}, {base.rotary_dim} dimensions"
     subject = make_subject(directory, base, scalings, length, name or "Llama 2")
     extras = Extras(
+        load_tokenizer=lambda path: Tokenizer.from_directory(with_tokenizer(path)),
         model=directory,
         learned=learned,
         layer=layer,
@@ -122,26 +108,3 @@ def picture(
         scaling=scalings[0] if scalings else None,
     )
     write(draw(kind, subject, extras), out)
-
-
-def draw(kind: str, subject: Subject, extras: Extras) -> Figure:
-    """One picture of `kinds.KINDS`; raises LoadError and RequestError, one line."""
-    from windlass.server.cli.rope.gallery.encodings import draw_encodings, read_learned
-    from windlass.server.cli.rope.gallery.kinds import KINDS
-
-    if kind == "encodings" and extras.learned is not None:
-        return draw_encodings(subject, read_learned(extras.learned))
-    drawer = KINDS[kind].draw
-    return drawer(subject) if drawer is not None else _draw_attention(subject, extras)
-
-
-def _draw_attention(subject: Subject, extras: Extras) -> Figure:
-    from windlass.server.cli.rope.gallery.attending import TEXT, choose_heads, draw_attention, read_pattern
-
-    if extras.model is None:
-        raise LoadError("the picture of attention needs a model: give --model")
-    tokens, weights = read_pattern(extras.model, extras.text or TEXT, extras.layer, extras.scaling)
-    heads = list(dict.fromkeys(extras.heads)) or choose_heads(weights, 3)
-    if len(heads) > 5 or not all(0 <= head < len(weights) for head in heads):
-        raise LoadError(f"--head: up to 5 of the heads 0 to {len(weights) - 1} of this layer")
-    return draw_attention(subject.name, extras.layer, tokens, weights, heads)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 
+from windlass.engine.errors import LoadError
 from windlass.engine.rotary.curves import decay_bound, mean_cosine
+from windlass.engine.rotary.scaling import RopeScaling
+from windlass.server.cli.rope.gallery.attending import TEXT, choose_heads, draw_attention, read_pattern
 from windlass.server.cli.rope.gallery.distances import draw_decay, draw_extrapolation, draw_scalings
-from windlass.server.cli.rope.gallery.encodings import draw_encodings
+from windlass.server.cli.rope.gallery.encodings import draw_encodings, read_learned
 from windlass.server.cli.rope.gallery.subject import Subject
 from windlass.server.cli.rope.gallery.turning import draw_angles, draw_cos_sin, draw_invariance, draw_rotation
+from windlass.server.cli.rope.texts import Encoder
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -26,6 +31,22 @@ class PictureKind:
     title: str
     explain: Callable[[Subject], str]
     draw: Callable[[Subject], Figure] | None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Extras:
+    """What single kinds take. learned: of `encodings`. The others of `attention`; text None: one of its own.
+
+    load_tokenizer: from the model's directory.
+    """
+
+    load_tokenizer: Callable[[Path], Encoder]
+    model: Path | None = None
+    learned: Path | None = None
+    layer: int = 0
+    heads: tuple[int, ...] = ()
+    text: str | None = None
+    scaling: RopeScaling | None = None
 
 
 def _turns_within(subject: Subject, tokens: int) -> int:
@@ -156,3 +177,22 @@ KINDS: dict[str, PictureKind] = {
     "scalings": PictureKind(title="What each scaling does", explain=_scalings, draw=draw_scalings),
     "attention": PictureKind(title="What a real layer attends to", explain=_attention, draw=None),
 }
+
+
+def draw(kind: str, subject: Subject, extras: Extras) -> Figure:
+    """One picture of `KINDS`; raises LoadError and RequestError, one line."""
+    if kind == "encodings" and extras.learned is not None:
+        return draw_encodings(subject, read_learned(extras.learned))
+    drawer = KINDS[kind].draw
+    return drawer(subject) if drawer is not None else _draw_attention(subject, extras)
+
+
+def _draw_attention(subject: Subject, extras: Extras) -> Figure:
+    if extras.model is None:
+        raise LoadError("the picture of attention needs a model: give --model")
+    text = extras.text or TEXT
+    tokens, weights = read_pattern(extras.model, text, extras.layer, extras.scaling, extras.load_tokenizer)
+    heads = list(dict.fromkeys(extras.heads)) or choose_heads(weights, 3)
+    if len(heads) > 5 or not all(0 <= head < len(weights) for head in heads):
+        raise LoadError(f"--head: up to 5 of the heads 0 to {len(weights) - 1} of this layer")
+    return draw_attention(subject.name, extras.layer, tokens, weights, heads)

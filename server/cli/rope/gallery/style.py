@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import io
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.rope.pictures import literal
+from windlass.server.cli.rope.pictures import literal, write_figure
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -45,17 +44,7 @@ def thousands(axes: Axes, which: str = "x") -> None:
 
 def write(figure: Figure, path: Path) -> None:
     """By its suffix: .png or .svg, the same bytes from the same numbers. Raises LoadError where it cannot be written."""
-    import matplotlib as mpl
-
-    kind = check_suffix(path)
-    data = io.BytesIO()
-    nothing = {"Software": None} if kind == "png" else {"Date": None, "Creator": None}
-    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windlass"}):
-        figure.savefig(data, format=kind, dpi=100, facecolor="white", metadata=nothing)
-    try:
-        path.write_bytes(data.getvalue())
-    except OSError as error:
-        raise LoadError(f"cannot write {path}: {error.strerror}") from None
+    write_figure(figure, path, check_suffix(path), dpi=100)
 
 
 def check_suffix(path: Path) -> str:

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from windlass.clients.loadtest.intervals import Interval
+from windlass.server.cli.rope.sweep_results import CONFIDENCE
 
-CONFIDENCE = 0.95
 RESAMPLES = 10_000
 FEWEST_UNITS = 6  # fewer give no interval worth its name
 _SEED = 20260101

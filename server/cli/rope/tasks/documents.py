@@ -9,21 +9,17 @@ import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Protocol
 
 from windlass.engine.errors import LoadError
 from windlass.server.cli.rope.tasks.kinds import TASKS, Asked, Fact, Materials
 from windlass.server.cli.rope.tasks.prose import paragraphs
 from windlass.server.cli.rope.tasks.vocabulary import THINGS
+from windlass.server.cli.rope.texts import Encoder
 
 _HEAD = "Below is a long text. Facts are hidden in it: remember them, they are asked for at the end."
 _LONGEST_SEGMENT = 512
 _SENTENCE_TOKENS = 20  # of generated prose, about
 _MOST_FACTS = 0.5  # of a document
-
-
-class Encoder(Protocol):
-    def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]: ...
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,8 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from windlass.server.cli.rope.report import Table, TableRow, markdown_table, plain_text, render_page
-from windlass.server.cli.rope.tasks.certainty import CONFIDENCE, PairedDifference
+from windlass.server.cli.rope.sweep_results import CONFIDENCE
+from windlass.server.cli.rope.tasks.certainty import PairedDifference
 from windlass.server.cli.rope.tasks.kinds import CHOICES, KEY_TOKENS
 from windlass.server.cli.rope.tasks.results import KEY_GAIN, TaskSweep
 from windlass.server.cli.rope.tasks.verdict import Verdict

@@ -13,8 +13,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from windlass.clients.loadtest.intervals import Interval, wilson
+from windlass.server.cli.rope.sweep_results import CONFIDENCE, interval_ends, rounded
 from windlass.server.cli.rope.tasks.candidates import TaskCandidate
-from windlass.server.cli.rope.tasks.certainty import CONFIDENCE, PairedDifference, mcnemar, paired_bootstrap
+from windlass.server.cli.rope.tasks.certainty import PairedDifference, mcnemar, paired_bootstrap
 from windlass.server.cli.rope.tasks.documents import Document
 from windlass.server.cli.rope.tasks.kinds import CHOICES, TASKS
 from windlass.server.cli.rope.tasks.measuring import Reading
@@ -188,7 +189,7 @@ class TaskSweep:
         if len(self.tasks) > len(self.asked_tasks):
             keys = {
                 "tokens": sum(len(losses) for losses in self.key_losses(name, length)),
-                "perplexity": _round(self.key_perplexity(name, length)),
+                "perplexity": rounded(self.key_perplexity(name, length)),
                 "nats_above_no_scaling": _difference_json(self.key_difference(plain, name, length)),
             }
         return {"name": name, "request": candidate.body(), "tasks": tasks, "key_tokens": keys}
@@ -219,17 +220,9 @@ def _document_json(read: DocumentReadings) -> dict[str, Any]:
 
 
 def _share_json(share: Share) -> dict[str, Any]:
-    return {"right": share.hits, "of": share.total, "interval": _ends(share.interval)}
+    return {"right": share.hits, "of": share.total, "interval": interval_ends(share.interval, digits=4)}
 
 
 def _difference_json(found: PairedDifference) -> dict[str, Any]:
     p_value = {} if found.p_value is None else {"mcnemar_p": float(f"{found.p_value:.3g}")}
-    return {"mean": _round(found.mean), "interval": _ends(found.interval), **p_value}
-
-
-def _ends(interval: Interval | None) -> list[float] | None:
-    return None if interval is None else [float(f"{end:.4g}") for end in (interval.low, interval.high)]
-
-
-def _round(value: float) -> float | None:
-    return None if math.isnan(value) else float(f"{value:.4g}")
+    return {"mean": rounded(found.mean), "interval": interval_ends(found.interval, digits=4), **p_value}

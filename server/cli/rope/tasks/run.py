@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import datetime
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,7 +33,7 @@ from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.cli.rope.tasks.kinds import ALL_TASKS, KEY_TOKENS
 from windlass.server.cli.rope.tasks.measuring import KeptReadings, TaskMeasure
 from windlass.server.cli.rope.tasks.results import DocumentReadings, TaskSweep
-from windlass.server.cli.rope.texts import find_files, read_text
+from windlass.server.cli.rope.texts import Encoder, find_files, read_text
 from windlass.server.startup.display import LoadingDisplay
 
 if TYPE_CHECKING:
@@ -55,6 +55,7 @@ class TaskOptions:
     tasks: tuple[str, ...]
     html: Path
     model_name: str
+    load_tokenizer: Callable[[Path], Encoder]
     lengths: tuple[int, ...] = ()
     documents: int = 4
     seed: int = 1
@@ -184,12 +185,10 @@ def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
 
 def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[int], trained: int) -> list[Document]:
     """The first of every length, then the second …: what an interrupted run has is balanced."""
-    from windlass.server.text.tokenizer import Tokenizer
-
     texts = {file.name: read_text(file) for file in files}
     if len(texts) < len(files):
         raise LoadError("--text: two files have the same name: rename one")
-    tokenizer = Tokenizer.from_directory(options.model)
+    tokenizer = options.load_tokenizer(options.model)
     maker = DocumentMaker(tokenizer, options.tasks, texts, seed=options.seed, trained_len=trained)
     return [maker.make(length, number) for number in range(options.documents) for length in lengths]
 

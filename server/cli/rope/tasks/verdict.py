@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.clients.loadtest.intervals import Interval
+from windlass.server.cli.rope.sweep_results import CONFIDENCE
 from windlass.server.cli.rope.tasks.candidates import TaskCandidate
-from windlass.server.cli.rope.tasks.certainty import CONFIDENCE, PairedDifference
+from windlass.server.cli.rope.tasks.certainty import PairedDifference
 from windlass.server.cli.rope.tasks.results import TaskSweep
 
 
