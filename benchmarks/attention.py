@@ -27,7 +27,7 @@ from typing import Any
 import torch
 from harness.rates import readable
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.layouts.huge_pages import advise_huge_pages
 from windlass.kernels.torch import batched, reference
@@ -74,7 +74,7 @@ def size_of(pages: KVPages) -> int:
 def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list[dict[str, Any]]:
     vector = readable(OUTGROWS_CACHES)
     found = []
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     for length in lengths:
         q, lens = torch.randn(1, HEADS, DIM), torch.tensor([length])
         contestants: dict[str, Callable[[], object]] = {"read": lambda: vector.sum()}
@@ -85,7 +85,7 @@ def decode(lengths: list[int], repeats: int, clock: Callable[[], float]) -> list
             copies = [first, *(random_pages(length, kind) for _ in range(OUTGROWS_CACHES // sizes[name]))]
             table = torch.randperm(first.key.shape[0])[None].int()
 
-            call = AttentionCall.of_single_tokens(table, lens, torch.ones(1), DIM**-0.5)
+            call = AttentionCall.for_decode(table, lens, torch.ones(1), DIM**-0.5)
 
             def attend(supply=itertools.cycle(copies), q=q, call=call) -> object:  # type: ignore[no-untyped-def]  # noqa: B008
                 return backend.paged_attention(q, next(supply), call)

@@ -30,9 +30,9 @@ VARIANTS: dict[str, tuple[dict[str, str | None], int | None]] = {
 
 def worker(model: str, streams: int, threads: int | None, context: int) -> int:
     """Answer each line "SECONDS" on standard input with the tokens per second of that long a run."""
-    from windlass.engine.core.threads import wait_settings
+    from windlass.engine.core.threads import thread_wait_environment
 
-    os.environ.update(wait_settings(os.environ))
+    os.environ.update(thread_wait_environment(os.environ))
     import random
 
     from windlass.engine.api.request import EngineRequest, SamplingParams

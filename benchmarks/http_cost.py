@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from harness.machine import descendants, describe
 from harness.serving import serving
 
-from windlass.engine.client.pulse import Pulse
+from windlass.engine.client.pulse import ProcessActivity
 from windlass.server.startup.engines import CORE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -60,13 +60,13 @@ async def _read(url: str, tokens: int, counted: list[int]) -> None:
 
 
 async def _measure(url: str, pid: int, streams: int, tokens: int, seconds: float) -> dict[str, float]:
-    pulse, counted = Pulse(pid), [0]
+    pulse, counted = ProcessActivity(pid), [0]
     reading = [asyncio.create_task(_read(url, tokens, counted)) for _ in range(streams)]
     await asyncio.sleep(SETTLE * seconds)
-    pulse.feel()
+    pulse.refresh()
     used, began, before = pulse.used_seconds or 0.0, time.monotonic(), counted[0]
     await asyncio.sleep((1 - 2 * SETTLE) * seconds)
-    pulse.feel()
+    pulse.refresh()
     took, chunks = time.monotonic() - began, counted[0] - before
     used = (pulse.used_seconds or 0.0) - used
     await asyncio.gather(*reading)

@@ -84,7 +84,7 @@ def attention(repeats: int, clock: Timer) -> None:
         per = -(-length // size)
         table = torch.randperm(batch * per).view(batch, per).to(torch.int32)
         lengths = torch.full((batch,), length)
-        call = AttentionCall.of_single_tokens(table, lengths, torch.ones(batch), dim**-0.5)
+        call = AttentionCall.for_decode(table, lengths, torch.ones(batch), dim**-0.5)
         q = torch.randn(batch, heads, dim)
         for kind in (torch.float32, torch.bfloat16):
             pages = KVPages(*(torch.randn(batch * per, size, kv_heads, dim).to(kind) for _ in range(2)))

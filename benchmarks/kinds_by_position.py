@@ -26,14 +26,14 @@ from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.model.storage import block_storages
+from windlass.engine.model.storage import block_formats
 from windlass.engine.rotary.groups import main_group
 from windlass.engine.rotary.policy import ROPE_UPDATES
 from windlass.engine.rotary.scaling import original_len
 from windlass.server.cli.rope.candidates import Candidate, window_sweep_candidate
 from windlass.server.cli.rope.inspection import read_groups
-from windlass.server.cli.rope.kept_passes import KeptPasses
-from windlass.server.cli.rope.measuring import Measure
+from windlass.server.cli.rope.kept_passes import PassLog
+from windlass.server.cli.rope.measuring import PerplexityRunner
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.tasks.candidates import task_candidates
 from windlass.server.cli.rope.texts import find_files, make_windows
@@ -86,11 +86,11 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         raise SystemExit(f"error: --max-len {options.max_len} is not past the trained length, {trained}")
     texts, windows = make_windows(model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     scorer = Scorer.load(model, device="cpu", dtype=options.dtype, kv_cache_dtype=options.kv_cache_dtype)
-    kept, progress = KeptPasses(options.keep), SweepProgress()
+    kept, progress = PassLog(options.keep), SweepProgress()
     edges = edges_of(trained, options.max_len, options.stretch)
     losses: dict[str, dict[str, list[float]]] = {}
     try:
-        reading = [Measure(scorer, texts, [window], trained, kept, progress) for window in windows]
+        reading = [PerplexityRunner(scorer, texts, [window], trained, kept, progress) for window in windows]
         if not options.report_only:
             for measured in reading:
                 measured.announce(candidates)
@@ -102,7 +102,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
                     continue
                 curve = measured(candidate)
                 losses.setdefault(candidate.name, {})[text.name] = _by_stretch(curve.nll[0], edges)
-                if candidate.kind == "none" and (measured.is_cut_known() or not options.report_only):
+                if candidate.kind == "none" and (measured.is_cut_logged() or not options.report_only):
                     cut = measured.cut(curve).nll[0]
                     losses.setdefault(CUT, {})[text.name] = _by_stretch(cut, edges)
     finally:
@@ -134,7 +134,7 @@ def _late(trained: int, end: int) -> int:
 def _types(scorer: Scorer) -> dict[str, str]:
     """What weights lie in, what they are multiplied by, and what keys and values are cached in."""
     decoder = scorer.decoder
-    blocks = block_storages(decoder.spec, decoder.plan)
+    blocks = block_formats(decoder.spec, decoder.plan)
     return {
         "weights": ", ".join(blocks) or _name(decoder.weight_dtype),
         "activations": decoder.backend.options.activations if blocks else _name(decoder.dtype),

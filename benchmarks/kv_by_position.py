@@ -27,8 +27,8 @@ from windlass.clients.loadtest.intervals import mean_interval
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.candidates import Candidate
-from windlass.server.cli.rope.kept_passes import KeptPasses
-from windlass.server.cli.rope.measuring import Measure
+from windlass.server.cli.rope.kept_passes import PassLog
+from windlass.server.cli.rope.measuring import PerplexityRunner
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.texts import find_files, make_windows
 from windlass.server.text.tokenizer import Tokenizer
@@ -41,12 +41,12 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     texts, windows = make_windows(options.model, find_files(options.text), options.max_len, 1, Tokenizer.from_directory)
     scaling = json.loads(options.scaling)
     RopeScaling.from_dict(scaling)
-    kept, progress = KeptPasses(options.keep), SweepProgress()
+    kept, progress = PassLog(options.keep), SweepProgress()
     losses = {}
     try:
         for dtype in ("float32", *options.dtypes):
             scorer = Scorer.load(options.model, device="cpu", dtype="float32", kv_cache_dtype=dtype)
-            measured = Measure(scorer, texts, windows, options.stretch, kept, progress)
+            measured = PerplexityRunner(scorer, texts, windows, options.stretch, kept, progress)
             candidate = Candidate(f"{dtype} cache", dtype, "other", scaling)
             measured.announce([candidate])
             losses[dtype] = measured(candidate).nll  # [texts, rows]

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
-from windlass.engine.api.context import PassageReuse
+from windlass.engine.api.context import NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.server.cli.rope.texts import find_files, read_text
@@ -58,7 +58,7 @@ class Answers:
         self.count = 0
 
     def answer(
-        self, prompt: list[int], forced: list[int] | None, salt: str, reuse: PassageReuse | None
+        self, prompt: list[int], forced: list[int] | None, salt: str, reuse: NonPrefixReuseParams | None
     ) -> tuple[list[int], list[Tensor], float, int]:
         """The greedy or forced answer, its log-probabilities [V] token by token, seconds to the first, cached tokens."""
         self.count += 1
@@ -110,10 +110,13 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     texts = [ids(read_text(file)) for file in find_files(options.text)]
     documents, engine = make_documents(texts, rng), Answers(options)
     system, frame = ids(SYSTEM), "\n{question}<|im_end|>\n<|im_start|>assistant\n"
-    ways: dict[str, tuple[bool, PassageReuse | None]] = {"computed": (False, None), "equal beginning": (True, None)}
+    ways: dict[str, tuple[bool, NonPrefixReuseParams | None]] = {
+        "computed": (False, None),
+        "equal beginning": (True, None),
+    }
     for share in options.shares:
         way = f"reuse, {100 * share:g} % anew"
-        ways[way] = True, PassageReuse(64, recompute=share, scope=way)
+        ways[way] = True, NonPrefixReuseParams(64, recompute=share, scope=way)
     for way, (cached, reuse) in ways.items():  # each way has a cache of its own, which holds every document once
         for document in documents if cached else ():
             engine.answer(system + document, [0], way, reuse and replace(reuse, at_least=0))

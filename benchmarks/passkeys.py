@@ -30,7 +30,7 @@ from long_text_report import make_parser, publish
 from windlass.clients.loadtest.intervals import wilson
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.kept_lines import KeptLines, pass_key
+from windlass.server.cli.rope.kept_lines import ResultLog, result_key
 from windlass.server.cli.rope.texts import find_files, read_text
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -114,7 +114,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
     def take(entry: Any) -> None:
         known[str(entry["key"])] = [bool(right) for right in entry["found"]]
 
-    kept = KeptLines(options.keep, take)
+    kept = ResultLog(options.keep, take)
     found = []
     for index, file in enumerate(find_files(options.text)):
         ids, questions = hide(
@@ -123,7 +123,7 @@ def measure(options: argparse.Namespace) -> dict[str, Any]:
         if len(ids) <= options.max_len:
             raise SystemExit(f"{file} is shorter than {options.max_len} tokens")
         for scaling in scalings:
-            key = pass_key(scorer.identity, ids, [question.position for question in questions], scaling)
+            key = result_key(scorer.identity, ids, [question.position for question in questions], scaling)
             if key not in known:
                 with torch.inference_mode():
                     known[key] = ask(scorer, ids, questions, scaling)

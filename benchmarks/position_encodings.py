@@ -31,7 +31,7 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, new_figure, plain, write
+from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, new_figure, save_figure, style_axes
 
 KINDS = ("language model", "classifier")
 TRAINED = {"language model": 128, "classifier": 32}  # bytes of a training text
@@ -219,8 +219,8 @@ def draw(report: dict[str, Any]) -> Figure:
         lengths = lengths_of(kind)
         right.axvspan(lengths[0], lengths[-1], color=BEYOND, alpha=0.08, linewidth=0)
         right.set_xlim(0 if kind == "language model" else lengths[0] / 2, lengths[-1])
-        plain(left, x="training step", y=report["units"][kind][0], title=f"{kind}: training")
-        plain(right, x="place in the text" if row == 0 else "bytes of the text", y=report["units"][kind][1])
+        style_axes(left, x="training step", y=report["units"][kind][0], title=f"{kind}: training")
+        style_axes(right, x="place in the text" if row == 0 else "bytes of the text", y=report["units"][kind][1])
         right.set_title(f"{kind}: held-out text (coloured: longer than trained)", fontsize=10)
         right.set_xticks(lengths)
     lines, names = grid[0, 1].get_legend_handles_labels()
@@ -287,7 +287,7 @@ def main() -> None:
         "runs": runs,
     }
     out.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    write(draw(report), out.with_suffix(".png"))
+    save_figure(draw(report), out.with_suffix(".png"))
     print(table(report))
 
 

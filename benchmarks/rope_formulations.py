@@ -151,7 +151,7 @@ def machine() -> dict[str, Any]:
         "threads": torch.get_num_threads(),
         "load_before": os.getloadavg()[0],
         "versions": versions,
-        "windlass_kernels": kernels.bind("cpu").explain(),
+        "windlass_kernels": kernels.select_backend("cpu").explain(),
     }
 
 

@@ -200,7 +200,7 @@ class WindlassKernel:
     def __init__(self, shape: tuple[int, int], heads: int) -> None:
         self.length, self.heads, dim = shape[0], heads, shape[1] // heads
         base = RotaryBase(rope_theta=BASE, head_dim=dim, rotary_dim=dim, trained_len=self.length)
-        self.backend = kernels.bind("cpu")
+        self.backend = kernels.select_backend("cpu")
         self.rotary = RotaryTables(1, [base], self.backend)
         row = self.rotary.acquire([resolve(RopeScaling(), base, self.length)])
         self.rotary_ids = torch.full((self.length,), row, dtype=torch.int64)

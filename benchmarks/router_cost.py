@@ -27,9 +27,9 @@ from harness.machine import describe
 from windlass.engine.api.config import EngineConfig, RotaryConfig
 from windlass.engine.api.request import EngineRequest, ModelInfo, RequestOutput, SamplingParams
 from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.choice import MOST_REMEMBERED, PrefixRouter
+from windlass.engine.client.replicas.choice import MAX_TRACKED_BLOCKS, PrefixRouter
 from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.prefix import PrefixKeys, chain
+from windlass.engine.client.replicas.prefix import PrefixKeys, digest_chain
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))
@@ -47,7 +47,7 @@ def full_router(replicas: int, block_tokens: int) -> PrefixRouter[int]:
     router, rng = PrefixRouter[int](block_tokens), random.Random(1)
     for replica in range(replicas):
         for stem in [rng.randbytes(8) for _ in range(16)]:
-            router.sent(replica, chain(stem, range(MOST_REMEMBERED // 16 * block_tokens), block_tokens))
+            router.sent(replica, digest_chain(stem, range(MAX_TRACKED_BLOCKS // 16 * block_tokens), block_tokens))
     return router
 
 
@@ -100,8 +100,11 @@ def remembered_bytes() -> float:
     """Of one block."""
     router: PrefixRouter[int] = PrefixRouter(32)
     tracemalloc.start()
-    router.sent(0, chain(b"root", range(MOST_REMEMBERED * 32), 32) + [os.urandom(16) for _ in range(MOST_REMEMBERED)])
-    size = tracemalloc.get_traced_memory()[0] / router.num_remembered
+    router.sent(
+        0,
+        digest_chain(b"root", range(MAX_TRACKED_BLOCKS * 32), 32) + [os.urandom(16) for _ in range(MAX_TRACKED_BLOCKS)],
+    )
+    size = tracemalloc.get_traced_memory()[0] / router.num_tracked_blocks
     tracemalloc.stop()
     return round(size, 1)
 

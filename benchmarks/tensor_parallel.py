@@ -23,8 +23,8 @@ from typing import Any
 
 from harness.machine import describe
 
-from windlass.engine.core.black_box import memory_file
-from windlass.kernels import memory_bytes
+from windlass.engine.core.black_box import create_memory_file
+from windlass.kernels import shared_memory_bytes
 from windlass.server.startup.choice import choose_model
 
 HIDDEN = 576  # of SmolLM2 135M
@@ -69,7 +69,7 @@ print(json.dumps(run_engine_benchmark(from_flat(model, values), **run)))
 
 def sums(way: str, ranks: int) -> dict[str, float]:
     """Microseconds of a sum, the median, by tokens of the step."""
-    memory = memory_file(memory_bytes(ranks))
+    memory = create_memory_file(shared_memory_bytes(ranks))
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]

@@ -25,7 +25,7 @@ from harness.rates import readable
 
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.step_timer import StepTimer
+from windlass.engine.scheduling.step_timer import StepLimiter
 from windlass.server.options.engine_names import from_flat
 
 SHAPE = {
@@ -57,11 +57,11 @@ class Windlass:
 
     def prefill_unbounded(self) -> float:
         """Prefill as with --target-step-ms 0: the whole prompt in one step."""
-        bounded, self.core.scheduler.timer = self.core.scheduler.timer, StepTimer(0.0, PREFILL)
+        bounded, self.core.scheduler.step_limiter = self.core.scheduler.step_limiter, StepLimiter(0.0, PREFILL)
         try:
             return self.prefill()
         finally:
-            self.core.scheduler.timer = bounded
+            self.core.scheduler.step_limiter = bounded
 
     def prefill(self) -> float:
         start = time.perf_counter()

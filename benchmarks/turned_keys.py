@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.kernels import Backend, KVPages, bind, plane_shapes
+from windlass.kernels import Backend, KVPages, page_tensor_shapes, select_backend
 
 TOKENS, DIM, BLOCK, STEP, QUERIES = 256, 64, 16, 16, 64
 THETA = 100_000.0
@@ -39,7 +39,7 @@ def rotated(x: Tensor, positions: Tensor) -> Tensor:
 
 def filled(backend: Backend, dtype: torch.dtype, keys: Tensor) -> KVPages:
     """Pages that hold these keys [TOKENS, DIM], rotated at positions 0, 1, …"""
-    shapes = plane_shapes(TOKENS // BLOCK, BLOCK, 1, DIM, DIM, dtype)
+    shapes = page_tensor_shapes(TOKENS // BLOCK, BLOCK, 1, DIM, DIM, dtype)
     pages = KVPages(*(torch.zeros(shape, dtype=kind) for shape, kind in shapes))
     k = rotated(keys, torch.arange(TOKENS)).float()[:, None]
     plain = torch.ones(TOKENS, DIM // 2), torch.zeros(TOKENS, DIM // 2), torch.ones(TOKENS)
@@ -63,7 +63,7 @@ def measure(shifts: list[int]) -> list[dict[str, Any]]:
     generator = torch.Generator().manual_seed(0)
     keys = torch.randn(TOKENS, DIM, generator=generator, dtype=torch.float64)
     queries = torch.randn(QUERIES, DIM, generator=generator, dtype=torch.float64)
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     rows: list[dict[str, Any]] = [{"shifts": count} for count in shifts]
     slots = torch.arange(TOKENS)
     angle = (STEP * inv_freq()).expand(TOKENS, -1)
@@ -82,7 +82,7 @@ def measure(shifts: list[int]) -> list[dict[str, Any]]:
             cos, sin = backend.rotary_angles(
                 inv_freq()[None, None], torch.zeros(QUERIES, dtype=torch.int64), places * 0 - moved
             )
-            versions = backend.turn_queries(back, torch.arange(QUERIES), cos[0], sin[0])[QUERIES:, 0]
+            versions = backend.rotate_queries(back, torch.arange(QUERIES), cos[0], sin[0])[QUERIES:, 0]
             row[name] = {
                 "keys": error(at @ read(turned).T, right),
                 "query": error(versions.double() @ read(still).T, right),

@@ -13,7 +13,7 @@ import textwrap
 from pathlib import Path
 
 from windlass.server.cli.rope.gallery.kinds import KINDS, Extras, draw
-from windlass.server.cli.rope.gallery.style import write
+from windlass.server.cli.rope.gallery.style import save_figure
 from windlass.server.cli.rope.gallery.subject import make_subject
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.tokenizer_directory import with_tokenizer
@@ -78,7 +78,7 @@ def main() -> None:
         extras = Extras(
             load_tokenizer=lambda path: Tokenizer.from_directory(with_tokenizer(path)), model=model, layer=given.layer
         )
-        write(draw(name, subject, extras), DOCS / "gallery" / f"{name}.png")
+        save_figure(draw(name, subject, extras), DOCS / "gallery" / f"{name}.png")
 
 
 if __name__ == "__main__":

@@ -61,11 +61,11 @@ class EngineDeadError(EngineError):
         self.begun = begun
 
 
-NO_MEMORY = (
+OUT_OF_MEMORY = (
     "the device ran out of memory in a step in which this request was the newest: send it again later, or a shorter one"
 )
 
-NO_MEMORY_TO_TURN = (
+OUT_OF_MEMORY_ROTATING = (
     "the device ran out of memory for the keys of this request, which turn by rope_update: send it again later, or with "
     "rope_update 'frozen'"
 )
@@ -80,7 +80,7 @@ class DeadlineError(EngineError):
     """The request's deadline passed before it finished."""
 
 
-class SlowReaderError(EngineError):
+class SlowConsumerError(EngineError):
     """More of an answer waited for whoever reads it than is kept."""
 
 

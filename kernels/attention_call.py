@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-KEY_CUT = 512
+KEY_SPLIT = 512
 
 
-def blocks_of_cut(block_size: int) -> int:
-    """Blocks that hold a multiple of KEY_CUT slots.
+def blocks_per_split(block_size: int) -> int:
+    """Blocks that hold a multiple of KEY_SPLIT slots.
 
     Under `deterministic` kernels cut a sequence's keys at places that divide those: where keys between two cuts move by so many
     blocks, what is met in them keeps its bits. Plain torch cuts nothing and sums over all at once, which tests have found to keep
     them too.
     """
-    return math.lcm(block_size, KEY_CUT) // block_size
+    return math.lcm(block_size, KEY_SPLIT) // block_size
 
 
 class KeyRange(NamedTuple):
@@ -51,7 +51,7 @@ class LatentExpansion(NamedTuple):
     dtype: torch.dtype = torch.float32
 
 
-class Prompts(NamedTuple):
+class PrefillTotals(NamedTuple):
     """What the host knows of the sequences that have more than one new token: how many there are at most, and how many new
     tokens and keys they have together."""
 
@@ -119,7 +119,7 @@ class AttentionCall:
     alibi_slopes: Tensor | None = (
         None  # [Hq] float32; capped scores lose slope * distance (2108.12409); with gaps of ranges only
     )
-    prompts: Prompts | None = (
+    prompts: PrefillTotals | None = (
         None  # None: nothing is known; of a call for some of its sequences or tokens, what it was of all
     )
 
@@ -130,7 +130,7 @@ class AttentionCall:
             raise ValueError("attention over ranges is causal, without a window or chunk of its own")
 
     @classmethod
-    def of_single_tokens(
+    def for_decode(
         cls, block_tables: Tensor, seq_lens: Tensor, score_scale: Tensor, scale: float, **options: Any
     ) -> AttentionCall:
         """A call in which every sequence has one new token. options: the fields that have a default."""
@@ -151,12 +151,12 @@ class AttentionCall:
         return self.ranges is not None
 
     @property
-    def hides_early_keys(self) -> bool:
+    def skips_early_keys(self) -> bool:
         """Whether a query may not see the first keys of its sequence."""
         return self.window is not None or self.chunk is not None
 
     @property
-    def only_single_tokens(self) -> bool:
+    def is_decode(self) -> bool:
         """Whether every sequence has one new token: row b of q is then that of sequence b."""
         return self.score_scale.shape[0] == self.seq_lens.shape[0]
 
@@ -180,16 +180,16 @@ class AttentionCall:
             first, end = torch.maximum(first, begin), torch.minimum(end, begin + self.chunk)
         return first, end
 
-    def single_tokens(self) -> tuple[Tensor, AttentionCall] | None:
+    def decode_part(self) -> tuple[Tensor, AttentionCall] | None:
         """The tokens [N] that are the only new one of their sequence, and the call for them alone; None without any.
 
         That call takes these rows of q (see `queries`), or the whole q where there are ranges.
         """
         # Asked for in every layer, and mostly in vain: tensor operations would take longer than this.
         sequences = [b for b, (start, end) in enumerate(pairwise(self.query_start.tolist())) if end - start == 1]
-        return self.some_sequences(self.query_start.new_tensor(sequences)) if sequences else None
+        return self.select_sequences(self.query_start.new_tensor(sequences)) if sequences else None
 
-    def some_sequences(self, sequences: Tensor) -> tuple[Tensor, AttentionCall]:
+    def select_sequences(self, sequences: Tensor) -> tuple[Tensor, AttentionCall]:
         """The tokens [N] of some of the sequences, and the call for them alone. sequences: int64 [M], rising.
 
         That call takes these rows of q (see `queries`), or the whole q where there are ranges.
@@ -209,7 +209,7 @@ class AttentionCall:
         return rows, call
 
     def sequences(self, fewest: int = 1) -> Iterator[tuple[slice, int, AttentionCall]]:
-        """Tokens, length, and call of every sequence that has at least so many new tokens, one by one; see `single_tokens`."""
+        """Tokens, length, and call of every sequence that has at least so many new tokens, one by one; see `decode_part`."""
         starts, lengths = self.query_start.tolist(), self.seq_lens.tolist()
         for b, length in enumerate(lengths):
             rows, one = slice(starts[b], starts[b + 1]), slice(b, b + 1)
@@ -225,7 +225,7 @@ class AttentionCall:
             )
             yield rows, length, call
 
-    def token_by_token(self) -> AttentionCall:
+    def as_single_tokens(self) -> AttentionCall:
         """The same attention with every token the last one of a sequence of its own, all over one table.
 
         For causal calls of one sequence (see `sequences`). Raises ValueError for others.
@@ -241,7 +241,7 @@ class AttentionCall:
             ranges=None if self.ranges is None else self.ranges.repeat(count),
         )
 
-    def some_tokens(self, begin: int, end: int) -> AttentionCall:
+    def slice_tokens(self, begin: int, end: int) -> AttentionCall:
         """The call for some of the new tokens of one sequence, which see no key behind the last of them.
 
         For causal calls of one sequence (see `sequences`).

@@ -23,24 +23,24 @@ import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.draws import TokenSampler, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.forms import BlockForm
 from windlass.kernels.layouts.huge_pages import advise_huge_pages
-from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankTable, LowRankTarget
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.layouts.ranks import Ranks
+from windlass.kernels.layouts.ranks import RankGroup
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.memory.copies import Copies, copies_of
-from windlass.kernels.memory.device import memory_of
+from windlass.kernels.memory.device import device_memory_of
 from windlass.kernels.memory.weights import SharedWeights, WeightMemory
 from windlass.kernels.operations.pointwise import Pointwise
 from windlass.kernels.operations.recurrence import Recurrences
 from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import RepeatsSteps
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import BufferFiller, PersistentBuffers
 
 Activations: TypeAlias = Literal["int8", "float32"]
 Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
@@ -53,7 +53,7 @@ class BackendOptions:
 
     dtype: activations. weight_dtype: matrices that are not in blocks, biases aside. activations: what rows become where they
     meet blocks: int8 with a scale per group, or float32 as they are, with the blocks widened (slow; nothing is rounded).
-    rounds_prompts: whether attention of prompts over pages of 16 bits may round what it multiplies to bfloat16.
+    bf16_prefill: whether attention of prompts over pages of 16 bits may round what it multiplies to bfloat16.
     shared: where weights lie that other processes use too. ranks: who else holds a part of the model, None: nobody.
     """
 
@@ -62,9 +62,9 @@ class BackendOptions:
     weight_dtype: torch.dtype = torch.float32
     deterministic: bool = False
     activations: Activations = "int8"
-    rounds_prompts: bool = False
+    bf16_prefill: bool = False
     shared: SharedWeights | None = field(default=None, compare=False)
-    ranks: Ranks | None = field(default=None, compare=False)
+    ranks: RankGroup | None = field(default=None, compare=False)
 
 
 class Backend(RepeatsSteps, Recurrences, Pointwise):
@@ -73,17 +73,19 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
     def __init__(self, options: BackendOptions) -> None:
         self.options = options
         self.device, self.dtype, self.weight_dtype = options.device, options.dtype, options.weight_dtype
-        self.deterministic, self.device_memory = options.deterministic, memory_of(options.device)
+        self.deterministic, self.device_memory = options.deterministic, device_memory_of(options.device)
         self._memory = WeightMemory(options.device, options.shared)
         self.workspace_bytes = 0  # that an operation may take in some step and not in the largest
-        self.fewest_alike = 0  # new tokens of a sequence from which attention treats all alike, but not fewer; 0: any
+        self.uniform_prefill_min_tokens = (
+            0  # new tokens of a sequence from which attention treats all alike, but not fewer; 0: any
+        )
 
     @abstractmethod
     def explain(self) -> str:
         """One line on which kernels run, and why no quicker ones."""
 
     @property
-    def is_second_choice(self) -> bool:
+    def is_fallback(self) -> bool:
         """Whether this kind of device has quicker kernels, which were refused: `explain` says why."""
         return False
 
@@ -110,7 +112,7 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
             return BlockWeight.empty(rows, columns, storage, self.empty)
         return self.empty((rows, columns), storage)
 
-    def table_and_head(self, rows: int, columns: int, storage: Storage) -> Tensor | BlockWeight:
+    def tied_embedding(self, rows: int, columns: int, storage: Storage) -> Tensor | BlockWeight:
         """A weight that rows are gathered from and that is multiplied by."""
         return self.table(rows, columns, storage)
 
@@ -160,12 +162,12 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         """`linear` for what has to be float32."""
         return self.linear(x, weight, bias).float()
 
-    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
         """A table for low-rank changes of a matrix, all slots without one."""
         return LowRankTable(slots)
 
     @abstractmethod
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         """Add to each row of `out` [T, N], in place, what the row's change makes of its row of x [T, K].
 
         out and x are of the compute dtype, changes of that or a narrower one; `low_rank_table` of this backend made the table.
@@ -274,9 +276,9 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         """
 
     @abstractmethod
-    def rows_filler(
-        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
-    ) -> RowsFiller:
+    def buffer_filler(
+        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> BufferFiller:
         """What fills in these rows, again and again, where `reads_host_memory`.
 
         inv_freq: [G, R, d/2] float64, q_scale: [G, R], score_scale: [R] float32, whose memory stays while what they
@@ -307,7 +309,7 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         """
 
     @abstractmethod
-    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         """q as it is, and under it versions of some of its rows, each rotated by one more angle; see `AttentionCall`.
 
         q: [T, Hq, D] rotated, any row and head strides. rows: [M] int64, M > 0. cos, sin: [M, d/2] float32, d <= D; of width 0
@@ -321,7 +323,7 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
 
         q: [T, Hq, D] rotated, or [N, Hq, D] with ranges. Returns [T, Hq, Dv] in q's dtype. Only keys and values that some
         query sees are read. Raises ValueError where q and the call disagree, and IndexError for a block or a row of q that is
-        none. On a device that would have to be waited for, NaN comes instead of an IndexError; so it does from `turn_queries`.
+        none. On a device that would have to be waited for, NaN comes instead of an IndexError; so it does from `rotate_queries`.
         """
 
     # Latent attention (arXiv 2405.04434), H heads with R rotated, N plain, V value and C latent dims
@@ -351,7 +353,7 @@ class Backend(RepeatsSteps, Recurrences, Pointwise):
         logits: [R, V] float32."""
 
     @abstractmethod
-    def drawer(self, vocab_size: int) -> Drawer:
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
         """What draws tokens from rows of so many logits."""
 
     @abstractmethod

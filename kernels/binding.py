@@ -13,16 +13,16 @@ import torch
 
 from windlass.kernels.backend import Activations, Backend, BackendOptions
 from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.layouts.ranks import Ranks
+from windlass.kernels.layouts.ranks import RankGroup
 from windlass.kernels.memory.weights import SharedWeights
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
-from windlass.kernels.torch.ranks import group_refusal
+from windlass.kernels.torch.ranks import collectives_refusal
 from windlass.kernels.triton import support as triton_support
 
 
-class _Own(NamedTuple):
+class _NativeBackend(NamedTuple):
     """refusal: why a kind of device cannot have its kernels. make: them. Of kernels that are not refused: narrow, pairs: see
-    `reads_narrow_weights` and `multiplies_narrow_rows`; share_memory: whether ranks meet in memory that all of them have."""
+    `reads_16bit_weights` and `has_native_bf16`; share_memory: whether ranks meet in memory that all of them have."""
 
     refusal: Callable[[BackendOptions], str | None]
     make: Callable[[BackendOptions], Backend]
@@ -39,39 +39,39 @@ def _triton(options: BackendOptions) -> Backend:
     return TritonBackend(options, CompiledBackend(host) if CompiledBackend.refusal(host) is None else None)
 
 
-_OWN_KERNELS = {  # by kind of device
-    "cpu": _Own(
+_NATIVE_BACKENDS = {  # by kind of device
+    "cpu": _NativeBackend(
         CompiledBackend.refusal,
         CompiledBackend,
         narrow=True,
-        pairs=lambda options: CompiledBackend(options).multiplies_pairs,
+        pairs=lambda options: CompiledBackend(options).has_bf16_dot,
         share_memory=True,
     ),
-    "cuda": _Own(lambda options: triton_support.refusal(options.device), _triton, narrow=False),
+    "cuda": _NativeBackend(lambda options: triton_support.triton_refusal(options.device), _triton, narrow=False),
 }
 
 
-def bind(
+def select_backend(
     device: torch.device | str,
     dtype: torch.dtype = torch.float32,
     weight_dtype: torch.dtype | None = None,
     *,
     activations: Activations = "int8",
     deterministic: bool = False,
-    rounds_prompts: bool = False,
+    bf16_prefill: bool = False,
     shared: SharedWeights | None = None,
-    ranks: Ranks | None = None,
+    ranks: RankGroup | None = None,
 ) -> Backend:
     """The backend for a model that computes in `dtype` on this device.
 
-    weight_dtype: of its matrices, `dtype` when None. activations, rounds_prompts: see `BackendOptions`.
+    weight_dtype: of its matrices, `dtype` when None. activations, bf16_prefill: see `BackendOptions`.
     deterministic: see the module `backend`. shared: where its weights lie, None for memory of this process. ranks: those
     that hold the rest of the model, None where all of it is here.
     """
     options = BackendOptions(
-        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, rounds_prompts, shared, ranks
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, bf16_prefill, shared, ranks
     )
-    own = _OWN_KERNELS.get(options.device.type)
+    own = _NATIVE_BACKENDS.get(options.device.type)
     refusal = None if own is None else own.refusal(options)
     if own is not None and refusal is None:
         return own.make(options)
@@ -81,27 +81,27 @@ def bind(
 def device_refusal(device: torch.device | str) -> str | None:
     """Why the kernels for this kind of device cannot run on this one; None where they can, or the kind has none."""
     options = BackendOptions(torch.device(device))
-    own = _OWN_KERNELS.get(options.device.type)
+    own = _NATIVE_BACKENDS.get(options.device.type)
     return None if own is None else own.refusal(options)
 
 
-def reads_narrow_weights(device: torch.device | str) -> bool:
+def reads_16bit_weights(device: torch.device | str) -> bool:
     """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
-    own = _OWN_KERNELS.get(torch.device(device).type)
+    own = _NATIVE_BACKENDS.get(torch.device(device).type)
     return own is not None and own.narrow and own.refusal(BackendOptions(torch.device(device))) is None
 
 
-def multiplies_narrow_rows(device: torch.device | str) -> bool:
+def has_native_bf16(device: torch.device | str) -> bool:
     """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
     options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
-    own = _OWN_KERNELS.get(options.device.type)
+    own = _NATIVE_BACKENDS.get(options.device.type)
     return own is not None and own.refusal(options) is None and own.pairs(options)
 
 
 def ranks_refusal(device: torch.device | str) -> str | None:
     """Why the ranks of a model cannot meet there; None where they can."""
     options = BackendOptions(torch.device(device))
-    own = _OWN_KERNELS.get(options.device.type)
+    own = _NATIVE_BACKENDS.get(options.device.type)
     if own is not None and own.share_memory and own.refusal(options) is None:
         return None
-    return group_refusal(options.device)
+    return collectives_refusal(options.device)

@@ -28,7 +28,7 @@ class Filters:
     """How one row is narrowed before the draw; the defaults keep everything. A temperature of 0 takes the largest logit.
 
     exclude_from: tokens that hold this share of what the other filters keep are top choices, of which only the least likely
-    stays (XTC). It changes from draw to draw: see `Draw`.
+    stays (XTC). It changes from draw to draw: see `SamplingRow`.
     """
 
     temperature: float = 1.0
@@ -39,7 +39,7 @@ class Filters:
     exclude_from: float = 1.0
 
     @property
-    def keep_all(self) -> bool:
+    def is_noop(self) -> bool:
         narrows = self.min_p > 0 or self.top_k > 0 or self.top_p < 1 or self.typical_p < 1
         return not narrows and self.exclude_from >= 1
 
@@ -75,10 +75,10 @@ class LogitsChanges:
     mask: Tensor | None = None  # int32 [ceil(V / 32)], on the CPU
 
 
-class RowDraws(NamedTuple):
+class SamplingTensors(NamedTuple):
     """Draws from rows 0 .. B - 1 of logits as they are, told in the memory of their device; [B] each.
 
-    temperature: float32, 0 takes the largest. magnitude: int32, see `filter_numbers`. top_k: int32, 0 keeps all. top_p, uniform:
+    temperature: float32, 0 takes the largest. magnitude: int32, see `encode_filters`. top_k: int32, 0 keeps all. top_p, uniform:
     float64.
     """
 
@@ -89,8 +89,8 @@ class RowDraws(NamedTuple):
     uniform: Tensor
 
 
-def filter_numbers(filters: Filters, vocab_size: int) -> tuple[float, int, int, float]:
-    """(temperature, magnitude, top_k, top_p) of `RowDraws`: filters by typical-p and exclusions have no such numbers.
+def encode_filters(filters: Filters, vocab_size: int) -> tuple[float, int, int, float]:
+    """(temperature, magnitude, top_k, top_p) of `SamplingTensors`: filters by typical-p and exclusions have no such numbers.
 
     magnitude: bits of a float32, those of the lowest scaled logit less its row's largest that min-p keeps, without the sign.
     """
@@ -103,14 +103,14 @@ def _magnitude(number: float) -> int:
     return int(np.float32(number).view(np.int32)) & 0x7FFFFFFF
 
 
-class DrawStatus(IntEnum):
+class SamplingStatus(IntEnum):
     OK = 0
     BAD_LOGITS = 1  # NaN or infinity
     NOTHING_LEFT = 2
     NO_SUCH_ID = 3
 
 
-class Draw(Protocol):
+class SamplingRow(Protocol):
     """A draw from one row, kept from step to step. Settable: row of the logits; uniform, in [0, 1); exclude_from, 1 for off.
 
     token: the drawn id where the status is OK, else -1.
@@ -126,15 +126,15 @@ class Draw(Protocol):
         """What to do to the row's logits, from now on; the tensors may be written to until the draw is made."""
 
 
-class Drawer(ABC):
+class TokenSampler(ABC):
     """Draws from rows of logits of one width."""
 
     @abstractmethod
-    def new(self, filters: Filters, penalties: Penalties) -> Draw:
+    def new(self, filters: Filters, penalties: Penalties) -> SamplingRow:
         """A draw with these settings from row 0, without changes."""
 
     @abstractmethod
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+    def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         """Fill token and status of each draw, which this drawer has made.
 
         logits: [R, V] float32, left unchanged. A row with NaN or infinity fails alone. What a draw yields depends on its

@@ -11,9 +11,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.kernels.draws import RowDraws
-from windlass.kernels.memory.marks import Mark
-from windlass.kernels.step_rows import RowsAhead
+from windlass.kernels.draws import SamplingTensors
+from windlass.kernels.memory.marks import DeviceEvent
+from windlass.kernels.step_rows import MultiStepInputs
 
 
 class Recording(ABC):
@@ -26,7 +26,7 @@ class Recording(ABC):
         """Make the calls again; False as soon as one reports an error. Raises ValueError where there is an obstacle."""
 
     def draw_passes(
-        self, ahead: RowsAhead, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
+        self, ahead: MultiStepInputs, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
         """Make the calls up to `passes` times: the ids that one time's `maxima` [B] hold are what the next one computes.
 
@@ -37,7 +37,7 @@ class Recording(ABC):
         return None
 
     @abstractmethod
-    def same_values(self, other: Recording) -> bool:
+    def same_calls(self, other: Recording) -> bool:
         """Whether the other recording made the same calls, addresses aside."""
 
 
@@ -56,27 +56,29 @@ class Recorder(ABC):
 class Graphs(ABC):
     """Work of a device beside its host: captured once, asked for again and again, waited for at the end.
 
-    What is asked for is done in the order in which it was asked for, some time later; nothing here but `Mark.wait` lets the host
+    What is asked for is done in the order in which it was asked for, some time later; nothing here but `DeviceEvent.wait` lets the host
     wait. One memory holds what all captured work makes: it stays until other captured work is done.
     """
 
     @abstractmethod
     def capture(self, work: Callable[[], None]) -> Callable[[], None]:
-        """Capture what work does on the device; the call returned does it again, on the same memory, for `ask`.
+        """Capture what work does on the device; the call returned does it again, on the same memory, for `submit`.
 
         It is run once before, so it has to do no harm. What it reads of Python's is read now and never again. Raises RuntimeError
         where it does what cannot be captured, as waiting for the device, and what torch raises where there is no memory.
         """
 
     @abstractmethod
-    def ask(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         """Have the device do this next: captured work, or torch operations that do not wait."""
 
     @abstractmethod
-    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def sample_rows(
+        self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
         """The tokens [B] and statuses [B], int64, of draws from all rows of logits [B, V], as a part of captured work.
 
-        maxima: the rows' `Backend.row_maxima`. A draw yields what a `Drawer` of the device draws.
+        maxima: the rows' `Backend.row_maxima`. A draw yields what a `TokenSampler` of the device draws.
         """
 
     @abstractmethod
@@ -84,7 +86,7 @@ class Graphs(ABC):
         """What torch is asked for from now on comes after all that was asked for here."""
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Behind all that was asked for until now."""
 
     @abstractmethod
@@ -107,6 +109,6 @@ class RepeatsSteps(ABC):
         Raises ValueError with `recording_refusal`.
         """
 
-    def make_graphs(self) -> Graphs | None:
+    def make_graph_runner(self) -> Graphs | None:
         """What captures steps on a device that runs beside its host, with a memory of its own; None: nothing does."""
         return None

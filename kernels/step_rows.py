@@ -14,21 +14,21 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-# Takes the tables of all sequences, int32 [K, R, columns], and how many columns matter; fills everything but `said`.
+# Takes the tables of all sequences, int32 [K, R, columns], and how many columns matter; fills everything but `metadata`.
 # Raises IndexError where a row has no block or no rotary row.
-RowsFiller: TypeAlias = Callable[[NDArray[np.int32], int], None]
+BufferFiller: TypeAlias = Callable[[NDArray[np.int32], int], None]
 
 
-class RowsAhead(NamedTuple):
+class MultiStepInputs(NamedTuple):
     """What the rows of a step need to go on by themselves. blocks: columns of `tables` that all of their tokens lie in."""
 
-    fill: RowsFiller
+    fill: BufferFiller
     tables: NDArray[np.int32]
     blocks: int
 
 
 @dataclass(frozen=True, slots=True)
-class StepRows:
+class PersistentBuffers:
     """B rows, each the next token of a sequence. Everything is contiguous and lies in host memory.
 
     said: [5, B] int64, what the caller writes: of each row its token, its slot's number in its sequence, the position of that
@@ -37,7 +37,7 @@ class StepRows:
     [G, B, d/2] float32, q_scale: [G, B] float32, score_scale: [B] float32.
     """
 
-    said: NDArray[np.int64]
+    metadata: NDArray[np.int64]
     positions: NDArray[np.int64]
     lengths: NDArray[np.int64]
     slots: NDArray[np.int64]
@@ -48,12 +48,12 @@ class StepRows:
     score_scale: Tensor
 
     @classmethod
-    def zeros(cls, groups: int, rows: int, width: int, rotary_groups: int, half: int) -> StepRows:
+    def zeros(cls, groups: int, rows: int, width: int, rotary_groups: int, half: int) -> PersistentBuffers:
         """For K `groups`, B `rows` and tables of `width` columns, which begin as -1."""
         positions, lengths = np.zeros((2, rows), dtype=np.int64)
         tables = np.full((groups, rows, width), -1, dtype=np.int32)
         cos, sin = (torch.from_numpy(np.zeros((rotary_groups, rows, half), dtype=np.float32)) for _ in range(2))
         scale = torch.from_numpy(np.ones((rotary_groups, rows), dtype=np.float32))
-        said, slots = np.zeros((5, rows), dtype=np.int64), np.zeros((groups, rows), dtype=np.int64)
+        metadata, slots = np.zeros((5, rows), dtype=np.int64), np.zeros((groups, rows), dtype=np.int64)
         score_scale = torch.from_numpy(np.ones(rows, dtype=np.float32))
-        return cls(said, positions, lengths, slots, tables, cos, sin, scale, score_scale)
+        return cls(metadata, positions, lengths, slots, tables, cos, sin, scale, score_scale)

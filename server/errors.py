@@ -15,7 +15,7 @@ from windlass.engine.errors import (
     EngineDeadError,
     QueueFullError,
     RequestError,
-    SlowReaderError,
+    SlowConsumerError,
 )
 from windlass.server.options.engine_names import in_options
 
@@ -127,7 +127,7 @@ def from_exception(error: BaseException, *, retry_after: int = 1) -> ApiError | 
         return ApiError(429, str(error), type="rate_limit_error", code="queue_full", retry_after=wait)
     if isinstance(error, DeadlineError):
         return ApiError(504, str(error) or "the request's deadline passed", code="deadline_exceeded")
-    if isinstance(error, SlowReaderError):
+    if isinstance(error, SlowConsumerError):
         return ApiError(408, str(error), code="slow_reader")
     if isinstance(error, DeviceMemoryError):
         return unavailable(str(error), code="out_of_memory", retry_after=retry_after)

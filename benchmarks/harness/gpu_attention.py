@@ -11,7 +11,7 @@ from harness.gpu_figures import Bounds, Figure, fastest
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-from windlass.kernels import AttentionCall, KVPages, bind
+from windlass.kernels import AttentionCall, KVPages, select_backend
 
 _BLOCK, _HEADS, _KV_HEADS, _DIM = 16, 32, 8, 128  # of an 8B Llama
 
@@ -36,10 +36,10 @@ def _pages(bounds: Bounds, streams: int, length: int) -> tuple[KVPages, torch.Te
 
 
 def _decode(bounds: Bounds, streams: int, length: int) -> Figure:
-    backend = bind(bounds.device, bounds.dtype)
+    backend = select_backend(bounds.device, bounds.dtype)
     pages, tables = _pages(bounds, streams, length)
     lengths = torch.full((streams,), length, device=bounds.device)
-    call = AttentionCall.of_single_tokens(tables, lengths, torch.ones(streams, device=bounds.device), _DIM**-0.5)
+    call = AttentionCall.for_decode(tables, lengths, torch.ones(streams, device=bounds.device), _DIM**-0.5)
     q = torch.randn(streams, _HEADS, _DIM, device=bounds.device).to(bounds.dtype)
     seconds = fastest(lambda: backend.paged_attention(q, pages, call), bounds.device, 10)
     read = pages.key.nbytes + pages.value.nbytes
@@ -47,7 +47,7 @@ def _decode(bounds: Bounds, streams: int, length: int) -> Figure:
 
 
 def _prompt(bounds: Bounds, length: int) -> Figure:
-    backend = bind(bounds.device, bounds.dtype)
+    backend = select_backend(bounds.device, bounds.dtype)
     pages, tables = _pages(bounds, 1, length)
     start, lengths = (torch.tensor(x, device=bounds.device) for x in ([0, length], [length]))
     call = AttentionCall(tables, start, lengths, torch.ones(length, device=bounds.device), _DIM**-0.5)

@@ -30,13 +30,13 @@ class _GraphClock:
         graphs = core.runner.graphs
         assert graphs is not None
         for size, captured in graphs._captured.items():
-            graphs._captured[size] = captured._replace(again=self._timed(captured.again))
+            graphs._captured[size] = captured._replace(replay=self._timed(captured.replay))
 
-    def _timed(self, again: Any) -> Any:
+    def _timed(self, replay: Any) -> Any:
         def timed() -> None:
             begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
             begin.record()
-            again()
+            replay()
             end.record()
             self._spans.append((begin, end))
 

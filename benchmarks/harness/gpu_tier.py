@@ -18,12 +18,12 @@ from harness.gpu_figures import Bounds, Figure, fastest, wait
 
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist.counts import PersistCounts
-from windlass.engine.cache.persist.device_pages import DevicePages
+from windlass.engine.cache.persist.counts import PersistCounters
+from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.persist.tier import HostTier
 from windlass.engine.core.engine_core import EngineCore
-from windlass.kernels import Copies, CopyQueue, Mark
+from windlass.kernels import Copies, CopyStream, DeviceEvent
 from windlass.kernels.backend import Backend
 from windlass.kernels.memory.copies import copies_of
 from windlass.server.options.engine_names import from_flat
@@ -31,26 +31,26 @@ from windlass.server.options.engine_names import from_flat
 _BLOCK = 16
 
 
-class _AtOnce(Copies, CopyQueue, Mark):
+class _AtOnce(Copies, CopyStream, DeviceEvent):
     """What there is on a CPU, to see that all of this runs: copies are done where they are asked for."""
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         return torch.empty(shape, dtype=dtype)
 
-    def mark(self) -> Mark:
+    def mark(self) -> DeviceEvent:
         return self
 
-    def queue(self) -> CopyQueue:
+    def queue(self) -> CopyStream:
         return self
 
-    def ask(self, copies: Callable[[], None], after: Sequence[Mark] = ()) -> Mark:
+    def ask(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
         copies()
         return self
 
     def wait(self) -> None:
         pass
 
-    precede = wait
+    make_stream_wait = wait
 
 
 @contextlib.contextmanager
@@ -96,22 +96,22 @@ def _ways(name: str, bounds: Bounds, block_bytes: int, to_host: float, to_device
     layers = 32
     shape = layers, 2 * count, block_bytes // layers // 4
     planes = [torch.randint(-128, 128, shape, dtype=torch.int8, device=bounds.device) for _ in range(4)]
-    counts = PersistCounts()
+    counts = PersistCounters()
     tier = HostTier(count, [sum(plane[:, 0].numel() for plane in planes)], _BLOCK, counts)
-    pages = DevicePages([planes], copies_of(bounds.device) or _AtOnce(), tier)
+    pages = DeviceBlockTransfer([planes], copies_of(bounds.device) or _AtOnce(), tier)
     order = random.Random(0).sample(range(2 * count), count)
-    size, most = count * pages.block_bytes[0], pages.most_at_once
+    size, most = count * pages.block_bytes[0], pages.max_blocks_per_load
 
     def save(keys: list[BlockKey]) -> None:
         for key, block in zip(keys, order, strict=True):
             tier.admit(key, block, None)
-        pages.save(tier.take_leaving())
+        pages.save(tier.take_pending_saves())
         wait(bounds.device)
 
-    def bring(keys: list[BlockKey]) -> None:
+    def load(keys: list[BlockKey]) -> None:
         for first in range(0, count, most):
             held = [one for key in keys[first : first + most] if (one := tier.acquire(key)) is not None]
-            tickets = pages.bring(held, lambda: False) or []
+            tickets = pages.load(held, lambda: False) or []
             for one in held:
                 tier.release(one)
             pages.put([LoadedBlock(0, order[first + i], ticket) for i, ticket in enumerate(tickets)])
@@ -124,7 +124,7 @@ def _ways(name: str, bounds: Bounds, block_bytes: int, to_host: float, to_device
         out.append(_timed(lambda keys=keys: save(keys), bounds.device))  # type: ignore[misc]
         for plane in planes:
             plane[:, order] = 0
-        back.append(_timed(lambda keys=keys: bring(keys), bounds.device))  # type: ignore[misc]
+        back.append(_timed(lambda keys=keys: load(keys), bounds.device))  # type: ignore[misc]
         if not all(torch.equal(plane[:, order], one) for plane, one in zip(planes, before, strict=True)):
             raise RuntimeError("other bytes came back")
     megabytes = f"{size >> 20:,} MiB in blocks"

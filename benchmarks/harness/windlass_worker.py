@@ -101,7 +101,7 @@ class WindlassHandler:
             del runner.execute
 
     def _pretend(self, plan: SchedulerOutput) -> list[StepResult]:
-        self.core.runner.follow(plan)
+        self.core.runner.apply(plan)
         return [StepResult(seq_id, token_ids=(11,)) for item in plan.sequences for seq_id in item.samples]
 
     def _randomise_cache(self) -> None:

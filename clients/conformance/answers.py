@@ -6,10 +6,12 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
-TIES = 0.2  # share of greedy tokens that may differ where only texts can be compared: near ties, not another rotation
+MAX_TIE_SHARE = (
+    0.2  # share of greedy tokens that may differ where only texts can be compared: near ties, not another rotation
+)
 
 
-class NotAskableError(Exception):
+class CheckUnavailableError(Exception):
     """This server cannot be asked this; the message says why and what would help."""
 
 
@@ -92,7 +94,7 @@ def overlap(one: Answer, other: Answer) -> bool:
 
 
 @dataclass(slots=True)
-class Reader:
+class AnswerParser:
     """Puts an answer together from the parts of a stream, or from a whole answer as the one part."""
 
     text: str = ""
@@ -105,7 +107,7 @@ class Reader:
         """One JSON object as OpenAI's completions have it, in vLLM's or llama.cpp's way with log-probabilities."""
         try:
             if body.get("error"):
-                raise NotAskableError(f"the stream ended with an error: {str(body['error'])[:200]}")
+                raise CheckUnavailableError(f"the stream ended with an error: {str(body['error'])[:200]}")
             self.usage = body.get("usage") or self.usage
             for choice in body.get("choices") or []:
                 piece = choice.get("text") or ""
@@ -115,7 +117,7 @@ class Reader:
                 self.pieces += [piece] if piece else []
                 self.times += [time] if piece or steps else []
         except (ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
-            raise NotAskableError(f"the answer is no completion as OpenAI has it ({error!r})") from None
+            raise CheckUnavailableError(f"the answer is no completion as OpenAI has it ({error!r})") from None
 
     def whole(self, *, by_text: bool) -> Answer:
         """The answer. by_text: this server offers no log-probabilities, so each piece of text counts as a step."""
@@ -123,10 +125,10 @@ class Reader:
             prompt = int(self.usage["prompt_tokens"])
             cached = (self.usage.get("prompt_tokens_details") or {}).get("cached_tokens")
         except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise NotAskableError(f"the answer has no usage with prompt_tokens ({error!r})") from None
+            raise CheckUnavailableError(f"the answer has no usage with prompt_tokens ({error!r})") from None
         steps = [Step(piece, {}) for piece in self.pieces] if by_text else self.steps
         if not steps:
-            raise NotAskableError("the answer is empty: the model ended it at once")
+            raise CheckUnavailableError("the answer is empty: the model ended it at once")
         return Answer(self.text, tuple(steps), prompt, cached, tuple(self.times))
 
 
@@ -143,7 +145,9 @@ def _steps(given: dict[str, Any]) -> list[Step]:
             for token, top in zip(given.get("tokens") or [], tops, strict=True)
         ]
     if any(not step.top for step in steps):
-        raise NotAskableError("a step of the answer has no top_logprobs")
+        raise CheckUnavailableError("a step of the answer has no top_logprobs")
     if not all(math.isfinite(value) for step in steps for value in step.top.values()):
-        raise NotAskableError("a log-probability of the answer is no finite number, so nothing can be compared with it")
+        raise CheckUnavailableError(
+            "a log-probability of the answer is no finite number, so nothing can be compared with it"
+        )
     return steps

@@ -11,7 +11,7 @@ from typing import Any
 
 import httpx
 
-from windlass.clients.conformance.answers import Answer, NotAskableError, Reader
+from windlass.clients.conformance.answers import Answer, AnswerParser, CheckUnavailableError
 from windlass.clients.sse import SSEDecoder
 from windlass.clients.terminal.errors import CommandError
 
@@ -20,7 +20,7 @@ TOP = 5
 OPTIONAL = ("cache_salt", "cache_prompt", "ignore_eos", "logprobs", "stream_options")
 
 
-class Asker:
+class ConformanceClient:
     """One model of one server, asked over /v1/completions with text prompts. Safe to use from several threads.
 
     timeout: seconds for one request. time_limit: seconds for all of them; past it nothing more is asked.
@@ -59,7 +59,7 @@ class Asker:
                 body = b"".join(_until(end, reply, "it did not tell its models in time"))
             cards = json.loads(body)["data"] if reply.status_code == 200 else []
             cards = [card for card in cards if isinstance(card, dict) and isinstance(card.get("id"), str)]
-        except (httpx.HTTPError, httpx.InvalidURL, NotAskableError) as error:
+        except (httpx.HTTPError, httpx.InvalidURL, CheckUnavailableError) as error:
             raise CommandError(f"no server answers at {self._base}: {error}; give the address it listens on") from None
         except (ValueError, KeyError, TypeError):
             cards = []
@@ -72,13 +72,13 @@ class Asker:
 
     def context(self) -> int | None:
         """The longest context in tokens, where /v1/models tells it in vLLM's or llama.cpp's way."""
-        return self._told("max_model_len", "n_ctx")
+        return self._card_value("max_model_len", "n_ctx")
 
     def trained(self) -> int | None:
         """The positions the model was trained on, where /v1/models tells them in Windlass's or llama.cpp's way."""
-        return self._told("trained_len", "n_ctx_train")
+        return self._card_value("trained_len", "n_ctx_train")
 
-    def _told(self, name: str, in_meta: str) -> int | None:
+    def _card_value(self, name: str, in_meta: str) -> int | None:
         meta = self.card.get("meta")
         for value in (self.card.get(name), meta.get(in_meta) if isinstance(meta, dict) else None):
             if isinstance(value, int) and value > 0:
@@ -107,9 +107,9 @@ class Asker:
         unsure: set[str] = set()  # left out for an error that names none of them
         while True:
             sent = {name: value for name, value in extras.items() if name in self._optional - unsure}
-            reader, status, said = self._send(body | sent, began)
+            reader, status, error_text = self._send(body | sent, began)
             if status in (400, 422) and sent:
-                named = [name for name in sent if name in said]
+                named = [name for name in sent if name in error_text]
                 if named:
                     self._optional -= set(named)
                 else:
@@ -121,20 +121,20 @@ class Asker:
         if status in (401, 403):
             raise CommandError("the server refuses the key: give --api-key")
         if status != 200:
-            raise NotAskableError(f"status {status}: {said[:200]}")
+            raise CheckUnavailableError(f"status {status}: {error_text[:200]}")
         if self.by_text is None:
             self.by_text = not reader.steps
         return reader.whole(by_text=self.by_text)
 
-    def _send(self, body: dict[str, Any], began: Event | None) -> tuple[Reader, int, str]:
+    def _send(self, body: dict[str, Any], began: Event | None) -> tuple[AnswerParser, int, str]:
         """What was read of the answer, the status, and the text of an error."""
         end = min(self._end, time.monotonic() + self._timeout)
         late = "the time of the run is used up: give a longer --time-limit"
         if end <= time.monotonic():
-            raise NotAskableError(late)
+            raise CheckUnavailableError(late)
         if end != self._end:
             late = "the server did not answer in time: give a longer --timeout"
-        reader = Reader()
+        reader = AnswerParser()
         wait = end - time.monotonic()
         try:
             with self._http.stream("POST", self._base + "/completions", json=body, timeout=wait) as reply:
@@ -147,19 +147,19 @@ class Asker:
                     if began is not None and reader.times:
                         began.set()
         except httpx.TimeoutException:
-            raise NotAskableError(late) from None
+            raise CheckUnavailableError(late) from None
         except httpx.HTTPError as error:
             raise CommandError(f"the server at {self._base} stopped answering: {error}") from None
         except ValueError as error:
-            raise NotAskableError(f"the answer is no JSON ({error})") from None
+            raise CheckUnavailableError(f"the answer is no JSON ({error})") from None
         return reader, 200, ""
 
 
 def _until(end: float, reply: httpx.Response, late: str) -> Iterator[bytes]:
-    """The body as it arrives. Raises NotAskableError, saying `late`, once more of it comes after `end`."""
+    """The body as it arrives. Raises CheckUnavailableError, saying `late`, once more of it comes after `end`."""
     for chunk in reply.iter_bytes():
         if time.monotonic() > end:
-            raise NotAskableError(late)
+            raise CheckUnavailableError(late)
         yield chunk
 
 

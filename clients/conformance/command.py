@@ -44,35 +44,35 @@ def conform(
     markdown: Annotated[Path | None, typer.Option("--markdown", metavar="FILE", help="Also write Markdown.")] = None,
 ) -> None:
     """Check a server's rotary positions from outside. Exit status 0: all shown holds, 1: something differs, 2: error."""
-    from windlass.clients.conformance.answers import NotAskableError
-    from windlass.clients.conformance.asking import Asker
+    from windlass.clients.conformance.answers import CheckUnavailableError
+    from windlass.clients.conformance.asking import ConformanceClient
     from windlass.clients.conformance.checks import CHECKS
     from windlass.clients.conformance.report import exit_status, to_json, to_lines, to_markdown
-    from windlass.clients.conformance.suite import Suite
+    from windlass.clients.conformance.suite import ConformanceSuite
 
     check_outputs({"--json": as_json, "--markdown": markdown})
     chosen = secrets.randbits(32) if seed is None else seed
-    asker = Asker(url, model, api_key, timeout, time_limit=time_limit)
+    asker = ConformanceClient(url, model, api_key, timeout, time_limit=time_limit)
     try:
         trained = trained_len or asker.trained()
-        suite = Suite(asker, trained, max_len or asker.context(), tolerance, chosen, far_len)
+        suite = ConformanceSuite(asker, trained, max_len or asker.context(), tolerance, chosen, far_len)
         results = suite.run(CHECKS, lambda name: typer.echo(f"asking: {name}", err=True))
-    except NotAskableError as error:
+    except CheckUnavailableError as error:
         raise CommandError(f"{url} cannot be checked: {error}") from None
     finally:
         asker.close()
     for line in to_lines(results):
         typer.echo(line)
     if as_json is not None:
-        _write(as_json, json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n")
+        _write_file(as_json, json.dumps(to_json(url, asker.model, results, chosen), indent=1) + "\n")
     if markdown is not None:
-        _write(markdown, to_markdown(url, asker.model, results))
+        _write_file(markdown, to_markdown(url, asker.model, results))
     if suite.lost is not None:
         raise CommandError(suite.lost)
     raise typer.Exit(exit_status(results))
 
 
-def _write(path: Path, text: str) -> None:
+def _write_file(path: Path, text: str) -> None:
     try:
         path.write_text(text, encoding="utf-8")
     except OSError as error:

@@ -6,8 +6,8 @@ import random
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from windlass.clients.conformance.answers import TIES, Agreement, Answer, NotAskableError
-from windlass.clients.conformance.asking import Asker
+from windlass.clients.conformance.answers import MAX_TIE_SHARE, Agreement, Answer, CheckUnavailableError
+from windlass.clients.conformance.asking import ConformanceClient
 from windlass.clients.terminal.errors import CommandError
 
 WORDS = (
@@ -15,12 +15,12 @@ WORDS = (
     "child who waited on cold steps while bells rang above narrow streets where traders sold apples glass rope iron"
 ).split()
 REPEATS = 3
-ROOM = 72  # tokens of an answer and of a beginning of sequence, at most
-LEAST_PARTED = 3  # where only texts can be compared: fewer differing tokens may all be near ties
+ANSWER_RESERVE = 72  # tokens of an answer and of a beginning of sequence, at most
+MIN_DIFFERING_TOKENS = 3  # where only texts can be compared: fewer differing tokens may all be near ties
 
 
 @dataclass(frozen=True, slots=True)
-class Found:
+class CheckOutcome:
     """What a check found.
 
     asked: what was asked, for a reader. unshown: why equality would show nothing here, None where it does.
@@ -29,7 +29,7 @@ class Found:
 
     tally: Agreement
     asked: str
-    unshown: str | None = None
+    inconclusive: str | None = None
     allowed: float = 0.0
 
 
@@ -54,7 +54,7 @@ class CheckResult:
     parted: int = 0
 
 
-class Suite:
+class ConformanceSuite:
     """The checks against one server.
 
     trained: positions the model was trained on, None where unknown. context: the longest the server takes, None where
@@ -64,7 +64,7 @@ class Suite:
 
     def __init__(
         self,
-        asker: Asker,
+        asker: ConformanceClient,
         trained: int | None,
         context: int | None,
         tolerance: float,
@@ -83,7 +83,7 @@ class Suite:
 
     def run(
         self,
-        checks: Sequence[tuple[str, str, Callable[[Suite], Found]]],
+        checks: Sequence[tuple[str, str, Callable[[ConformanceSuite], CheckOutcome]]],
         say: Callable[[str], None] = lambda line: None,
     ) -> list[CheckResult]:
         """Every check, one after another; `say` is told each check's name before it runs.
@@ -97,32 +97,32 @@ class Suite:
             say(name)
             try:
                 results.append(self._judge(name, question, check(self)))
-            except NotAskableError as reason:
+            except CheckUnavailableError as reason:
                 results.append(CheckResult(name, question, "not askable", str(reason)))
             except CommandError as error:
                 self.lost = str(error)
                 results.append(CheckResult(name, question, "not askable", self.lost))
         return results
 
-    def _judge(self, name: str, question: str, found: Found) -> CheckResult:
+    def _judge(self, name: str, question: str, found: CheckOutcome) -> CheckResult:
         tally, detail = found.tally, found.asked
         if self.asker.by_text:
             share = tally.parted / max(tally.compared, 1)
             usual = self.noise.parted / max(self.noise.compared, 1)
             detail += f"; by text alone: {tally.parted} of {tally.compared} tokens differ"
-            differs = tally.parted >= LEAST_PARTED and share > max(TIES, 3 * usual)
+            differs = tally.parted >= MIN_DIFFERING_TOKENS and share > max(MAX_TIE_SHARE, 3 * usual)
             effect = noise = bound = None
         else:
             effect, noise, bound = tally.far, self.noise.far, self.bound()
             differs = effect > max(bound, found.allowed)
-        unshown = None if differs else found.unshown
+        inconclusive = None if differs else found.inconclusive
         if effect is not None and bound is not None and bound < effect <= found.allowed:
-            unshown = unshown or f"up to {found.allowed:.4f} nats may come of something harmless"
+            inconclusive = inconclusive or f"up to {found.allowed:.4f} nats may come of something harmless"
         if not differs and self.asker.by_text and tally.parted:
-            unshown = unshown or "so few may be near ties"
-        verdict = "differs" if differs else "not shown" if unshown else "holds"
-        if unshown:
-            detail += f"; {unshown}"
+            inconclusive = inconclusive or "so few may be near ties"
+        verdict = "differs" if differs else "not shown" if inconclusive else "holds"
+        if inconclusive:
+            detail += f"; {inconclusive}"
         return CheckResult(name, question, verdict, detail, effect, noise, bound, tally.compared, tally.parted)
 
     def bound(self) -> float:
@@ -131,20 +131,20 @@ class Suite:
 
     def words(self, count: int) -> str:
         """Each word about as often as every other, so that the length in tokens follows from the number of words."""
-        drawn: list[str] = []
-        while len(drawn) < count:
-            drawn += self._random.sample(WORDS, len(WORDS))
-        return " ".join(drawn[:count])
+        sampled: list[str] = []
+        while len(sampled) < count:
+            sampled += self._random.sample(WORDS, len(WORDS))
+        return " ".join(sampled[:count])
 
     def prompt(self, tokens: int) -> str:
         """A text of about `tokens` tokens that no earlier request began with."""
         self.fits(tokens)
         return self.words(max(round((tokens - self._extra) / self._per_word), 4))
 
-    def fits(self, tokens: int, room: int = ROOM) -> None:
-        """Raises NotAskableError where the server takes no text of `tokens` tokens and an answer of `room`."""
-        if self.context is not None and tokens + room > self.context:
-            raise NotAskableError(f"context {self.context}: it needs {tokens + room} tokens")
+    def fits(self, tokens: int, reserve: int = ANSWER_RESERVE) -> None:
+        """Raises CheckUnavailableError where the server takes no text of `tokens` tokens and an answer of `reserve`."""
+        if self.context is not None and tokens + reserve > self.context:
+            raise CheckUnavailableError(f"context {self.context}: it needs {tokens + reserve} tokens")
 
     def just_below(self, tokens: int) -> str:
         """A text of `tokens` tokens or a few less, measured by asking; at most four requests."""
@@ -155,7 +155,7 @@ class Suite:
                 return " ".join(words)
             count = max(round(abs(over) / self._per_word), 1)
             words = words[:-count] if over > 0 else words + self.words(count).split()
-        raise NotAskableError(f"no text of {tokens} tokens was found: the tokenizer does not go by words")
+        raise CheckUnavailableError(f"no text of {tokens} tokens was found: the tokenizer does not go by words")
 
     def begin(self, make: Callable[[], str], length: int) -> tuple[str, Answer]:
         """A prompt of `make` and its answer of `length` tokens, to be read back: where four tries find one, an answer that does
@@ -168,9 +168,9 @@ class Suite:
         return prompt, answer
 
     def past(self) -> int:
-        """The trained length. Raises NotAskableError where it is not known."""
+        """The trained length. Raises CheckUnavailableError where it is not known."""
         if self.trained is None:
-            raise NotAskableError("the trained length is not known: give --trained-len")
+            raise CheckUnavailableError("the trained length is not known: give --trained-len")
         return self.trained
 
     def short(self) -> int:
@@ -184,7 +184,7 @@ class Suite:
             tally.answers(answers[0], other)
         return tally
 
-    def against_fresh(self, prompt: str, answer: Answer, cuts: Iterable[int], tally: Agreement) -> int:
+    def compare_with_fresh(self, prompt: str, answer: Answer, cuts: Iterable[int], tally: Agreement) -> int:
         """Compares the answer's steps with fresh requests of prompt + the answer so far; how many there were.
 
         A cut where the text is not read back as the same number of tokens is passed over.
@@ -202,5 +202,7 @@ class Suite:
             compared += 1
             tally.step(answer.steps[cut], again.steps[0])
         if not compared:
-            raise NotAskableError("no cut of the answer is read back as the same tokens: the answer is no plain text")
+            raise CheckUnavailableError(
+                "no cut of the answer is read back as the same tokens: the answer is no plain text"
+            )
         return compared

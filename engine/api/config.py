@@ -9,7 +9,7 @@ from typing import Literal
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.rotary.ladder import LadderStep
+from windlass.engine.rotary.ladder import ScalingThreshold
 from windlass.engine.rotary.policy import RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -167,7 +167,7 @@ class SpeculationConfig:
         return self.model is not None or self.mtp
 
     @property
-    def most_proposed(self) -> int:
+    def max_proposed_tokens(self) -> int:
         """Tokens that a stream may propose in a step, by whichever way."""
         return max(self.num_tokens, self.draft_tokens if self.drafts else 0)
 
@@ -216,7 +216,7 @@ class RotaryConfig:
 
     scaling: RopeScaling | None = None
     update: RopeUpdate | None = None
-    ladder: tuple[LadderStep, ...] = ()
+    ladder: tuple[ScalingThreshold, ...] = ()
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 DEFAULT_KEEP_TOKENS = 16
-SHORTEST_PASSAGE = 32  # tokens of one that requests may ask to take up
+MIN_PASSAGE_TOKENS = 32  # tokens of one that requests may ask to take up
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class ContextRule:
 
 
 @dataclass(frozen=True, slots=True)
-class PassageReuse:
+class NonPrefixReuseParams:
     """Cached passages that a prompt may take up wherever they stood before.
 
     at_least: tokens of the shortest passage taken; 0: only those of `passages`. passages: spans [start, end) of the prompt
@@ -43,7 +43,7 @@ class PassageReuse:
     scope: str = ""
 
     @property
-    def takes_any(self) -> bool:
+    def is_enabled(self) -> bool:
         """Whether any is taken at all; the request's own tokens can be found by others of its scope in any case."""
         return self.at_least > 0 or bool(self.passages)
 

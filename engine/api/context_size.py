@@ -12,8 +12,8 @@ from windlass.engine.api.context import ContextReport, ContextRule
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import RequestError
 
-ENDLESS = 2**62  # slots that no sequence takes
-_FEWEST_FREE_BLOCKS = 2  # behind the kept ones, so that a token always sees what came right before it
+UNBOUNDED = 2**62  # slots that no sequence takes
+_MIN_FREE_BLOCKS = 2  # behind the kept ones, so that a token always sees what came right before it
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,7 +21,7 @@ class ContextSize:
     """A request's rule in slots and whole blocks.
 
     longest: tokens at which the sequence ends. window: slots it holds at most under `shift`, None where none are dropped.
-    kept_blocks: leading blocks that a rule asks to stay. seen: keys that a token sees under an attention window, None for all.
+    retained_blocks: leading blocks that a rule asks to stay. seen: keys that a token sees under an attention window, None for all.
     cut_blocks: blocks of a multiple of which those stay and others go under an attention window. sinks: tokens that are seen
     besides.
     """
@@ -29,44 +29,47 @@ class ContextSize:
     longest: int
     block_size: int
     window: int | None = None
-    kept_blocks: int = 0
-    seen: int | None = None
+    retained_blocks: int = 0
+    attention_window: int | None = None
     cut_blocks: int = 1
     sinks: int = 0
 
     @property
     def rotary_length(self) -> int:
         """Tokens that stand in sight of each other at most: what frequencies that depend on a length go by."""
-        if self.seen is not None:
-            return min(self.longest, self.sinks + self.seen)
+        if self.attention_window is not None:
+            return min(self.longest, self.sinks + self.attention_window)
         return self.longest if self.window is None else min(self.longest, self.window)
 
     @property
     def sinks_window(self) -> int:
         """Tokens of a layer's own window beyond which it sees sinks however far the text goes: they stand within it."""
-        return ENDLESS if self.seen is None or not self.sinks else self.seen
+        return UNBOUNDED if self.attention_window is None or not self.sinks else self.attention_window
 
     @property
-    def staying_blocks(self) -> int:
+    def aligned_retained_blocks(self) -> int:
         """Leading blocks that stay under an attention window."""
-        return -(-self.kept_blocks // self.cut_blocks) * self.cut_blocks
+        return -(-self.retained_blocks // self.cut_blocks) * self.cut_blocks
 
     @property
     def floor(self) -> int:
         """Slots that dropping never brings a sequence below."""
-        return ENDLESS if self.window is None else self.window - self.block_size
+        return UNBOUNDED if self.window is None else self.window - self.block_size
 
-    def most_slots(self, chunk: int) -> int:
+    def max_slots(self, chunk: int) -> int:
         """Slots taken at once by a sequence that computes up to `chunk` tokens in a step."""
-        if self.seen is not None:
-            return min(self.longest, (self.staying_blocks + self.cut_blocks) * self.block_size + self.seen + chunk)
+        if self.attention_window is not None:
+            return min(
+                self.longest,
+                (self.aligned_retained_blocks + self.cut_blocks) * self.block_size + self.attention_window + chunk,
+            )
         return self.longest if self.window is None else min(self.longest, self.window)
 
     def report(self, num_computed: int) -> ContextReport | None:
         """What became of a sample's context once so many tokens were computed; None where nothing ever becomes of it."""
-        kept = self.kept_blocks * self.block_size
-        if self.seen is not None:
-            return ContextReport(self.seen, kept)
+        kept = self.retained_blocks * self.block_size
+        if self.attention_window is not None:
+            return ContextReport(self.attention_window, kept)
         if self.window is None:
             return None
         shifts = max(0, -(-(num_computed - self.window) // self.block_size))
@@ -115,7 +118,7 @@ class ContextSizes:
                 raise RequestError(
                     "attention_window must be at least 1, attention_sinks at least 0", "attention_window"
                 )
-            most = self.max_model_len - size * _FEWEST_FREE_BLOCKS
+            most = self.max_model_len - size * _MIN_FREE_BLOCKS
             if rule.attention_window + rule.attention_sinks > most:
                 raise RequestError(
                     f"attention_window and attention_sinks come to {rule.attention_window + rule.attention_sinks} tokens, "
@@ -129,11 +132,11 @@ class ContextSizes:
         if not endless:
             return ContextSize(longest, size)
         window = self.shift_context // size * size
-        most = window - size * _FEWEST_FREE_BLOCKS
+        most = window - size * _MIN_FREE_BLOCKS
         if rule.keep_tokens < 0 or -(-rule.keep_tokens // size) * size > most:
             raise RequestError(
                 f"keep_tokens must lie between 0 and {max(0, most)}: a context of {window} tokens that drops its oldest "
-                f"holds them in blocks of {size}, and at least {_FEWEST_FREE_BLOCKS} are for what follows; "
+                f"holds them in blocks of {size}, and at least {_MIN_FREE_BLOCKS} are for what follows; "
                 f"got {rule.keep_tokens}",
                 "keep_tokens",
                 "invalid_value",
@@ -141,7 +144,7 @@ class ContextSizes:
         return ContextSize(longest, size, window, -(-rule.keep_tokens // size))
 
 
-def sizes_of(info: ModelInfo) -> ContextSizes:
+def context_sizes_of(info: ModelInfo) -> ContextSizes:
     """What sequences of a loaded model may hold."""
     return ContextSizes(
         info.max_model_len,

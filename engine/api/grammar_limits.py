@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Final, TypedDict
 
-MAX_CHARACTERS = 4 << 20  # of a serialized grammar
+MAX_GRAMMAR_CHARACTERS = 4 << 20  # of a serialized grammar
 
 
 class GrammarLimits(TypedDict):
@@ -19,7 +19,7 @@ class GrammarLimits(TypedDict):
 
 
 # A mask takes 40 microseconds as a rule and some 20 ms at most, a grammar about 100 MB at most.
-LIMITS: Final[GrammarLimits] = {
+GRAMMAR_LIMITS: Final[GrammarLimits] = {
     "initial_lexer_fuel": 1_000_000,
     "step_lexer_fuel": 200_000,
     "step_max_items": 50_000,

@@ -15,16 +15,16 @@ import time
 from collections.abc import Callable
 from typing import Any, TextIO
 
-VARIABLE = "_WINDLASS_LOG_FORMAT"  # private: tells the processes of a server how it logs
-JSON = "json"
-FIELDS = ("request_id", "caller")  # of a record, where it has them
+LOG_FORMAT_VARIABLE = "_WINDLASS_LOG_FORMAT"  # private: tells the processes of a server how it logs
+JSON_FORMAT = "json"
+LOG_FIELDS = ("request_id", "caller")  # of a record, where it has them
 _ERRORS = ("error:", "Traceback", "Fatal")
 _NOTICES = ("notice:", "warning:")
 
 
 def wants_json() -> bool:
     """Whether the server that this process belongs to logs so."""
-    return os.environ.get(VARIABLE) == JSON
+    return os.environ.get(LOG_FORMAT_VARIABLE) == JSON_FORMAT
 
 
 class JsonFormatter(logging.Formatter):
@@ -37,8 +37,8 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         message = self._words(record.getMessage())
-        found = line(record.created, record.levelname.lower(), self._process, message, logger=record.name)
-        for name in FIELDS:
+        found = log_entry(record.created, record.levelname.lower(), self._process, message, logger=record.name)
+        for name in LOG_FIELDS:
             if value := getattr(record, name, None):
                 found[name] = value
         if record.exc_info:
@@ -46,7 +46,7 @@ class JsonFormatter(logging.Formatter):
         return json.dumps(found, default=str)
 
 
-def line(at: float, level: str, process: str, message: str, **more: Any) -> dict[str, Any]:
+def log_entry(at: float, level: str, process: str, message: str, **more: Any) -> dict[str, Any]:
     """The object of a line. at: Unix seconds."""
     seconds = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(at))
     return {
@@ -79,7 +79,9 @@ class JsonStream(io.TextIOBase):
             *whole, self._partial = (self._partial + text).split("\n")
             for each in whole:
                 if each.strip():
-                    self._out.write(json.dumps(line(time.time(), _level(each), self._process, each.rstrip())) + "\n")
+                    self._out.write(
+                        json.dumps(log_entry(time.time(), _level(each), self._process, each.rstrip())) + "\n"
+                    )
         return len(text)
 
     def flush(self) -> None:
@@ -104,7 +106,7 @@ def log_as_json(
 
     threads: whether one may be started, which turns what libraries below Python write into lines as well.
     """
-    out = _aside(process) if threads else sys.stderr
+    out = _redirect_stderr(process) if threads else sys.stderr
     handler = logging.StreamHandler(out)
     handler.setFormatter(JsonFormatter(process, words))
     if fields is not None:
@@ -113,7 +115,7 @@ def log_as_json(
     sys.stderr = JsonStream(out, process)
 
 
-def _aside(process: str) -> TextIO:
+def _redirect_stderr(process: str) -> TextIO:
     """The standard error under another number; what goes to its old one is read by a thread, and written there as lines."""
     out = os.fdopen(os.dup(2), "w", buffering=1, encoding="utf-8", errors="backslashreplace")
     reader, writer = os.pipe()

@@ -16,17 +16,17 @@ MAX_CACHE_SEQUENCES = 64
 
 
 @dataclass(frozen=True)
-class EngineQuestion(Generic[A]):
+class IntrospectionQuery(Generic[A]):
     """What is asked; A is the type of its answer."""
 
 
 @dataclass(frozen=True)
-class CacheQuestion(EngineQuestion["CachePicture"]):
+class CacheQuery(IntrospectionQuery["CacheSnapshot"]):
     """Which pages of the cache are held, kept or free. Answered from the books, between two steps."""
 
 
 @dataclass(frozen=True)
-class AttentionQuestion(EngineQuestion["AttentionPicture"]):
+class AttentionQuery(IntrospectionQuery["AttentionSnapshot"]):
     """What one head of one layer attends to in a text of at most MAX_ATTENTION_TOKENS, under a scaling (None: the server's).
 
     One pass over the text outside the scheduler and its cache; the steps of others wait for it.
@@ -39,12 +39,12 @@ class AttentionQuestion(EngineQuestion["AttentionPicture"]):
 
 
 @dataclass(frozen=True, slots=True)
-class CacheGroupPicture:
+class CacheGroupSnapshot:
     """The pages of one KV group.
 
     Cell i stands for blocks i * blocks_per_cell and those after it. held, shared and idle count its blocks that one sequence
     holds, that several do, and that nobody holds but a later prompt may take up again; the rest is free. owners: the index
-    into `CachePicture.sequences` of one that holds a block of the cell, -1 where none of those listed does.
+    into `CacheSnapshot.sequences` of one that holds a block of the cell, -1 where none of those listed does.
     num_shown: blocks that the cells stand for; those behind them are free. window: as in the model's attention, None for all.
     engine: the number of its engine, where there are several. states: a block is what layers carry of a sequence, and no pages.
     """
@@ -62,7 +62,7 @@ class CacheGroupPicture:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheSequencePicture:
+class CacheSequenceSnapshot:
     """A running sequence: its tokens, those of its prompt, those that came from the cache, and what moved in it."""
 
     num_tokens: int
@@ -74,17 +74,17 @@ class CacheSequencePicture:
 
 
 @dataclass(frozen=True, slots=True)
-class CachePicture:
+class CacheSnapshot:
     """sequences: at most MAX_CACHE_SEQUENCES of those that run, the best rank first. seconds: that the engine took for it."""
 
     block_size: int
-    groups: tuple[CacheGroupPicture, ...]
-    sequences: tuple[CacheSequencePicture, ...]
+    groups: tuple[CacheGroupSnapshot, ...]
+    sequences: tuple[CacheSequenceSnapshot, ...]
     seconds: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
-class AttentionPicture:
+class AttentionSnapshot:
     """float32, [T * T] by rows, as bytes of this machine: row i is token i. weights: after the softmax. scores: before it, scaled
     and capped, minus infinity where a token is hidden. num_heads: of the layer.
     """

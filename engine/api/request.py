@@ -9,11 +9,11 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.api.adapters import AdapterInfo
-from windlass.engine.api.context import ContextReport, ContextRule, PassageReuse
+from windlass.engine.api.context import ContextReport, ContextRule, NonPrefixReuseParams
 from windlass.engine.api.model_heads import ClassifierInfo, PoolingDefaults
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.ladder import RotaryLadder
+from windlass.engine.rotary.ladder import AutoScalingThresholds
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport
 from windlass.engine.rotary.scaling import RopeScaling
 
@@ -122,7 +122,7 @@ class EngineRequest:
     rope_exact: bool = False
     cache_salt: str | None = None
     context: ContextRule = field(default_factory=ContextRule)
-    reuse: PassageReuse | None = None
+    reuse: NonPrefixReuseParams | None = None
     priority: int = 0  # lower runs first, as in vLLM
     caller: str = ""
     share: float = 1.0
@@ -218,7 +218,7 @@ class ModelInfo:
     model_rotary_groups: tuple[RotaryGroup, ...]  # under the model's own
     weight_bytes: int
     load_seconds: float
-    rotary_ladder: RotaryLadder | None = None  # what a scaling is chosen from by length
+    rotary_ladder: AutoScalingThresholds | None = None  # what a scaling is chosen from by length
     rotary_auto: bool = False  # it is for requests that ask for nothing else
     shift_context: int = 0  # tokens that a sequence holds at once where its oldest are dropped
     max_total_tokens: int | None = None  # prompt and output of such a sequence together
@@ -235,13 +235,13 @@ class ModelInfo:
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     classifier: ClassifierInfo | None = None  # of a model that classifies and generates nothing
     generates: bool = True
-    sees_whole_texts: bool = False  # its tokens see those behind them: a text is computed in one step
+    is_bidirectional: bool = False  # its tokens see those behind them: a text is computed in one step
     replicas: int = 1  # engines that this is said of, each with a cache of its own; they share the weights
     ranks: int = 1  # processes that each hold a part of every layer; sizes are of all of them together
     notices: tuple[str, ...] = ()  # one-line remarks for the person who started the server
 
 
-MAX_SAMPLES = 1 << 16  # of each duration that wait for somebody to ask: some MB, and hours of a busy server
+MAX_TIMING_SAMPLES = 1 << 16  # of each duration that wait for somebody to ask: some MB, and hours of a busy server
 STEP_TOKENS = (1, 8, 16, 32, 64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384)
 
 

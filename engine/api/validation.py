@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable
 
-from windlass.engine.api.context import PassageReuse
-from windlass.engine.api.grammar_limits import MAX_CHARACTERS
+from windlass.engine.api.context import NonPrefixReuseParams
+from windlass.engine.api.grammar_limits import MAX_GRAMMAR_CHARACTERS
 from windlass.engine.api.pooling import POOLING_KINDS, PoolingRule
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, EngineRequest, ModelInfo, SamplingParams
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.rotary.scaling import OF_DISTANCES
+from windlass.engine.rotary.scaling import DISTANCE_KINDS
 
 MAX_SAMPLES = 64
 MAX_PASSAGES = 1024
-_MOST_MARKERS, _LONGEST_MARKER = 128, 64  # of thinking: spellings, tokens
+_MAX_MARKERS, _MAX_MARKER_TOKENS = 128, 64  # of thinking: spellings, tokens
 
 
 def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
@@ -32,7 +32,7 @@ def validate_request(request: EngineRequest, *, vocab_size: int) -> None:
         _check_reuse(request.reuse, len(request.prompt_token_ids))
 
 
-def check_task(request: EngineRequest, info: ModelInfo) -> None:
+def validate_task(request: EngineRequest, info: ModelInfo) -> None:
     """Raise RequestError for what the model has no head for."""
     classifier, kind = info.classifier, None if request.pooling is None else request.pooling.kind
     if kind in (None, "answer") and not info.generates:
@@ -47,23 +47,23 @@ def check_task(request: EngineRequest, info: ModelInfo) -> None:
     if classifier is None:
         raise RequestError("this model has no classification head", "pooling", "no_classifier")
     if classifier.per_token != (kind == "classify tokens"):
-        told = "each token, not of a text: ask /pooling for token_classify"
+        hint = "each token, not of a text: ask /pooling for token_classify"
         raise RequestError(
-            f"this model tells the class of {told if classifier.per_token else 'a text: use /classify'}",
+            f"this model tells the class of {hint if classifier.per_token else 'a text: use /classify'}",
             "pooling",
             "no_classifier",
         )
 
 
-def check_distances(request: EngineRequest, rotation: RotaryPlan) -> None:
+def validate_distance_rules(request: EngineRequest, rotation: RotaryPlan) -> None:
     """Raise RequestError for what a rule of distances has no room for: it says itself where every key stands."""
-    kinds = {kind for group in rotation.groups for kind in (group.scaling.rope_type,) if kind in OF_DISTANCES}
+    kinds = {kind for group in rotation.groups for kind in (group.scaling.rope_type,) if kind in DISTANCE_KINDS}
     if not kinds:
         return
     asked = {
         "context_overflow": request.context.overflow == "shift" and "context_overflow 'shift'",
         "attention_window": request.context.attention_window is not None and "attention_window",
-        "cache_reuse": request.reuse is not None and request.reuse.takes_any and "cache_reuse",
+        "cache_reuse": request.reuse is not None and request.reuse.is_enabled and "cache_reuse",
     }
     for field, what in asked.items():
         if what:
@@ -88,7 +88,7 @@ def _check_pooling(rule: PoolingRule, sampling: SamplingParams, vocab_size: int)
         raise RequestError("a prompt that is pooled generates nothing and has no log-probabilities", "pooling")
 
 
-def _check_reuse(reuse: PassageReuse, num_prompt_tokens: int) -> None:
+def _check_reuse(reuse: NonPrefixReuseParams, num_prompt_tokens: int) -> None:
     if reuse.at_least < 0:
         raise RequestError(f"cache_reuse must be at least 0, got {reuse.at_least}", "cache_reuse")
     if not 0 <= reuse.recompute < float("inf"):  # also false for NaN
@@ -146,9 +146,9 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
         _check_markers("thinking_budget", (s.thinking.close, *s.thinking.opens, *s.thinking.closes), vocab_size)
     for word in s.bad_words:
         _check_ids("bad_words", word, vocab_size)
-    if s.grammar is not None and len(s.grammar) > MAX_CHARACTERS:
+    if s.grammar is not None and len(s.grammar) > MAX_GRAMMAR_CHARACTERS:
         raise RequestError(
-            f"the grammar has {len(s.grammar)} characters, at most {MAX_CHARACTERS} are compiled", "grammar"
+            f"the grammar has {len(s.grammar)} characters, at most {MAX_GRAMMAR_CHARACTERS} are compiled", "grammar"
         )
     if s.allowed_token_ids is not None:
         _check_ids("allowed_token_ids", s.allowed_token_ids, vocab_size)
@@ -157,9 +157,9 @@ def _check_sampling(s: SamplingParams, vocab_size: int) -> None:
 
 
 def _check_markers(param: str, markers: Collection[Collection[int]], vocab_size: int) -> None:
-    if len(markers) > _MOST_MARKERS or not all(1 <= len(marker) <= _LONGEST_MARKER for marker in markers):
+    if len(markers) > _MAX_MARKERS or not all(1 <= len(marker) <= _MAX_MARKER_TOKENS for marker in markers):
         raise RequestError(
-            f"{param}: there may be {_MOST_MARKERS} markers of 1 to {_LONGEST_MARKER} tokens each", param
+            f"{param}: there may be {_MAX_MARKERS} markers of 1 to {_MAX_MARKER_TOKENS} tokens each", param
         )
     for marker in markers:
         _check_ids(param, marker, vocab_size)

@@ -11,14 +11,14 @@ from collections import abc
 from functools import partial
 
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.handle import CacheHandle
-from windlass.engine.cache.layout import MOST_STATES, KVGroupLayout
+from windlass.engine.cache.handle import SequenceCache
+from windlass.engine.cache.layout import MAX_STATE_BLOCKS, KVGroupLayout
 from windlass.engine.cache.passages import PassageIndex
-from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey, PassageRecord, passage_of
+from windlass.engine.cache.persist.keys import BlockKey, BlockListener, PassageRecord, passage_of
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.prefix import HashChain, first_visible_block, longest_hit
 from windlass.engine.cache.runs import OPEN_END
-from windlass.engine.cache.states import StateBlocks, has_part, window_of
+from windlass.engine.cache.states import RecurrentStateManager, eviction_window, holds_blocks_of
 from windlass.engine.cache.tables import BlockTable
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -36,18 +36,18 @@ class BlockManager:
         groups: abc.Sequence[KVGroupLayout],
         block_size: int,
         enable_prefix_caching: bool = True,
-        keeper: BlockKeeper | None = None,
+        listener: BlockListener | None = None,
     ) -> None:
         if not groups or block_size < 1 or any(g.num_blocks < 1 for g in groups):
             raise ValueError("a block manager needs at least one group, one block in each, and a positive block size")
         self.block_size = block_size
         self.enable_prefix_caching = enable_prefix_caching
         self.passages = PassageIndex(block_size)
-        self._keeper = keeper
-        self.pools = [BlockPool(layout, partial(self._forget, group)) for group, layout in enumerate(groups)]
+        self._listener = listener
+        self.pools = [BlockPool(layout, partial(self._on_evicted, group)) for group, layout in enumerate(groups)]
         states = [group for group, pool in enumerate(self.pools) if pool.holds_states]
         self._window_groups = [g for g, pool in enumerate(self.pools) if pool.window is not None and g not in states]
-        self._states = StateBlocks(self.pools, states)
+        self._states = RecurrentStateManager(self.pools, states)
 
     # -- sizes ---------------------------------------------------------------------------------------------------
 
@@ -55,11 +55,11 @@ class BlockManager:
         """Per group the blocks a lone sequence must be able to hold at once to take `num_slots` slots.
 
         A window of w tokens spans at most (w + block_size - 2) // block_size + 1 blocks wherever it lies. shifts: whether
-        tokens are dropped, which brings others nearer by a block. sinks_window: see `CacheHandle.window_in`.
+        tokens are dropped, which brings others nearer by a block. sinks_window: see `SequenceCache.window_in`.
         """
         total = -(-num_slots // self.block_size)
         return [
-            MOST_STATES
+            MAX_STATE_BLOCKS
             if p.holds_states
             else total
             if p.window is None or p.window > sinks_window
@@ -67,7 +67,7 @@ class BlockManager:
             for p in self.pools
         ]
 
-    def blocks_to_come(self, handle: CacheHandle, num_slots: int, chunk: int, *, rerotates: bool) -> list[int]:
+    def blocks_still_needed(self, handle: SequenceCache, num_slots: int, chunk: int, *, rerotates: bool) -> list[int]:
         """Per group the blocks that are still taken until `num_slots` slots are, in chunks of up to `chunk` tokens.
 
         rerotates: whether keys are re-rotated on the way, so that they stand there twice.
@@ -77,13 +77,13 @@ class BlockManager:
         for group, pool in enumerate(self.pools):
             blocks = handle.tables[group].blocks if handle.tables else []
             if pool.holds_states:
-                need.append(self._states.missing(handle, group))
+                need.append(self._states.num_missing(handle, group))
                 continue
             held = len(blocks)
             copy = bool(blocks) and pool.needs_copy(blocks, handle.num_slots // self.block_size)
             coming = sum(len(passage.blocks[group]) for passage in handle.passages)  # held already
             count = total - held - coming + copy
-            if (window := window_of(pool, handle)) is not None:
+            if (window := eviction_window(pool, handle)) is not None:
                 # A window gives back what it leaves behind, so the most it holds at once is window + chunk.
                 held -= handle.tables[group].num_dropped if handle.tables else 0
                 most = (window + chunk + self.block_size - 2) // self.block_size + 1 + (handle.floor < OPEN_END)
@@ -91,9 +91,9 @@ class BlockManager:
             if rerotates:
                 count += total - (len(handle.originals[group].blocks) if handle.originals else 0)
             need.append(max(0, count))
-        if handle.far is not None:
-            far = self.blocks_to_come(handle.far, num_slots, chunk, rerotates=False)
-            need = [own + other for own, other in zip(need, far, strict=True)]
+        if handle.second_keys is not None:
+            second_keys = self.blocks_still_needed(handle.second_keys, num_slots, chunk, rerotates=False)
+            need = [own + other for own, other in zip(need, second_keys, strict=True)]
         return need
 
     def available(self) -> list[int]:
@@ -116,7 +116,7 @@ class BlockManager:
 
     # -- prefix cache --------------------------------------------------------------------------------------------
 
-    def match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
+    def match(self, handle: SequenceCache, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         """Leading blocks that a sequence can take from the cache, and whether all of its tokens were there.
 
         num_shareable: leading tokens that are computed under the handle's specs. At least one token is left to compute,
@@ -126,21 +126,21 @@ class BlockManager:
         if not self.enable_prefix_caching or handle.private:
             return 0, False
         most = num_shareable
-        if handle.far is not None:  # all of its beginnings can be taken, but not all of those with states
-            far, whole = self._match(handle.far, token_ids, num_shareable)
-            most = most if whole else far * self.block_size
+        if handle.second_keys is not None:  # all of its beginnings can be taken, but not all of those with states
+            second_keys, whole = self._match(handle.second_keys, token_ids, num_shareable)
+            most = most if whole else second_keys * self.block_size
         return self._match(handle, token_ids, most)
 
-    def _match(self, handle: CacheHandle, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
+    def _match(self, handle: SequenceCache, token_ids: abc.Sequence[int], num_shareable: int) -> tuple[int, bool]:
         size, digests = self.block_size, handle.chain.digests
         handle.chain.extend(token_ids, num_shareable)
-        groups = [(pool.cached, window_of(pool, handle)) for pool in self.pools if has_part(pool, handle)]
+        groups = [(pool.cached, eviction_window(pool, handle)) for pool in self.pools if holds_blocks_of(pool, handle)]
         hit = longest_hit(digests, num_shareable // size, groups, size)
         if hit * size < len(token_ids):
             return hit, False
         return longest_hit(digests, hit - 1, groups, size), True
 
-    def attach(self, handle: CacheHandle, num_blocks: int) -> None:
+    def attach(self, handle: SequenceCache, num_blocks: int) -> None:
         """Start the tables of a handle that holds nothing with the first `num_blocks` blocks from the cache.
 
         `num_blocks` is what `match` returned, with nothing taken in between.
@@ -148,45 +148,49 @@ class BlockManager:
         num_tokens = num_blocks * self.block_size
         tables = []
         for pool in self.pools:
-            if not has_part(pool, handle):
+            if not holds_blocks_of(pool, handle):
                 tables.append(BlockTable())
                 continue
-            low = first_visible_block(num_tokens, window_of(pool, handle), self.block_size)
+            low = first_visible_block(num_tokens, eviction_window(pool, handle), self.block_size)
             blocks = [pool.cached[digest] for digest in handle.chain.digests[low:num_blocks]]
             dropped = 0 if pool.holds_states else low
             tables.append(BlockTable([-1] * dropped + blocks, dropped))
         # What it takes over is offered once more where it may be found as a passage by others than those before.
         handle.hold(tables, num_tokens, num_blocks if handle.chain.scope is None else 0)
         self._share(tables)
-        if handle.far is not None:
-            self.attach(handle.far, num_blocks)
+        if handle.second_keys is not None:
+            self.attach(handle.second_keys, num_blocks)
 
-    def settle(
-        self, handle: CacheHandle, token_ids: abc.Sequence[int], num_computed_tokens: int, under_way: int = 0
+    def mark_computed(
+        self,
+        handle: SequenceCache,
+        token_ids: abc.Sequence[int],
+        num_computed_tokens: int,
+        num_inflight_tokens: int = 0,
     ) -> None:
         """Book that the keys of the first `num_computed_tokens` tokens are written and final.
 
         Blocks that have become full are offered to the prefix cache. Those that no query still to come can see are
-        released, and so is room for proposed tokens that were rejected. under_way: tokens behind them that are being computed.
+        released, and so is room for proposed tokens that were rejected. num_inflight_tokens: tokens behind them that are being computed.
         """
         advanced = num_computed_tokens - handle.num_computed_tokens
         handle.set_computed(num_computed_tokens)
         self.commit(handle, token_ids)
         if self.enable_prefix_caching:
-            self._states.keep(handle, self.block_size, self._keeper, advanced, under_way)
-        self._states.settle(handle, advanced, under_way)
+            self._states.cache_latest(handle, self.block_size, self._listener, advanced, num_inflight_tokens)
+        self._states.mark_computed(handle, advanced, num_inflight_tokens)
         if self._window_groups:
             self._drop_outside_window(handle)
-        needed = -(-(handle.num_slots + under_way) // self.block_size)
+        needed = -(-(handle.num_slots + num_inflight_tokens) // self.block_size)
         for pool, table in zip(self.pools, handle.tables, strict=True):
             while len(table.blocks) > needed:
                 pool.release(table.pop())
-        if handle.far is not None:
-            self.settle(handle.far, token_ids, num_computed_tokens, under_way)
+        if handle.second_keys is not None:
+            self.mark_computed(handle.second_keys, token_ids, num_computed_tokens, num_inflight_tokens)
 
     # -- tables --------------------------------------------------------------------------------------------------
 
-    def capacity(self, handle: CacheHandle, num_tokens: int, reserved: abc.Sequence[int] | None = None) -> int:
+    def capacity(self, handle: SequenceCache, num_tokens: int, reserved: abc.Sequence[int] | None = None) -> int:
         """How many of the next `num_tokens` tokens the pools have room for now.
 
         reserved: per group the blocks that are taken for something else first.
@@ -195,10 +199,14 @@ class BlockManager:
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             held = len(table.blocks)
             if pool.holds_states:
-                if pool.num_available < self._states.missing(handle, group):
+                if pool.num_available < self._states.num_missing(handle, group):
                     return 0
                 continue
-            alike = [table.blocks] if handle.far is None else [table.blocks, handle.far.tables[group].blocks]
+            alike = (
+                [table.blocks]
+                if handle.second_keys is None
+                else [table.blocks, handle.second_keys.tables[group].blocks]
+            )
             copies = sum(pool.needs_copy(blocks, start // size) for blocks in alike)
             extra = reserved[group] if reserved else 0
             if not copies and not extra and start + num_tokens <= held * size:
@@ -209,7 +217,7 @@ class BlockManager:
             num_tokens = min(num_tokens, (held + spare // len(alike)) * size - start)
         return num_tokens
 
-    def allocate(self, handle: CacheHandle, num_tokens: int) -> list[BlockCopy]:
+    def allocate(self, handle: SequenceCache, num_tokens: int) -> list[BlockCopy]:
         """Make the slots of the next `num_tokens` tokens writable; `num_tokens` is at most `capacity`.
 
         Returns the copies to do, in order, before the forward pass: a last block that others hold or may match is
@@ -223,9 +231,9 @@ class BlockManager:
             if pool.holds_states:
                 continue
             copy = pool.needs_copy(table.blocks, index)
-            missing = end - len(table.blocks)
-            if missing > 0 or copy:
-                if max(0, missing) + copy > pool.num_available:
+            num_missing = end - len(table.blocks)
+            if num_missing > 0 or copy:
+                if max(0, num_missing) + copy > pool.num_available:
                     raise RuntimeError(f"no room for {num_tokens} tokens: `capacity` was not asked")
                 needs.append((group, pool, table, copy))
         copies = self._states.make_writable(handle)
@@ -238,27 +246,31 @@ class BlockManager:
                 copies.append(BlockCopy(group, source, target))
             for _ in range(len(table.blocks), end):
                 table.append(pool.take(handle.unhashed))
-        return copies if handle.far is None else copies + self.allocate(handle.far, num_tokens)
+        return copies if handle.second_keys is None else copies + self.allocate(handle.second_keys, num_tokens)
 
-    def capacity_to_propose(self, handle: CacheHandle, num_proposed: int) -> int:
+    def capacity_for_proposals(self, handle: SequenceCache, num_proposed: int) -> int:
         """How many of so many proposed tokens behind the next one, which has been allocated, the pools have room for now."""
         return self._states.capacity(self.capacity(handle, 1 + num_proposed) - 1)
 
-    def allocate_to_propose(self, handle: CacheHandle, num_proposed: int) -> list[BlockCopy]:
+    def allocate_for_proposals(self, handle: SequenceCache, num_proposed: int) -> list[BlockCopy]:
         """`allocate` for the next token and so many proposed ones; until these are settled, the states behind all are held."""
         copies = self.allocate(handle, 1 + num_proposed)
-        self._states.propose(handle, num_proposed)
+        self._states.allocate_for_proposals(handle, num_proposed)
         return copies
 
-    def set_states_aside(self, handle: CacheHandle, under_way: int) -> list[BlockCopy]:
+    def checkpoint_states(self, handle: SequenceCache, num_inflight_tokens: int) -> list[BlockCopy]:
         """Copies to do between the tokens under way and those planned behind them, so that a state between them can be found by
         later prompts."""
-        return self._states.set_aside(handle, self.block_size, under_way) if self.enable_prefix_caching else []
+        return (
+            self._states.checkpoint(handle, self.block_size, num_inflight_tokens) if self.enable_prefix_caching else []
+        )
 
-    def cut_out(self, handle: CacheHandle, first: int, end: int, *, closing: bool, under_way: int = 0) -> None:
-        """Give up logical blocks first .. end - 1, which are full: see `CacheHandle.cut_out`. Nobody else notices."""
+    def remove_range(
+        self, handle: SequenceCache, first: int, end: int, *, close_gap: bool, num_inflight_tokens: int = 0
+    ) -> None:
+        """Give up logical blocks first .. end - 1, which are full: see `SequenceCache.remove_range`. Nobody else notices."""
         size = self.block_size
-        if not 0 <= first < end or end * size > handle.num_slots or handle.far is not None:
+        if not 0 <= first < end or end * size > handle.num_slots or handle.second_keys is not None:
             raise RuntimeError(f"blocks {first} to {end} of a sequence of {handle.num_slots} slots cannot be cut out")
         for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
             if pool.holds_states:  # it keeps what its tokens have left there
@@ -266,20 +278,20 @@ class BlockManager:
             removed = handle.originals[group].remove(first, end, size) if handle.originals else []
             for block in reversed(table.remove(first, end) + removed):
                 pool.release(block)
-        handle.cut_out(first * size, end * size, closing=closing, under_way=under_way)
+        handle.remove_range(first * size, end * size, close_gap=close_gap, num_inflight_tokens=num_inflight_tokens)
 
-    def fork(self, parent: CacheHandle, child: CacheHandle) -> None:
+    def fork(self, parent: SequenceCache, child: SequenceCache) -> None:
         """Let `child`, which holds nothing, hold every block of `parent`; whoever writes first copies."""
         if parent.originals:
             raise RuntimeError("a sequence with re-rotated keys cannot be forked")
         child.copy(parent)
         self._share(child.tables)
-        if parent.far is not None and child.far is not None:
-            self.fork(parent.far, child.far)
+        if parent.second_keys is not None and child.second_keys is not None:
+            self.fork(parent.second_keys, child.second_keys)
 
-    def free(self, handle: CacheHandle) -> None:
+    def free(self, handle: SequenceCache) -> None:
         """Release everything that is held, tail first. Freeing twice does nothing the second time."""
-        self._states.end(handle, self._keeper)
+        self._states.end(handle, self._listener)
         for passage in handle.passages:
             for pool, held in zip(self.pools, passage.blocks, strict=True):
                 for block in reversed(held):
@@ -289,31 +301,29 @@ class BlockManager:
                 for i in range(len(blocks) - 1, table.num_dropped - 1, -1):
                     pool.release(blocks[i])
         handle.release()
-        if handle.far is not None:
-            self.free(handle.far)
+        if handle.second_keys is not None:
+            self.free(handle.second_keys)
 
-    def park(self, handle: CacheHandle) -> tuple[tuple[int, ...], ...]:
+    def swap_out(self, handle: SequenceCache) -> tuple[tuple[int, ...], ...]:
         """Release everything, to take it up again with what it holds now; returns the blocks, per group."""
-        if handle.originals or handle.far is not None:
+        if handle.originals or handle.second_keys is not None:
             raise RuntimeError("a sequence with re-rotated keys, or keys that stand twice, cannot be parked")
         blocks = tuple(tuple(table.blocks[table.num_dropped :]) for table in handle.tables)
         for pool, held in zip(self.pools, blocks, strict=True):
             for block in reversed(held):
                 pool.release(block)
-        handle.park()
+        handle.swap_out()
         return blocks
 
-    def unpark(self, handle: CacheHandle) -> tuple[tuple[int, ...], ...]:
-        """Take as many blocks as `park` gave back; returns them in the same order."""
-        handle.unpark(lambda group: self.pools[group].take(private=True))
+    def swap_in(self, handle: SequenceCache) -> tuple[tuple[int, ...], ...]:
+        """Take as many blocks as `swap_out` gave back; returns them in the same order."""
+        handle.swap_in(lambda group: self.pools[group].take(private=True))
         return tuple(tuple(table.blocks[table.num_dropped :]) for table in handle.tables)
 
-    def start_over(
-        self, handle: CacheHandle, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool
-    ) -> None:
+    def reset(self, handle: SequenceCache, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
         """Release everything that is held; the handle stands for keys under other specs now, of which none is computed."""
         self.free(handle)
-        handle.start_over(chain, specs, private=private)
+        handle.reset(chain, specs, private=private)
 
     def _share(self, tables: abc.Iterable[BlockTable]) -> None:
         """Count one more holder of every block in the tables."""
@@ -321,7 +331,7 @@ class BlockManager:
             for block in table.blocks[table.num_dropped :]:
                 pool.share(block)
 
-    def commit(self, handle: CacheHandle, token_ids: abc.Sequence[int]) -> None:
+    def commit(self, handle: SequenceCache, token_ids: abc.Sequence[int]) -> None:
         """Offer the blocks that have become full to later prompts.
 
         Those behind moved keys get digests that no prompt's prefix has: they are found as passages alone.
@@ -332,31 +342,31 @@ class BlockManager:
         for index, parent, digest in handle.take_full_blocks(token_ids):
             for group, (pool, table) in enumerate(zip(self.pools, handle.tables, strict=True)):
                 block = -1 if pool.holds_states else table.blocks[index]
-                if block >= 0 and pool.register(block, digest) and self._keeper is not None:
-                    self._keeper.offer(BlockKey(group, digest), block, index)
+                if block >= 0 and pool.register(block, digest) and self._listener is not None:
+                    self._listener.offer(BlockKey(group, digest), block, index)
             if scope is not None and all(digest in pool.cached for pool in self.pools):
                 first = index * self.block_size
                 tokens = token_ids[first - offset : first - offset + self.block_size]
                 position = handle.layout.stored_position(first)
                 self.passages.add(scope, digest, parent, tokens, position)
-                if self._keeper is not None:
+                if self._listener is not None:
                     record = PassageRecord(parent, position, tuple(tokens), self.passages.scopes_of(digest))
-                    self._keeper.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
+                    self._listener.offer_passage(BlockKey(0, digest), self.pools[0].cached[digest], index, record)
 
-    def _forget(self, group: int, block: int, digest: bytes) -> None:
+    def _on_evicted(self, group: int, block: int, digest: bytes) -> None:
         """A block is evicted."""
-        if self._keeper is not None:
-            self._keeper.withdraw(BlockKey(group, digest), block, passage_of(self.passages, digest))
+        if self._listener is not None:
+            self._listener.withdraw(BlockKey(group, digest), block, passage_of(self.passages, digest))
         self.passages.remove(digest)
 
-    def _drop_outside_window(self, handle: CacheHandle) -> None:
+    def _drop_outside_window(self, handle: SequenceCache) -> None:
         """Release the blocks of window groups that no query still to come can see."""
         for group in self._window_groups:
             pool, table = self.pools[group], handle.tables[group]
-            window = window_of(pool, handle)
+            window = eviction_window(pool, handle)
             if window is None:
                 continue
-            visible = handle.layout.first_seen(min(handle.num_slots, handle.floor), window) // self.block_size
+            visible = handle.layout.first_visible_slot(min(handle.num_slots, handle.floor), window) // self.block_size
             first, visible = table.num_dropped, min(visible, len(table.blocks))
             if first >= visible:
                 continue
@@ -366,11 +376,11 @@ class BlockManager:
 
     # -- integrity -----------------------------------------------------------------------------------------------
 
-    def assert_consistent(self, handles: abc.Iterable[CacheHandle]) -> None:
+    def assert_consistent(self, handles: abc.Iterable[SequenceCache]) -> None:
         """Raise AssertionError unless the reference counts are exactly what the handles say."""
         counts = [[0] * pool.num_blocks for pool in self.pools]
         self.passages.check()
-        held = [part for handle in handles for part in (handle, handle.far) if part is not None]
+        held = [part for handle in handles for part in (handle, handle.second_keys) if part is not None]
         for handle in held:
             for group in range(len(self.pools)):
                 for passage in handle.passages:

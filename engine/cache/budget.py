@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from math import ceil
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.cache.layout import MOST_STATES, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.layout import MAX_STATE_BLOCKS, KVGroupSpec, StateGroupSpec
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 
@@ -34,7 +34,7 @@ class CachePlan:
 
 
 def bytes_per_token(group: KVGroupSpec, dtype: str) -> int:
-    """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.plane_shapes`)."""
+    """What one token takes in a KV group's pages of this type, padding and scales included (see `kernels.page_tensor_shapes`)."""
     dim, value_dim = group.head_dim, group.cached_value_dim
     int8 = ceil(dim / _INT8_QUAD) * _INT8_QUAD + value_dim + _INT8_SCALES
     if not value_dim:
@@ -50,10 +50,10 @@ def plan_cache(
     dtype: str,
     budget: int,
     most: int | None = None,
-    beside: int = 0,
+    draft_token_bytes: int = 0,
     whole_prompts: bool = False,
     states: StateGroupSpec | None = None,
-    beside_states: int = 0,
+    draft_state_bytes: int = 0,
 ) -> CachePlan:
     """Blocks within `budget` bytes, not more than running sequences hold unless the operator named the bytes and beginnings are
     shared, and the longest sequence they carry.
@@ -62,17 +62,19 @@ def plan_cache(
     budget shortened it. most: bytes that `cache.memory` could be raised to, None if unknown. beside: bytes per token of a
     draft model's pages, which are as many as the first group's. whole_prompts: a prompt is computed in one step, which bounds
     its length, and needs pages for that step only. states: of layers that carry them, which take a part of the budget.
-    beside_states: bytes of a draft model's own behind a token, of which there are as many. Raises LoadError for an explicit
+    draft_state_bytes: bytes of a draft model's own behind a token, of which there are as many. Raises LoadError for an explicit
     `max_model_len` that does not fit.
     """
     wanted = config.max_model_len or trained_len
-    num_states = beside_pages = 0
+    num_states = state_pages_bytes = 0
     if states is not None:
         longest = -(-wanted // config.cache.block_size) * config.cache.block_size
-        of_one = sum(bytes_per_token(group, dtype) for group in groups) * longest
-        state_bytes = states.block_bytes + beside_states
-        num_states = _num_states(state_bytes, config, budget, of_one if config.max_model_len is not None else 0)
-        beside_pages = num_states * state_bytes
+        bytes_per_sequence = sum(bytes_per_token(group, dtype) for group in groups) * longest
+        state_bytes = states.block_bytes + draft_state_bytes
+        num_states = _num_state_blocks(
+            state_bytes, config, budget, bytes_per_sequence if config.max_model_len is not None else 0
+        )
+        state_pages_bytes = num_states * state_bytes
     notices: tuple[str, ...] = ()
     if whole_prompts and wanted > (step := config.scheduling.max_num_batched_tokens):
         if config.max_model_len is not None:
@@ -91,12 +93,12 @@ def plan_cache(
         blocks = _blocks_for(count, groups, config)
         cost = (bytes_per_token(group, dtype) * config.cache.block_size for group in groups)
         pages = sum(c * n for c, n in zip(cost, blocks, strict=True))
-        return pages + beside * config.cache.block_size * blocks[0] + beside_pages
+        return pages + draft_token_bytes * config.cache.block_size * blocks[0] + state_pages_bytes
 
     per_sequence = -(-wanted // config.cache.block_size)
     low, high = 0, config.scheduling.max_num_seqs * per_sequence
-    if _keeps_more(config, groups) and not whole_prompts:
-        high = max(high, (budget - beside_pages) // max(1, size(1) - beside_pages))
+    if _caches_idle_blocks(config, groups) and not whole_prompts:
+        high = max(high, (budget - state_pages_bytes) // max(1, size(1) - state_pages_bytes))
     if whole_prompts:  # each sequence of a step leaves a part of its last block unused
         steps = -(-config.scheduling.max_num_batched_tokens // config.cache.block_size)
         high = min(high, steps + config.scheduling.max_num_seqs)
@@ -104,10 +106,10 @@ def plan_cache(
         middle = (low + high + 1) // 2
         low, high = (middle, high) if size(middle) <= budget else (low, middle - 1)
     num_blocks = _blocks_for(low, groups, config)
-    room = _room(config, groups, num_blocks)
-    if room >= wanted:
+    max_len = _max_sequence_len(config, groups, num_blocks)
+    if max_len >= wanted:
         return CachePlan(num_blocks, wanted, size(low), notices, num_states)
-    if config.max_model_len is not None or room < config.cache.block_size:
+    if config.max_model_len is not None or max_len < config.cache.block_size:
         needed = size(per_sequence)
         limit = sys.maxsize if most is None else max(budget, most)
         windows = any(group.window is not None for group in groups)
@@ -119,31 +121,31 @@ def plan_cache(
         ]
         raise LoadError(
             f"a context of {wanted} tokens does not fit: it needs {gib(needed)} of KV cache, there are {gib(budget)}, "
-            f"which hold {room} tokens: {' or '.join(filter(None, ways))}"
+            f"which hold {max_len} tokens: {' or '.join(filter(None, ways))}"
         )
     notice = (
-        f"context shortened from {wanted} to {room} tokens to fit the KV cache: raise `cache.memory` or lower "
+        f"context shortened from {wanted} to {max_len} tokens to fit the KV cache: raise `cache.memory` or lower "
         "`max_model_len`"
     )
-    return CachePlan(num_blocks, room, size(low), (*notices, notice), num_states)
+    return CachePlan(num_blocks, max_len, size(low), (*notices, notice), num_states)
 
 
-def _num_states(state_bytes: int, config: EngineConfig, budget: int, others: int) -> int:
+def _num_state_blocks(state_bytes: int, config: EngineConfig, budget: int, others: int) -> int:
     """As many as run, one to copy to, as many again that later prompts may begin with, and one for each token that these propose;
     in half of the budget at most, and in what `others` leave of it, bytes that are needed for pages in any case.
 
     Where that is less, fewer run at once. Raises LoadError where it is not enough for one.
     """
     running, kept = config.scheduling.max_num_seqs, config.cache.prefix_caching
-    fewest = MOST_STATES * state_bytes
+    fewest = MAX_STATE_BLOCKS * state_bytes
     if budget // 2 < fewest:
         raise LoadError(
             f"what this model carries from token to token needs {gib(2 * fewest)} of KV cache beside keys, there are "
             f"{gib(budget)}: raise `cache.memory`"
         )
-    room = max(fewest, min(budget // 2, budget - others))
-    proposed = config.scheduling.speculation.most_proposed
-    return min(running + 1 + (kept + proposed) * running, room // state_bytes)
+    max_len = max(fewest, min(budget // 2, budget - others))
+    proposed = config.scheduling.speculation.max_proposed_tokens
+    return min(running + 1 + (kept + proposed) * running, max_len // state_bytes)
 
 
 def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig) -> tuple[int, ...]:
@@ -160,7 +162,7 @@ def _blocks_for(count: int, groups: Sequence[KVGroupSpec], config: EngineConfig)
     return tuple(result)
 
 
-def _keeps_more(config: EngineConfig, groups: Sequence[KVGroupSpec]) -> bool:
+def _caches_idle_blocks(config: EngineConfig, groups: Sequence[KVGroupSpec]) -> bool:
     """Whether blocks beyond those that running sequences can hold are of use: for beginnings that later ones share.
 
     Only as far as the operator says how much the cache may take: else a server would fill half a machine by and by. A match
@@ -170,15 +172,15 @@ def _keeps_more(config: EngineConfig, groups: Sequence[KVGroupSpec]) -> bool:
     return limits.memory is not None and limits.prefix_caching and all(group.window is None for group in groups)
 
 
-def _room(config: EngineConfig, groups: Sequence[KVGroupSpec], num_blocks: tuple[int, ...]) -> int:
+def _max_sequence_len(config: EngineConfig, groups: Sequence[KVGroupSpec], num_blocks: tuple[int, ...]) -> int:
     """The longest sequence, in tokens."""
-    room = sys.maxsize
+    max_len = sys.maxsize
     for group, blocks in zip(groups, num_blocks, strict=True):
         # A window group with room for one window and one step's tokens carries a sequence of any length.
-        enough = group.window is not None and blocks >= _blocks_of_one_window(group.window, config)
-        room = room if enough else min(room, blocks * config.cache.block_size)
-    return room
+        enough = group.window is not None and blocks >= _blocks_per_window(group.window, config)
+        max_len = max_len if enough else min(max_len, blocks * config.cache.block_size)
+    return max_len
 
 
-def _blocks_of_one_window(window: int, config: EngineConfig) -> int:
+def _blocks_per_window(window: int, config: EngineConfig) -> int:
     return -(-(window + config.scheduling.max_num_batched_tokens) // config.cache.block_size) + 2

@@ -59,7 +59,7 @@ class TableChanges:
             change.apply(table)
 
 
-UNCHANGED = TableChanges()  # one value for the many steps in which no table changes
+NO_TABLE_CHANGES = TableChanges()  # one value for the many steps in which no table changes
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class SavedBlock:
 
 
 @dataclass(frozen=True, slots=True)
-class ParkedPages:
+class SwappedPages:
     """Whole blocks of a sequence, per KV group, whose contents go into memory of their own or come back from it."""
 
     seq_id: int

@@ -10,16 +10,16 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 
-from windlass.engine.cache.changes import UNCHANGED, TableChanges
-from windlass.engine.cache.prefix import HashChain, far_root, moved_digest
+from windlass.engine.cache.changes import NO_TABLE_CHANGES, TableChanges
+from windlass.engine.cache.prefix import HashChain, second_keys_root, shifted_digest
 from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout
-from windlass.engine.cache.tables import BlockTable, Originals
-from windlass.engine.rotary.distances import PLAIN
+from windlass.engine.cache.tables import BlockTable, OriginalKeys
+from windlass.engine.rotary.distances import PLAIN_DISTANCES
 from windlass.engine.rotary.scaling import RotarySpec
 
 
 @dataclass(frozen=True, slots=True)
-class Trail:
+class ShiftedChain:
     """The digests of blocks behind moved keys. index: the logical block that comes next. digest: of the one before it. layout:
     under which that next block is computed, None for that of the moment."""
 
@@ -29,15 +29,15 @@ class Trail:
 
 
 @dataclass(frozen=True, slots=True)
-class PassingState:
+class LatestState:
     """A state that was left at the end of a block of tokens. index: of the block. drawn: while tokens were drawn."""
 
     index: int
     digest: bytes
-    drawn: bool
+    while_decoding: bool
 
 
-class CacheHandle:
+class SequenceCache:
     """One per sample, for its whole life; it holds nothing while the sample waits.
 
     tables: per KV group; none while nothing is held. num_computed_tokens: leading tokens whose keys were computed and stand
@@ -49,7 +49,7 @@ class CacheHandle:
     or last. private: what is computed from now on is no prompt's prefix. unhashed: nor is it found as a passage. chain,
     num_committed_blocks: digests of the full blocks before, and how many of them were offered to later prompts. passages:
     those that it holds and will take up, in order. num_reused_passages, num_reused_tokens: those it has.
-    passing_state: the last state that it left in the cache, if that is worth little once there is another. is_far: it is the far
+    latest_state: the last state that it left in the cache, if that is worth little once there is another. is_second_keys: it is the far
     keys of another handle.
     far: where the specs have keys stand a second time, as they seem from far away: what holds those, slot by slot the same
     tokens; None elsewhere. The block manager does to it what it does to this.
@@ -65,17 +65,17 @@ class CacheHandle:
         "_num_reused_tokens",
         "_num_shifts",
         "_originals",
-        "_parked",
         "_passages",
         "_private",
         "_restarted",
+        "_shifted_chain",
         "_specs",
+        "_swapped_out",
         "_tables",
-        "_trail",
-        "far",
         "floor",
-        "is_far",
-        "passing_state",
+        "is_second_keys",
+        "latest_state",
+        "second_keys",
         "sinks_window",
     )
 
@@ -88,7 +88,7 @@ class CacheHandle:
         first_position: int = 0,
         floor: int = OPEN_END,
         sinks_window: int = OPEN_END,
-        is_far: bool = False,
+        is_second_keys: bool = False,
     ) -> None:
         self.floor = floor
         self.sinks_window = sinks_window
@@ -97,19 +97,19 @@ class CacheHandle:
         self._private = private
         self._layout = SlotLayout.starting_at(first_position)
         self._tables: list[BlockTable] = []
-        self._originals: list[Originals] = []
+        self._originals: list[OriginalKeys] = []
         self._num_computed_tokens = 0
         self._num_committed_blocks = 0
         self._num_rerotations = 0
         self._num_shifts = 0
         self._num_reused_passages = self._num_reused_tokens = 0
         self._passages: list[HeldPassage] = []
-        self._trail: Trail | None = None
-        self._parked: tuple[int, list[tuple[int, int]]] | None = None
+        self._shifted_chain: ShiftedChain | None = None
+        self._swapped_out: tuple[int, list[tuple[int, int]]] | None = None
         self._restarted = True
-        self.passing_state: PassingState | None = None
-        self.is_far = is_far
-        self.far = self._new_far()
+        self.latest_state: LatestState | None = None
+        self.is_second_keys = is_second_keys
+        self.second_keys = self._new_second_keys()
 
     # -- read by everybody -----------------------------------------------------------------------------------------
 
@@ -124,7 +124,7 @@ class CacheHandle:
     @property
     def all_tables(self) -> abc.Sequence[BlockTable]:
         """Its own, and behind them those of its far keys."""
-        return self._tables if self.far is None else [*self._tables, *self.far.tables]
+        return self._tables if self.second_keys is None else [*self._tables, *self.second_keys.tables]
 
     @property
     def block_tables(self) -> list[list[int]]:
@@ -132,7 +132,7 @@ class CacheHandle:
         return [table.blocks for table in self._tables]
 
     @property
-    def originals(self) -> abc.Sequence[Originals]:
+    def originals(self) -> abc.Sequence[OriginalKeys]:
         return self._originals
 
     @property
@@ -149,7 +149,7 @@ class CacheHandle:
 
     @property
     def unhashed(self) -> bool:
-        return self._private and self._trail is None
+        return self._private and self._shifted_chain is None
 
     @property
     def passages(self) -> abc.Sequence[HeldPassage]:
@@ -190,14 +190,14 @@ class CacheHandle:
         return self._num_computed_tokens + self._layout.slot_offset
 
     @property
-    def is_parked(self) -> bool:
+    def is_swapped_out(self) -> bool:
         """Whether it holds nothing but will be as it was once its pages are back."""
-        return self._parked is not None
+        return self._swapped_out is not None
 
-    def held_or_parked(self) -> list[int]:
+    def held_or_swapped_out(self) -> list[int]:
         """Blocks of its tables, per KV group, held or parked."""
-        if self._parked is not None:
-            return [length - dropped for length, dropped in self._parked[1]]
+        if self._swapped_out is not None:
+            return [length - dropped for length, dropped in self._swapped_out[1]]
         return [len(table.blocks) - table.num_dropped for table in self._tables]
 
     def window_in(self, window: int | None) -> int | None:
@@ -217,12 +217,12 @@ class CacheHandle:
         if whole or self._restarted:
             self._restarted = False
             for table in tables:
-                table.forget_taken()
+                table.resend_all()
             return TableChanges(True, tuple([table.take_change() for table in tables]))
         for table in tables:
             if table.changed:
                 return TableChanges(False, tuple([table.take_change() for table in tables]))
-        return UNCHANGED
+        return NO_TABLE_CHANGES
 
     # -- written by engine.cache alone -----------------------------------------------------------------------------
 
@@ -248,20 +248,20 @@ class CacheHandle:
             for index in range(self._num_committed_blocks, full):
                 found.append((index, digests[index - 1] if index else self._chain.root, digests[index]))
             self._num_committed_blocks = max(full, self._num_committed_blocks)
-        while self._trail is not None and self._trail.index < full:
-            index, parent = self._trail.index, self._trail.digest
+        while self._shifted_chain is not None and self._shifted_chain.index < full:
+            index, parent = self._shifted_chain.index, self._shifted_chain.digest
             start = index * size - self._layout.slot_offset
-            layout = self._trail.layout or self._layout
-            digest = moved_digest(parent, layout.numbers, token_ids[start : start + size])
+            layout = self._shifted_chain.layout or self._layout
+            digest = shifted_digest(parent, layout.digest_numbers, token_ids[start : start + size])
             found.append((index, parent, digest))
-            self._trail = Trail(index + 1, digest)
+            self._shifted_chain = ShiftedChain(index + 1, digest)
         return found
 
     def hold_passages(self, passages: abc.Sequence[HeldPassage]) -> None:
         """Hold what will be taken up, in order."""
         self._passages = list(passages)
 
-    def take_up(self, token_ids: abc.Sequence[int]) -> HeldPassage:
+    def attach_passage(self, token_ids: abc.Sequence[int]) -> HeldPassage:
         """Let the first of the passages, which begins with the next token, be the keys and values of its tokens.
 
         All full blocks before have been taken by `take_full_blocks`. What comes from here on is nobody else's prefix.
@@ -269,10 +269,10 @@ class CacheHandle:
         passage, size = self._passages.pop(0), self._chain.block_size
         if passage.first != self._num_computed_tokens or self._chain.scope is None:
             raise RuntimeError(f"token {self._num_computed_tokens} does not begin a passage")
-        trail = self._end_of_trail()
+        trail = self._shifted_chain_start()
         tail = token_ids[trail.index * size - self._layout.slot_offset : passage.first]
         where = passage.first, passage.end, passage.offset, passage.position
-        digest = moved_digest(trail.digest, where, tail, passage.digests)
+        digest = shifted_digest(trail.digest, where, tail, passage.digests)
         self._layout = self._layout.with_passage(self.num_slots, passage, size)
         for table, blocks in zip(self._tables, passage.blocks, strict=True):
             for block in blocks:
@@ -281,41 +281,41 @@ class CacheHandle:
         self._num_reused_passages += 1
         self._num_reused_tokens += passage.num_tokens
         self._private = True
-        self._trail = Trail(self.num_slots // size, digest)
+        self._shifted_chain = ShiftedChain(self.num_slots // size, digest)
         return passage
 
-    def _end_of_trail(self) -> Trail:
+    def _shifted_chain_start(self) -> ShiftedChain:
         """The first block that is not full and hashed yet, and the digest of the one before it."""
-        if self._trail is not None:
-            return self._trail
+        if self._shifted_chain is not None:
+            return self._shifted_chain
         count = self.num_slots // self._chain.block_size
-        return Trail(count, self._chain.digests[count - 1] if count else self._chain.root)
+        return ShiftedChain(count, self._chain.digests[count - 1] if count else self._chain.root)
 
-    def begin_originals(self) -> list[Originals]:
+    def start_originals(self) -> list[OriginalKeys]:
         """Those of every KV group, empty at first."""
         if not self._originals:
-            self._originals = [Originals() for _ in self._tables]
+            self._originals = [OriginalKeys() for _ in self._tables]
         return self._originals
 
-    def cut_out(self, first_slot: int, end_slot: int, *, closing: bool, under_way: int = 0) -> None:
-        """Slots [first_slot, end_slot) are held no more, see `SlotLayout.without`; what comes from here on is nobody else's.
+    def remove_range(self, first_slot: int, end_slot: int, *, close_gap: bool, num_inflight_tokens: int = 0) -> None:
+        """Slots [first_slot, end_slot) are held no more, see `SlotLayout.with_range_removed`; what comes from here on is nobody else's.
 
-        under_way: tokens that are being computed while they are still there, less than a block.
+        num_inflight_tokens: tokens that are being computed while they are still there, less than a block.
         """
         if self._chain.scope is not None and not self.unhashed:
-            trail, size = self._end_of_trail(), self._chain.block_size
-            fills_block = self.num_slots % size + under_way >= size
+            trail, size = self._shifted_chain_start(), self._chain.block_size
+            fills_block = self.num_slots % size + num_inflight_tokens >= size
             before = self._layout if fills_block else None
-            self._trail = Trail(trail.index - (end_slot - first_slot) // size, trail.digest, before)
-        self._layout = self._layout.without(first_slot, end_slot, closing=closing)
+            self._shifted_chain = ShiftedChain(trail.index - (end_slot - first_slot) // size, trail.digest, before)
+        self._layout = self._layout.with_range_removed(first_slot, end_slot, close_gap=close_gap)
         self._private = True
         self._num_shifts += 1
 
-    def enter(self, specs: tuple[RotarySpec, ...]) -> None:
+    def set_rerotated_specs(self, specs: tuple[RotarySpec, ...]) -> None:
         """The cached keys stand under other specs now; what is computed from here on is nobody else's."""
         self._specs = specs
         self._private = True
-        self._trail = None
+        self._shifted_chain = None
         self._num_rerotations += 1
 
     def release(self) -> None:
@@ -327,25 +327,25 @@ class CacheHandle:
         self._num_committed_blocks = 0
         self._restarted = True
 
-    def park(self) -> None:
+    def swap_out(self) -> None:
         """Hold nothing, and remember what it was."""
         shapes = [(len(table.blocks), table.num_dropped) for table in self._tables]
-        self._parked = self._num_computed_tokens, shapes
+        self._swapped_out = self._num_computed_tokens, shapes
         self.release()
 
-    def unpark(self, take: abc.Callable[[int], int]) -> None:
+    def swap_in(self, take: abc.Callable[[int], int]) -> None:
         """Be as before, in blocks that `take` finds for a KV group."""
-        if self._parked is None:
+        if self._swapped_out is None:
             raise RuntimeError("the sequence is not parked")
-        num_computed, shapes = self._parked
+        num_computed, shapes = self._swapped_out
         tables = [
             BlockTable([-1] * dropped + [take(group) for _ in range(length - dropped)], dropped)
             for group, (length, dropped) in enumerate(shapes)
         ]
         self.hold(tables, num_computed, 0)
-        self._parked = None
+        self._swapped_out = None
 
-    def copy(self, parent: CacheHandle) -> None:
+    def copy(self, parent: SequenceCache) -> None:
         """Hold what `parent` holds, and stand for the same."""
         tables = [BlockTable(table.blocks, table.num_dropped) for table in parent._tables]
         self.hold(tables, parent._num_computed_tokens, parent._num_committed_blocks)
@@ -353,28 +353,28 @@ class CacheHandle:
         self._specs = parent._specs
         self._private = parent._private
         self._layout = parent._layout
-        self._trail = parent._trail
+        self._shifted_chain = parent._shifted_chain
         self._num_shifts = parent._num_shifts
         self._num_reused_passages, self._num_reused_tokens = parent._num_reused_passages, parent._num_reused_tokens
-        self.far = self._new_far()
+        self.second_keys = self._new_second_keys()
 
-    def start_over(self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
+    def reset(self, chain: HashChain, specs: tuple[RotarySpec, ...], *, private: bool) -> None:
         """Stand for keys under other specs, of which none is computed yet."""
         if self._tables:
             raise RuntimeError("a sequence that starts over still holds blocks")
-        self._parked = self._trail = None
+        self._swapped_out = self._shifted_chain = None
         self._num_reused_passages = self._num_reused_tokens = 0
         self._chain, self._specs, self._private = chain, specs, private
         if not self._layout.is_plain:  # what was dropped comes again
             self._layout, self._num_shifts = SlotLayout.starting_at(self._layout.first_position), 0
         self._num_rerotations = 0
-        self.far = self._new_far()
+        self.second_keys = self._new_second_keys()
 
-    def _new_far(self) -> CacheHandle | None:
+    def _new_second_keys(self) -> SequenceCache | None:
         """Of its chain and specs, holding nothing."""
-        if not any(spec.distances.keeps_far_keys for spec in self._specs):
+        if not any(spec.distances.has_second_keys for spec in self._specs):
             return None
-        specs = tuple(replace(spec, distances=PLAIN) for spec in self._specs)
-        chain = HashChain(far_root(self._chain.root), self._chain.block_size)
+        specs = tuple(replace(spec, distances=PLAIN_DISTANCES) for spec in self._specs)
+        chain = HashChain(second_keys_root(self._chain.root), self._chain.block_size)
         first = self._layout.first_position
-        return CacheHandle(chain, specs, private=self._private, first_position=first, is_far=True)
+        return SequenceCache(chain, specs, private=self._private, first_position=first, is_second_keys=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import prod
 
-MOST_STATES = 2  # of one sequence at once: its own, and the one it is copied from
+MAX_STATE_BLOCKS = 2  # of one sequence at once: its own, and the one it is copied from
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,11 +19,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-_NEWEST = 4  # blocks of one content, or behind one block, that a search looks at
-_MANY = 64  # blocks of one content among which one with a certain parent is looked for
+_MAX_CANDIDATES = 4  # blocks of one content, or behind one block, that a search looks at
+_MAX_ALIKE = 64  # blocks of one content among which one with a certain parent is looked for
 _MAX_STEPS = 16_384  # blocks that one search compares
 _STEPS_PER_BLOCK = 8  # of them, for each block that the searched tokens would fill
-_LEAST_STEPS = 2_048
+_MIN_STEPS = 2_048
 _MAX_SCOPES = 8  # in which one block may be found
 
 
@@ -79,25 +79,25 @@ class _Scope:
         if not siblings:
             del self.by_parent[block.parent]
 
-    def before(self, block: _Block) -> _Block | None:
+    def predecessor(self, block: _Block) -> _Block | None:
         """The block that `block` follows, if it is here and its keys stand right before."""
         parent = self.blocks.get(block.parent)
         if parent is None or parent.position + len(parent.token_ids) != block.position:
             return None
         return parent
 
-    def behind(self, block: _Block, content: int | None) -> Iterator[_Block]:
+    def successors(self, block: _Block, content: int | None) -> Iterator[_Block]:
         """The newest blocks that follow `block` and whose keys stand right behind it.
 
         content: hash of the tokens that are looked for, so that one of few such is found among many that follow.
         """
         found = self.by_parent.get(block.digest, {})
-        if len(found) > _NEWEST and content is not None:
+        if len(found) > _MAX_CANDIDATES and content is not None:
             alike = self.by_content.get(content, {})
-            if len(alike) <= _MANY:
+            if len(alike) <= _MAX_ALIKE:
                 found = {digest: one for digest, one in alike.items() if one.parent == block.digest} or found
         position = block.position + len(block.token_ids)
-        return (one for one in itertools.islice(reversed(found.values()), _NEWEST) if one.position == position)
+        return (one for one in itertools.islice(reversed(found.values()), _MAX_CANDIDATES) if one.position == position)
 
 
 class PassageIndex:
@@ -129,18 +129,18 @@ class PassageIndex:
         if scope in scopes:
             return
         if len(scopes) >= _MAX_SCOPES:
-            self._leave(next(iter(scopes)), digest)
+            self._remove_from_scope(next(iter(scopes)), digest)
         known = self._scopes[next(iter(scopes))].blocks[digest] if scopes else None
         scopes[scope] = None
         if known is None:
-            known = _Block(digest, parent, tuple(token_ids), position, self._hashes.of_one(token_ids))
+            known = _Block(digest, parent, tuple(token_ids), position, self._hashes.hash_block(token_ids))
         self._scopes.setdefault(scope, _Scope()).add(known)
 
     def scopes_of(self, digest: bytes) -> tuple[bytes, ...]:
         """In which a block is found."""
         return tuple(self._scopes_of.get(digest, ()))
 
-    def said_of(self, digest: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
+    def recorded(self, digest: bytes) -> tuple[bytes, int, tuple[int, ...]] | None:
         """Parent, position and tokens, as `add` was told them; None of a block that is not found anywhere."""
         for scope in self._scopes_of.get(digest, ()):
             block = self._scopes[scope].blocks[digest]
@@ -150,13 +150,13 @@ class PassageIndex:
     def remove(self, digest: bytes) -> None:
         """Let a block be found no more; one that never could is none of ours."""
         for scope in list(self._scopes_of.get(digest, ())):
-            self._leave(scope, digest)
+            self._remove_from_scope(scope, digest)
         self._scopes_of.pop(digest, None)
 
-    def _leave(self, scope: bytes, digest: bytes) -> None:
-        room = self._scopes[scope]
-        room.remove(digest)
-        if not room.blocks:
+    def _remove_from_scope(self, scope: bytes, digest: bytes) -> None:
+        entries = self._scopes[scope]
+        entries.remove(digest)
+        if not entries.blocks:
             del self._scopes[scope]
         del self._scopes_of[digest][scope]
 
@@ -176,36 +176,36 @@ class PassageIndex:
         anywhere. From left to right, the longest passage is taken of those that hold the first window found. The work has a
         bound: few blocks of one content are looked at, and where it is reached the passages found by then are returned.
         """
-        room = self._scopes.get(scope)
-        if room is None:
+        entries = self._scopes.get(scope)
+        if entries is None:
             return []
-        steps = _Steps(min(_MAX_STEPS, _LEAST_STEPS + max(0, end - start) // self._block_size * _STEPS_PER_BLOCK))
+        steps = _StepBudget(min(_MAX_STEPS, _MIN_STEPS + max(0, end - start) // self._block_size * _STEPS_PER_BLOCK))
         found: list[Passage] = []
         for low, high in sorted(spans) or [(start, end)]:
             first, last = max(start, low), min(end, high, len(token_ids))
             if last - first >= max(at_least, self._block_size):
                 tokens = tuple(token_ids[first:last])
-                found += _Search(room, tokens, self._hashes, first, at_least, steps).run()
+                found += _Search(entries, tokens, self._hashes, first, at_least, steps).run()
         return found
 
     def check(self) -> None:
         """Raise AssertionError unless every block is in every book exactly as it should be."""
         seen: dict[bytes, set[bytes]] = {}
-        for name, room in self._scopes.items():
-            assert room.blocks, "an empty scope is kept"
-            for digest, block in room.blocks.items():
+        for name, entries in self._scopes.items():
+            assert entries.blocks, "an empty scope is kept"
+            for digest, block in entries.blocks.items():
                 assert block.digest == digest, "a block has another's digest"
-                assert room.by_content[block.content][digest] is block, "a block is not found by its content"
-                assert room.by_parent[block.parent][digest] is block, "a block is not found by its parent"
+                assert entries.by_content[block.content][digest] is block, "a block is not found by its content"
+                assert entries.by_parent[block.parent][digest] is block, "a block is not found by its parent"
                 seen.setdefault(digest, set()).add(name)
-            for books in (room.by_content, room.by_parent):
+            for books in (entries.by_content, entries.by_parent):
                 assert all(books.values()), "an empty list of blocks is kept"
-                assert sum(map(len, books.values())) == len(room.blocks), "a list holds a block that is gone"
+                assert sum(map(len, books.values())) == len(entries.blocks), "a list holds a block that is gone"
         assert seen == {digest: set(scopes) for digest, scopes in self._scopes_of.items()}, "scopes and blocks differ"
 
 
 @dataclass(slots=True)
-class _Steps:
+class _StepBudget:
     """What a search may still do."""
 
     left: int
@@ -216,19 +216,19 @@ class _Search:
 
     def __init__(
         self,
-        room: _Scope,
+        entries: _Scope,
         tokens: tuple[int, ...],
         hashes: _WindowHashes,
         first: int,
         at_least: int,
-        steps: _Steps,
+        steps: _StepBudget,
     ) -> None:
-        self._room, self._tokens, self._first, self._at_least, self._steps = room, tokens, first, at_least, steps
+        self._entries, self._tokens, self._first, self._at_least, self._steps = entries, tokens, first, at_least, steps
         self._size = hashes.block_size
-        self._contents = hashes.of(np.array(tokens, dtype=np.int64))
+        self._contents = hashes.hash_windows(np.array(tokens, dtype=np.int64))
 
     def run(self) -> Iterator[Passage]:
-        contents, by_content = self._contents, self._room.by_content
+        contents, by_content = self._contents, self._entries.by_content
         begin = at = 0  # where a passage may begin, and the window that is looked at
         tried: set[tuple[bytes, int]] = set()  # blocks that lie in passages which are too short, and where
         while at < len(contents):
@@ -251,14 +251,14 @@ class _Search:
         """The longest passage, not before `begin`, with one of these blocks at `at`; None if all are too short."""
         best: tuple[int, int, list[_Block]] | None = None
         window = self._tokens[at : at + self._size]
-        for block in itertools.islice(reversed(alike.values()), _NEWEST):
+        for block in itertools.islice(reversed(alike.values()), _MAX_CANDIDATES):
             self._steps.left -= 1
             if (block.digest, at) in tried or block.token_ids != window:
                 continue
-            start, before = self._follow_left(block, begin, at)
-            end, behind = self._follow_right(block, at, tried)
+            start, predecessor = self._follow_left(block, begin, at)
+            end, successors = self._follow_right(block, at, tried)
             if best is None or end - start > best[1] - best[0]:
-                best = start, end, [*before, block, *behind]
+                best = start, end, [*predecessor, block, *successors]
         if best is None or best[1] - best[0] < self._at_least:
             return None
         start, end, blocks = best
@@ -270,7 +270,7 @@ class _Search:
         """Where the passage with `block` at `at` begins, and its blocks before that one."""
         blocks: list[_Block] = []
         while at > begin and self._steps.left > 0:
-            parent = self._room.before(block)
+            parent = self._entries.predecessor(block)
             if parent is None:
                 break
             self._steps.left -= 1
@@ -298,7 +298,7 @@ class _Search:
                 end, last = stop, one
             window = tokens[stop : stop + size]
             content = contents[stop] if stop < len(contents) else None
-            for following in self._room.behind(one, content) if window else ():
+            for following in self._entries.successors(one, content) if window else ():
                 self._steps.left -= 1
                 if following.token_ids == window:
                     parents[following.digest] = one
@@ -327,11 +327,11 @@ class _WindowHashes:
         self._base, self._inverse = np.uint64(base), np.uint64(pow(base, -1, 1 << 64))
         self._first_powers = [pow(base, i, 1 << 64) for i in range(block_size)]
 
-    def of_one(self, tokens: Sequence[int]) -> int:
+    def hash_block(self, tokens: Sequence[int]) -> int:
         """The hash of a block's tokens."""
         return sum(token * power for token, power in zip(tokens, self._first_powers, strict=True)) % (1 << 64)
 
-    def of(self, tokens: NDArray[np.int64]) -> list[int]:
+    def hash_windows(self, tokens: NDArray[np.int64]) -> list[int]:
         """The hash of the window that begins at each token, as far as there are whole ones; uint64 arithmetic wraps."""
         length, size = len(tokens), self.block_size
         if length < size:

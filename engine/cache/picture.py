@@ -2,30 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections import abc
 
 import numpy as np
 
-from windlass.engine.api.looks import MAX_CACHE_CELLS, CacheGroupPicture
+from windlass.engine.api.looks import MAX_CACHE_CELLS, CacheGroupSnapshot
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.pool import BlockPool
 
-_FEWEST_SHOWN = 256  # blocks: a small picture would jump with every prompt
+_MIN_BLOCKS_SHOWN = 256  # blocks: a small picture would jump with every prompt
 
 
-def draw_cache(manager: BlockManager, listed: Sequence[CacheHandle]) -> tuple[CacheGroupPicture, ...]:
-    """A picture of each KV group; `owners` are indices into `listed`."""
-    return tuple(_draw(pool, group, listed) for group, pool in enumerate(manager.pools))
+def snapshot_cache(manager: BlockManager, sequences: abc.Sequence[SequenceCache]) -> tuple[CacheGroupSnapshot, ...]:
+    """A picture of each KV group; `owners` are indices into `sequences`."""
+    return tuple(_inspect_group(pool, group, sequences) for group, pool in enumerate(manager.pools))
 
 
-def _draw(pool: BlockPool, group: int, listed: Sequence[CacheHandle]) -> CacheGroupPicture:
+def _inspect_group(pool: BlockPool, group: int, sequences: abc.Sequence[SequenceCache]) -> CacheGroupSnapshot:
     counts = np.array(pool.ref_counts)
     known = np.zeros(pool.num_blocks, bool)
     known[list(pool.cached.values())] = True
     touched = np.flatnonzero((counts > 0) | known)
     last = int(touched[-1]) + 1 if touched.size else 0
-    shown = min(pool.num_blocks, max(_FEWEST_SHOWN, 1 << (last - 1).bit_length() if last else 0))
+    shown = min(pool.num_blocks, max(_MIN_BLOCKS_SHOWN, 1 << (last - 1).bit_length() if last else 0))
     per_cell = -(-shown // MAX_CACHE_CELLS)
     cells = -(-shown // per_cell)
 
@@ -35,10 +35,10 @@ def _draw(pool: BlockPool, group: int, listed: Sequence[CacheHandle]) -> CacheGr
         return tuple(padded.reshape(cells, per_cell).sum(axis=1).tolist())
 
     owners = np.full(cells, -1)
-    for index in range(len(listed) - 1, -1, -1):
-        blocks = np.array(_blocks_of(listed[index], group), np.int64)
+    for index in range(len(sequences) - 1, -1, -1):
+        blocks = np.array(_blocks_of(sequences[index], group), np.int64)
         owners[blocks[blocks >= 0] // per_cell] = index
-    return CacheGroupPicture(
+    return CacheGroupSnapshot(
         num_blocks=pool.num_blocks,
         num_shown=shown,
         blocks_per_cell=per_cell,
@@ -51,10 +51,10 @@ def _draw(pool: BlockPool, group: int, listed: Sequence[CacheHandle]) -> CacheGr
     )
 
 
-def _blocks_of(handle: CacheHandle, group: int) -> list[int]:
+def _blocks_of(handle: SequenceCache, group: int) -> list[int]:
     """All that it holds in a group; -1 for what it has left behind."""
     blocks = [block for passage in handle.passages for block in passage.blocks[group]]
-    for part in (handle, handle.far):
+    for part in (handle, handle.second_keys):
         if part is not None and part.tables:
             blocks += part.tables[group].blocks
             blocks += part.originals[group].blocks if part.originals else []

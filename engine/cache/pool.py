@@ -23,17 +23,17 @@ class BlockPool:
         "_idle",
         "cached",
         "digests",
-        "forget",
         "holds_states",
         "num_blocks",
+        "on_evicted",
         "private",
         "ref_counts",
         "rotary_groups",
         "window",
     )
 
-    def __init__(self, layout: KVGroupLayout, forget: abc.Callable[[int, bytes], None]) -> None:
-        self.forget = forget
+    def __init__(self, layout: KVGroupLayout, on_evicted: abc.Callable[[int, bytes], None]) -> None:
+        self.on_evicted = on_evicted
         self.num_blocks = layout.num_blocks
         self.window = layout.window
         self.rotary_groups = layout.rotary_groups
@@ -60,7 +60,7 @@ class BlockPool:
             assert digest is not None
             del self.cached[digest]
             self.digests[block] = None
-            self.forget(block, digest)
+            self.on_evicted(block, digest)
         self.ref_counts[block] = 1
         self.private[block] = private
         return block
@@ -99,7 +99,7 @@ class BlockPool:
         if block in self._idle:
             self._idle.move_to_end(block, last=False)
 
-    def refresh(self, digest: bytes) -> None:
+    def touch(self, digest: bytes) -> None:
         """Let a cached block that nobody holds be evicted last; any other is left as it is."""
         block = self.cached.get(digest)
         if block is not None and block in self._idle:

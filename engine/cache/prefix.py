@@ -27,17 +27,23 @@ def root_digest(
     """
     digest = hashlib.sha256(b"windlass prefix chain 1")
     salt = b"-" if cache_salt is None else b"+" + cache_salt.encode("utf-8", "surrogatepass")
-    marks = [fingerprint.encode() for fingerprint in fingerprints]
+    encoded_fingerprints = [fingerprint.encode() for fingerprint in fingerprints]
     rule = () if seen is None else (struct.pack("<qq", *seen), *([b"sinks in every window"] if seen[1] else []))
     if adapter is not None:
         rule = (*rule, b"adapter", adapter)
-    for part in (namespace, struct.pack("<qq", first_position, len(marks)), *marks, salt, *rule):
+    for part in (
+        namespace,
+        struct.pack("<qq", first_position, len(encoded_fingerprints)),
+        *encoded_fingerprints,
+        salt,
+        *rule,
+    ):
         digest.update(struct.pack("<q", len(part)))
         digest.update(part)
     return digest.digest()
 
 
-def far_root(root: bytes) -> bytes:
+def second_keys_root(root: bytes) -> bytes:
     """The root for keys of the same tokens as they seem from far away."""
     return hashlib.sha256(b"windlass far keys 1" + root).digest()
 
@@ -47,7 +53,7 @@ def block_digest(parent: bytes, token_ids: Sequence[int]) -> bytes:
     return hashlib.sha256(parent + struct.pack(f"<{len(token_ids)}q", *token_ids)).digest()
 
 
-def moved_digest(
+def shifted_digest(
     parent: bytes, numbers: Sequence[int], token_ids: Sequence[int], digests: Iterable[bytes] = ()
 ) -> bytes:
     """Digest of what no plain chain has: tokens computed where keys stand moved. numbers: how; digests: of what moved."""

@@ -12,18 +12,18 @@ from collections import abc
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.handle import CacheHandle
-from windlass.engine.cache.tables import Originals
+from windlass.engine.cache.handle import SequenceCache
+from windlass.engine.cache.tables import OriginalKeys
 from windlass.engine.rotary.scaling import RotarySpec
 
 Specs = tuple[RotarySpec, ...]
 
 
-def blocks_to_rerotate(blocks: BlockManager, handle: CacheHandle, specs: Specs) -> list[int]:
+def blocks_to_rerotate(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
     """Per KV group the blocks that `rerotate` takes."""
     needs = [0] * len(blocks.pools)
     for group in _changing_groups(blocks, handle, specs):
-        originals = handle.originals[group] if handle.originals else Originals()
+        originals = handle.originals[group] if handle.originals else OriginalKeys()
         for _, block, full in _new_blocks(handle, group, originals, blocks.block_size):
             if block >= 0:
                 needs[group] += 1 if full or blocks.pools[group].is_writable(block) else 2
@@ -31,16 +31,16 @@ def blocks_to_rerotate(blocks: BlockManager, handle: CacheHandle, specs: Specs) 
 
 
 def rerotate(
-    blocks: BlockManager, handle: CacheHandle, specs: Specs
+    blocks: BlockManager, handle: SequenceCache, specs: Specs
 ) -> tuple[list[KeyRerotation], list[KeyRerotation]]:
     """Bring the keys that `handle` holds under `specs`: take the blocks that needs.
 
     Returns which originals to set aside, and then what to re-rotate. From now on nothing that is computed is shared:
     deeper keys and values still encode the old frequencies.
     """
-    set_aside: list[KeyRerotation] = []
+    original_copies: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = handle.begin_originals()
+    all_originals = handle.start_originals()
     size, computed, old = blocks.block_size, handle.num_slots, handle.specs
     for group in _changing_groups(blocks, handle, specs):
         pool, table, originals = blocks.pools[group], handle.tables[group], all_originals[group]
@@ -49,7 +49,7 @@ def rerotate(
             # Tokens that joined a block after it was re-rotated: their originals join those of the block's older tokens.
             index, end = done // size, min(computed, (done // size + 1) * size)
             source, target = [table.blocks[index]], [kept[index]]
-            set_aside += _rerotations(handle, group, (done, end), source, target, old, old, size)
+            original_copies += _rerotations(handle, group, (done, end), source, target, old, old, size)
         for index, block, full in _new_blocks(handle, group, originals, size):
             if block < 0:
                 kept.append(-1)
@@ -60,7 +60,9 @@ def rerotate(
                 # More tokens will come to this block, so its originals are what goes elsewhere.
                 aside = pool.take(private=True)
                 kept.append(aside)
-                set_aside += _rerotations(handle, group, (index * size, computed), [block], [aside], old, old, size)
+                original_copies += _rerotations(
+                    handle, group, (index * size, computed), [block], [aside], old, old, size
+                )
                 if not pool.is_writable(block):
                     table.replace(index, pool.take(private=True))
                     pool.release(block)
@@ -75,18 +77,18 @@ def rerotate(
                 handle, group, (start, end), kept[column], table.blocks[column], origin, specs, size, values=new
             )
             start = end
-    handle.enter(specs)
-    return set_aside, rerotations
+    handle.set_rerotated_specs(specs)
+    return original_copies, rerotations
 
 
-def _changing_groups(blocks: BlockManager, handle: CacheHandle, specs: Specs) -> list[int]:
+def _changing_groups(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
     """The KV groups with a layer whose frequencies change. Keys stand at unit scale, so nothing else about a spec matters."""
     changed = [old.inv_freq != new.inv_freq for old, new in zip(handle.specs, specs, strict=True)]
     return [group for group, pool in enumerate(blocks.pools) if any(changed[i] for i in pool.rotary_groups)]
 
 
 def _new_blocks(
-    handle: CacheHandle, group: int, originals: Originals, size: int
+    handle: SequenceCache, group: int, originals: OriginalKeys, size: int
 ) -> abc.Iterator[tuple[int, int, bool]]:
     """(logical index, block, whether it is full) of the blocks with computed tokens whose originals are not kept yet."""
     computed, blocks = handle.num_slots, handle.tables[group].blocks
@@ -95,7 +97,7 @@ def _new_blocks(
 
 
 def _rerotations(
-    handle: CacheHandle,
+    handle: SequenceCache,
     group: int,
     span: tuple[int, int],
     sources: list[int],

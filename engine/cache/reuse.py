@@ -11,13 +11,13 @@ import math
 from collections import abc
 from dataclasses import dataclass
 
-from windlass.engine.api.context import PassageReuse
+from windlass.engine.api.context import NonPrefixReuseParams
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.passages import Passage
 from windlass.engine.cache.runs import HeldPassage, SlotLayout
 
-FEWEST_TOKENS = 32  # of a passage, without its head: fewer are not worth a run
+MIN_PASSAGE_TOKENS = 32  # of a passage, without its head: fewer are not worth a run
 MAX_RUNS = 64  # of one sequence
 
 
@@ -36,27 +36,31 @@ class ReuseLimits:
 
 
 def hold_passages(
-    blocks: BlockManager, handle: CacheHandle, token_ids: abc.Sequence[int], rule: PassageReuse, limits: ReuseLimits
+    blocks: BlockManager,
+    handle: SequenceCache,
+    token_ids: abc.Sequence[int],
+    rule: NonPrefixReuseParams,
+    limits: ReuseLimits,
 ) -> None:
     """Find the passages that `handle`, which holds a prefix at most, will take up, and hold their blocks."""
     scope = handle.chain.scope
-    if scope is None or handle.private or not rule.takes_any:
+    if scope is None or handle.private or not rule.is_enabled:
         return
     found = blocks.passages.search(
         scope,
         token_ids,
         start=max(limits.start, handle.num_computed_tokens),
         end=limits.end,
-        at_least=max(rule.at_least, FEWEST_TOKENS),
+        at_least=max(rule.at_least, MIN_PASSAGE_TOKENS),
         spans=rule.passages,
     )
     layout, held = handle.layout, list[HeldPassage]()
     for passage in found:
-        taken = _without_head(blocks, passage, rule.recompute)
+        taken = _skip_recomputed_head(blocks, passage, rule.recompute)
         if taken is None:
             continue
         after = layout.with_passage(taken.first + layout.slot_offset, taken, blocks.block_size)
-        if len(after.runs) > MAX_RUNS or not _fits(blocks, after, [*held, taken], limits):
+        if len(after.runs) > MAX_RUNS or not _passages_fit(blocks, after, [*held, taken], limits):
             break
         held.append(taken)
         layout = after
@@ -67,21 +71,21 @@ def hold_passages(
     handle.hold_passages(held)
 
 
-def take_up(blocks: BlockManager, handle: CacheHandle, token_ids: abc.Sequence[int]) -> list[HeldPassage]:
+def attach_passage(blocks: BlockManager, handle: SequenceCache, token_ids: abc.Sequence[int]) -> list[HeldPassage]:
     """The passages, if any, that begin with the next token to compute, now taken up."""
     taken = []
     while handle.passages and handle.passages[0].first == handle.num_computed_tokens:
         blocks.commit(handle, token_ids)
-        taken.append(handle.take_up(token_ids))
+        taken.append(handle.attach_passage(token_ids))
     return taken
 
 
-def _without_head(blocks: BlockManager, passage: Passage, recompute: float) -> HeldPassage | None:
+def _skip_recomputed_head(blocks: BlockManager, passage: Passage, recompute: float) -> HeldPassage | None:
     """The passage behind the tokens that are computed anew; None if too few are left."""
     length = passage.end - passage.start
     # A share that comes to a whole number of tokens means that number, whatever its product in floating point.
     head = math.ceil((recompute if recompute >= 1 else recompute * length) - 1e-6)
-    if length - head < FEWEST_TOKENS:
+    if length - head < MIN_PASSAGE_TOKENS:
         return None
     skipped, offset = divmod(passage.offset + head, blocks.block_size)
     digests = passage.digests[skipped:]
@@ -89,7 +93,7 @@ def _without_head(blocks: BlockManager, passage: Passage, recompute: float) -> H
     return HeldPassage(passage.start + head, passage.end, head, own, digests, offset, passage.position + head)
 
 
-def _fits(blocks: BlockManager, layout: SlotLayout, held: list[HeldPassage], limits: ReuseLimits) -> bool:
+def _passages_fit(blocks: BlockManager, layout: SlotLayout, held: list[HeldPassage], limits: ReuseLimits) -> bool:
     """Whether a sequence of this layout, alone in the cache, has room up to its longest."""
     slots, size = limits.longest + layout.slot_offset, blocks.block_size
     if limits.window is not None:

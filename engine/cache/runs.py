@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections import abc
 from dataclasses import dataclass, replace
 
-NO_BOUND = 2**62  # beyond any slot, position or distance
-OPEN_END = NO_BOUND  # end of the run that tokens still join
+UNBOUNDED = 2**62  # beyond any slot, position or distance
+OPEN_END = UNBOUNDED  # end of the run that tokens still join
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,13 +59,13 @@ class SlotLayout:
     """The runs of a sequence, by slot; the last is open. Between two of them may lie slots that hold nothing.
 
     slot_offset: what to add to the index of a token that is still to be computed for its slot. num_dropped: tokens that were
-    computed and are held no more; num_closed: those of them over whose place the tokens before them have closed up.
+    computed and are held no more; num_gap_closed: those of them over whose place the tokens before them have closed up.
     """
 
     runs: tuple[SlotRun, ...]
     slot_offset: int = 0
     num_dropped: int = 0
-    num_closed: int = 0
+    num_gap_closed: int = 0
 
     @classmethod
     def starting_at(cls, position: int) -> SlotLayout:
@@ -84,10 +84,10 @@ class SlotLayout:
         return last.position - last.first_slot + self.slot_offset
 
     @property
-    def numbers(self) -> tuple[int, ...]:
+    def digest_numbers(self) -> tuple[int, ...]:
         """What tells it from every other layout of the same tokens: which of them are held, and where they stand."""
         runs = [number for run in self.runs for number in (run.first_slot, run.position, run.shift)]
-        return self.num_dropped, self.num_closed, *runs
+        return self.num_dropped, self.num_gap_closed, *runs
 
     def is_no_wider_than(self, other: SlotLayout) -> bool:
         """Whether queries meet it in no more ranges than another, and turned in no more ways, by whichever rule of turning."""
@@ -99,7 +99,7 @@ class SlotLayout:
         ends = [0, *(run.end_slot for run in self.runs)]
         holes = sum(run.first_slot > end for run, end in zip(self.runs, ends, strict=False))
         shifts = {run.shift for run in self.runs}
-        return len(self.runs) + holes, len(shifts | {0}), len({self.num_closed - shift for shift in shifts} | {0})
+        return len(self.runs) + holes, len(shifts | {0}), len({self.num_gap_closed - shift for shift in shifts} | {0})
 
     def spans(self, start: int, end: int) -> abc.Iterator[tuple[int, int, int]]:
         """(first slot, end slot, position of the first key as it was rotated) of the runs within slots [start, end)."""
@@ -113,7 +113,7 @@ class SlotLayout:
         (_, _, position), *_ = self.spans(slot, slot + 1)
         return position
 
-    def first_seen(self, num_slots: int, window: int) -> int:
+    def first_visible_slot(self, num_slots: int, window: int) -> int:
         """The first slot that the token for slot `num_slots` sees, and no later one sees before it, under a window in tokens."""
         lowest = num_slots + self.runs[-1].offset - window + 1  # position of the last key that is seen
         for run in self.runs:
@@ -121,18 +121,18 @@ class SlotLayout:
                 return max(run.first_slot, lowest - run.offset)
         raise AssertionError("the last run is open")
 
-    def without(self, first: int, end: int, *, closing: bool) -> SlotLayout:
+    def with_range_removed(self, first: int, end: int, *, close_gap: bool) -> SlotLayout:
         """The same with slots [first, end) cut out; those behind move up.
 
         closing: the tokens before them move on in position to where those cut out stood; else every token stays where it
         stands.
         """
-        dropped = sum(min(end, run.end_slot) - max(first, run.first_slot) for run in self._between(first, end))
+        dropped = sum(min(end, run.end_slot) - max(first, run.first_slot) for run in self._runs_within(first, end))
         width, runs = end - first, list[SlotRun]()
         for run in self.runs:
             if run.first_slot < first:
                 runs.append(
-                    replace(run, end_slot=min(run.end_slot, first), shift=run.shift + (dropped if closing else 0))
+                    replace(run, end_slot=min(run.end_slot, first), shift=run.shift + (dropped if close_gap else 0))
                 )
             if run.end_slot > end:
                 skipped = max(0, end - run.first_slot)
@@ -142,8 +142,8 @@ class SlotLayout:
                         run, first_slot=run.first_slot + skipped - width, end_slot=stop, position=run.position + skipped
                     )
                 )
-        closed = self.num_closed + (dropped if closing else 0)
-        return SlotLayout(_joined(runs), self.slot_offset - width, self.num_dropped + dropped, closed)
+        closed = self.num_gap_closed + (dropped if close_gap else 0)
+        return SlotLayout(_merge_runs(runs), self.slot_offset - width, self.num_dropped + dropped, closed)
 
     def with_passage(self, num_slots: int, passage: HeldPassage, block_size: int) -> SlotLayout:
         """The same with a passage behind the `num_slots` slots taken so far, in blocks of its own.
@@ -153,20 +153,20 @@ class SlotLayout:
         runs, last = list(self.runs[:-1]), self.runs[-1]
         if num_slots > last.first_slot:
             runs.append(replace(last, end_slot=num_slots))
-        place = num_slots + last.offset
+        next_position = num_slots + last.offset
         first = -(-num_slots // block_size) * block_size + passage.offset
-        end, place_behind = first + passage.num_tokens, place + passage.num_tokens
-        runs.append(SlotRun(first, end, passage.position, place - passage.position))
+        end, position_after = first + passage.num_tokens, next_position + passage.num_tokens
+        runs.append(SlotRun(first, end, passage.position, next_position - passage.position))
         following = -(-end // block_size) * block_size
-        runs.append(SlotRun(following, OPEN_END, place_behind))
+        runs.append(SlotRun(following, OPEN_END, position_after))
         slot_offset = following - (num_slots - self.slot_offset + passage.num_tokens)
         return replace(self, runs=tuple(runs), slot_offset=slot_offset)
 
-    def _between(self, first: int, end: int) -> list[SlotRun]:
+    def _runs_within(self, first: int, end: int) -> list[SlotRun]:
         return [run for run in self.runs if run.first_slot < end and run.end_slot > first]
 
 
-def _joined(runs: list[SlotRun]) -> tuple[SlotRun, ...]:
+def _merge_runs(runs: list[SlotRun]) -> tuple[SlotRun, ...]:
     """Neighbours that are one run made one."""
     joined = runs[:1]
     for run in runs[1:]:
@@ -179,4 +179,4 @@ def _joined(runs: list[SlotRun]) -> tuple[SlotRun, ...]:
     return tuple(joined)
 
 
-PLAIN = SlotLayout.starting_at(0)
+PLAIN_LAYOUT = SlotLayout.starting_at(0)

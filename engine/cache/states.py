@@ -14,31 +14,31 @@ from __future__ import annotations
 from collections import abc
 
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.handle import CacheHandle, PassingState
-from windlass.engine.cache.persist.keys import BlockKeeper, BlockKey
+from windlass.engine.cache.handle import LatestState, SequenceCache
+from windlass.engine.cache.persist.keys import BlockKey, BlockListener
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.tables import BlockTable
 
 _STRIDE = 1024  # tokens
 
 
-class StateBlocks:
+class RecurrentStateManager:
     """groups: those of `pools` that hold states."""
 
     def __init__(self, pools: abc.Sequence[BlockPool], groups: abc.Sequence[int]) -> None:
         self._pools, self.groups = pools, groups
 
-    def missing(self, handle: CacheHandle, group: int) -> int:
+    def num_missing(self, handle: SequenceCache, group: int) -> int:
         """Blocks that a handle takes of a group before it computes another token."""
         pool, blocks = self._pools[group], handle.tables[group].blocks if handle.tables else []
-        return int(has_part(pool, handle) and (not blocks or pool.needs_copy(blocks, 0)))
+        return int(holds_blocks_of(pool, handle) and (not blocks or pool.needs_copy(blocks, 0)))
 
-    def make_writable(self, handle: CacheHandle) -> list[BlockCopy]:
+    def make_writable(self, handle: SequenceCache) -> list[BlockCopy]:
         """Let the handle have a block that nobody else holds or may match; returns the copies to do first."""
         copies = []
         for group in self.groups:
             pool, table = self._pools[group], handle.tables[group]
-            if not has_part(pool, handle):
+            if not holds_blocks_of(pool, handle):
                 continue
             if not table.blocks:
                 table.append(pool.take(handle.private))
@@ -54,19 +54,19 @@ class StateBlocks:
         """For how many of so many proposed tokens there is a block now, where no other is missing."""
         return min([num_proposed, *(self._pools[group].num_available for group in self.groups)])
 
-    def propose(self, handle: CacheHandle, num_proposed: int) -> None:
+    def allocate_for_proposals(self, handle: SequenceCache, num_proposed: int) -> None:
         """Take a block for the state behind each token of a step but the last, where so many of them are proposed."""
         for group in self.groups:
-            if has_part(self._pools[group], handle):
+            if holds_blocks_of(self._pools[group], handle):
                 for _ in range(num_proposed):
                     handle.tables[group].append(self._pools[group].take(handle.private))
 
-    def set_aside(self, handle: CacheHandle, block_size: int, under_way: int) -> list[BlockCopy]:
+    def checkpoint(self, handle: SequenceCache, block_size: int, num_inflight_tokens: int) -> list[BlockCopy]:
         """Copy the state behind the tokens under way, before those to come change it, where it may be worth keeping.
 
         Returns the copies, which are done in between. Where no block is left it is not kept.
         """
-        if (handle.num_slots + under_way) % block_size or not self._offers(handle):
+        if (handle.num_slots + num_inflight_tokens) % block_size or not self._offers(handle):
             return []
         if any(self._pools[group].num_available < 1 for group in self.groups):
             return []
@@ -77,14 +77,14 @@ class StateBlocks:
             copies.append(BlockCopy(group, *table.blocks))
         return copies
 
-    def settle(self, handle: CacheHandle, advanced: int, under_way: int) -> None:
+    def mark_computed(self, handle: SequenceCache, advanced: int, num_inflight_tokens: int) -> None:
         """Give up all blocks but one: that with the state behind the first `advanced` tokens of a step, of which some may have
         been proposed, or that which the tokens under way change."""
         for group in self.groups:
             pool, table = self._pools[group], handle.tables[group]
             if len(table.blocks) < 2:
                 continue
-            held, chosen = list(table.blocks), table.blocks[0] if under_way else _block_behind(table, advanced)
+            held, chosen = list(table.blocks), table.blocks[0] if num_inflight_tokens else _block_after(table, advanced)
             table.replace(0, chosen)
             while len(table.blocks) > 1:
                 table.pop()
@@ -92,12 +92,17 @@ class StateBlocks:
                 if block != chosen:
                     pool.release(block)
 
-    def keep(
-        self, handle: CacheHandle, block_size: int, keeper: BlockKeeper | None, advanced: int, under_way: int
+    def cache_latest(
+        self,
+        handle: SequenceCache,
+        block_size: int,
+        listener: BlockListener | None,
+        advanced: int,
+        num_inflight_tokens: int,
     ) -> None:
         """Offer the state behind the last block of tokens, where a handle has it; all of its tokens are settled.
 
-        advanced: tokens of the step, behind the last of which it stands, or behind any where some were proposed. under_way: those
+        advanced: tokens of the step, behind the last of which it stands, or behind any where some were proposed. num_inflight_tokens: those
         that change its own block meanwhile. Of a prompt's states the last stays and one in every `_STRIDE` tokens, of those of
         its answer the last; the others are the first to be evicted, and the keeper is not told of them.
         """
@@ -105,47 +110,51 @@ class StateBlocks:
             return
         index, since = handle.num_slots // block_size - 1, handle.num_slots % block_size
         has_several = len(handle.tables[self.groups[0]].blocks) > 1
-        if index < 0 or since >= (advanced if has_several else 1) or (under_way and not has_several):
+        if index < 0 or since >= (advanced if has_several else 1) or (num_inflight_tokens and not has_several):
             return
-        slots, drew = handle.num_slots - since, has_several or advanced < block_size
-        digest, passing = handle.chain.digests[index], handle.passing_state
+        slots, decoding = handle.num_slots - since, has_several or advanced < block_size
+        digest, passing = handle.chain.digests[index], handle.latest_state
         for group in self.groups:
-            self._pools[group].register(_block_behind(handle.tables[group], advanced - since), digest)
-            if passing is not None and passing.drawn == drew and passing.digest in self._pools[group].cached:
+            self._pools[group].register(_block_after(handle.tables[group], advanced - since), digest)
+            if (
+                passing is not None
+                and passing.while_decoding == decoding
+                and passing.digest in self._pools[group].cached
+            ):
                 self._pools[group].evict_first(self._pools[group].cached[passing.digest])
-        if passing is not None and passing.drawn != drew:
-            self._tell(passing, keeper)
-        handle.passing_state = PassingState(index, digest, drew)
-        if not drew and slots // _STRIDE > (slots - advanced) // _STRIDE:
-            self.end(handle, keeper)
+        if passing is not None and passing.while_decoding != decoding:
+            self._notify_listener(passing, listener)
+        handle.latest_state = LatestState(index, digest, decoding)
+        if not decoding and slots // _STRIDE > (slots - advanced) // _STRIDE:
+            self.end(handle, listener)
 
-    def _offers(self, handle: CacheHandle) -> bool:
+    def _offers(self, handle: SequenceCache) -> bool:
         """Whether later prompts may find states of a handle."""
-        return bool(self.groups) and not handle.private and not handle.is_far
+        return bool(self.groups) and not handle.private and not handle.is_second_keys
 
-    def end(self, handle: CacheHandle, keeper: BlockKeeper | None) -> None:
+    def end(self, handle: SequenceCache, listener: BlockListener | None) -> None:
         """The last state that a handle left in the cache stays, whatever comes of the handle."""
-        if handle.passing_state is not None:
-            self._tell(handle.passing_state, keeper)
-            handle.passing_state = None
+        if handle.latest_state is not None:
+            self._notify_listener(handle.latest_state, listener)
+            handle.latest_state = None
 
-    def _tell(self, state: PassingState, keeper: BlockKeeper | None) -> None:
+    def _notify_listener(self, state: LatestState, listener: BlockListener | None) -> None:
         for group in self.groups:
             block = self._pools[group].cached.get(state.digest)
-            if keeper is not None and block is not None:
-                keeper.offer(BlockKey(group, state.digest), block, state.index)
+            if listener is not None and block is not None:
+                listener.offer(BlockKey(group, state.digest), block, state.index)
 
 
-def _block_behind(table: BlockTable, count: int) -> int:
+def _block_after(table: BlockTable, count: int) -> int:
     """Of a handle that has several, the block with the state behind the first `count` tokens of the step."""
     return table.blocks[count] if count < len(table.blocks) else table.blocks[0]
 
 
-def has_part(pool: BlockPool, handle: CacheHandle) -> bool:
+def holds_blocks_of(pool: BlockPool, handle: SequenceCache) -> bool:
     """Whether a handle holds blocks of a pool: what holds keys as they seem from far away has no states of its own."""
-    return not (pool.holds_states and handle.is_far)
+    return not (pool.holds_states and handle.is_second_keys)
 
 
-def window_of(pool: BlockPool, handle: CacheHandle) -> int | None:
+def eviction_window(pool: BlockPool, handle: SequenceCache) -> int | None:
     """By which window a handle gives blocks of a pool up; None where all stay until they are cut out."""
     return pool.window if pool.holds_states else handle.window_in(pool.window)

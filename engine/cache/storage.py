@@ -6,15 +6,15 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
-from windlass.engine.cache.changes import BlockCopy, ParkedPages
+from windlass.engine.cache.changes import BlockCopy, SwappedPages
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
-from windlass.kernels import Backend, KVPages, StatePages, is_out_of_memory, plane_shapes
+from windlass.kernels import Backend, KVPages, StatePages, is_out_of_memory, page_tensor_shapes
 
 # Bytes that are on their way to or from main memory: on a GPU the pages leave little beside them.
-_PARKED_AT_ONCE = 8 << 20
+_SWAP_CHUNK_BYTES = 8 << 20
 
 
-class KVStorage:
+class KVCache:
     """Pages of every KV group, in memory of one backend.
 
     groups and num_blocks run in parallel. dtype int8 adds scales beside the codes. states, num_states: of layers that carry
@@ -37,11 +37,11 @@ class KVStorage:
         self._states: dict[int, StatePages] = {}
         self._groups: list[tuple[torch.Tensor, ...]] = []  # planes [layers of the group, num_blocks, …]
         # By sequence, per group and plane copies of its blocks, some in each.
-        self._parked: dict[int, list[list[list[torch.Tensor]]]] = {}
+        self._swapped_out: dict[int, list[list[list[torch.Tensor]]]] = {}
         for group, blocks in zip(groups, num_blocks, strict=True):
             planes = [
                 backend.pages((len(group.layers), *shape), kind)
-                for shape, kind in plane_shapes(
+                for shape, kind in page_tensor_shapes(
                     blocks, block_size, group.num_kv_heads, group.head_dim, group.cached_value_dim, dtype
                 )
             ]
@@ -73,35 +73,35 @@ class KVStorage:
             for plane in self._groups[copy.group]:
                 plane[:, copy.target] = plane[:, copy.source]
 
-    def park(self, parked: ParkedPages) -> None:
+    def swap_out(self, swapped_out: SwappedPages) -> None:
         """Copy what these blocks hold into main memory."""
-        self._parked[parked.seq_id] = [
-            [[_taken(plane, some) for some in _few(plane, blocks)] for plane in planes]
-            for planes, blocks in zip(self._groups, parked.blocks, strict=True)
+        self._swapped_out[swapped_out.seq_id] = [
+            [[_copy_to_host(plane, some) for some in _chunks(plane, blocks)] for plane in planes]
+            for planes, blocks in zip(self._groups, swapped_out.blocks, strict=True)
         ]
 
-    def unpark(self, parked: ParkedPages) -> None:
+    def swap_in(self, swapped_out: SwappedPages) -> None:
         """Put what was parked of the sequence into these blocks, and forget the copies. KeyError if nothing was."""
-        copies = self._parked[parked.seq_id]
-        for planes, blocks, copied in zip(self._groups, parked.blocks, copies, strict=True):
+        copies = self._swapped_out[swapped_out.seq_id]
+        for planes, blocks, copied in zip(self._groups, swapped_out.blocks, copies, strict=True):
             for plane, pieces in zip(planes, copied, strict=True):
-                for some, piece in zip(_few(plane, blocks), pieces, strict=True):
-                    _put(plane, some, piece)
-        del self._parked[parked.seq_id]
+                for some, piece in zip(_chunks(plane, blocks), pieces, strict=True):
+                    _copy_to_device(plane, some, piece)
+        del self._swapped_out[swapped_out.seq_id]
 
-    def forget_parked(self, seq_id: int) -> None:
+    def discard_swapped(self, seq_id: int) -> None:
         """Give up what was parked of a sequence, if anything was."""
-        self._parked.pop(seq_id, None)
+        self._swapped_out.pop(seq_id, None)
 
 
-def _few(plane: torch.Tensor, blocks: Sequence[int]) -> Iterator[list[int]]:
+def _chunks(plane: torch.Tensor, blocks: Sequence[int]) -> Iterator[list[int]]:
     """The blocks of a plane [layers, blocks, …] in order, as many at a time as may be on their way."""
-    count = max(1, _PARKED_AT_ONCE // max(1, plane[:, :1].nbytes))
+    count = max(1, _SWAP_CHUNK_BYTES // max(1, plane[:, :1].nbytes))
     for first in range(0, len(blocks), count):
         yield list(blocks[first : first + count])
 
 
-def _taken(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+def _copy_to_host(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     """A copy [layers, N, …] in main memory of blocks of a plane."""
     try:
         return plane[:, blocks].cpu()
@@ -116,7 +116,7 @@ def _taken(plane: torch.Tensor, blocks: list[int]) -> torch.Tensor:
     return copy
 
 
-def _put(plane: torch.Tensor, blocks: list[int], piece: torch.Tensor) -> None:
+def _copy_to_device(plane: torch.Tensor, blocks: list[int], piece: torch.Tensor) -> None:
     """Put what was taken, [layers, N, …] in main memory, into blocks of a plane."""
     try:
         plane[:, blocks] = piece.to(plane.device)

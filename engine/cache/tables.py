@@ -13,7 +13,7 @@ from windlass.engine.rotary.scaling import RotarySpec
 
 
 @dataclass(slots=True)
-class Originals:
+class OriginalKeys:
     """Where the keys of one KV group stand as they were computed, once they have been re-rotated.
 
     Every re-rotation starts from these, so that a key is rounded once however often the frequencies change.
@@ -49,13 +49,13 @@ class BlockTable:
     It remembers what has changed since its change was last taken, at a cost that does not grow with the table.
     """
 
-    __slots__ = ("_known", "_removed", "_replaced", "blocks", "changed", "num_dropped")
+    __slots__ = ("_num_sent", "_removed", "_replaced", "blocks", "changed", "num_dropped")
 
     def __init__(self, blocks: abc.Iterable[int] = (), num_dropped: int = 0) -> None:
         self.blocks = list(blocks)
         self.num_dropped = num_dropped  # leading entries that are -1
         self.changed = True
-        self._known = 0  # leading entries that whoever took the last change has, but for those replaced
+        self._num_sent = 0  # leading entries that whoever took the last change has, but for those replaced
         self._replaced: dict[int, int] = {}
         self._removed: list[tuple[int, int]] = []  # (first, count), one after the other
 
@@ -65,7 +65,7 @@ class BlockTable:
 
     def replace(self, index: int, block: int) -> None:
         self.blocks[index] = block
-        if index < self._known:
+        if index < self._num_sent:
             self._replaced[index] = block
         self.changed = True
 
@@ -73,7 +73,7 @@ class BlockTable:
         """Cut off the last entry, which no window has left behind."""
         block = self.blocks.pop()
         self._replaced.pop(len(self.blocks), None)
-        self._known = min(self._known, len(self.blocks))
+        self._num_sent = min(self._num_sent, len(self.blocks))
         self.changed = True
         return block
 
@@ -93,10 +93,10 @@ class BlockTable:
         removed = [block for block in self.blocks[first:end] if block >= 0]
         del self.blocks[first:end]
         self.num_dropped -= max(0, min(self.num_dropped, end) - first)
-        known = min(self._known, end) - min(self._known, first)
+        known = min(self._num_sent, end) - min(self._num_sent, first)
         if known:
             self._removed.append((first, known))
-            self._known -= known
+            self._num_sent -= known
         self._replaced = {
             index - count if index >= end else index: block
             for index, block in self._replaced.items()
@@ -105,18 +105,18 @@ class BlockTable:
         self.changed = True
         return removed
 
-    def forget_taken(self) -> None:
+    def resend_all(self) -> None:
         """Let the next change bring the whole table."""
-        self._known = 0
+        self._num_sent = 0
         self._replaced.clear()
         self._removed.clear()
 
     def take_change(self) -> TableChange:
         """What has changed since this was last called, or since the beginning."""
         replaced = tuple(self._replaced.items())
-        appended, removed = tuple(self.blocks[self._known :]), tuple(self._removed)
-        change = TableChange(self._known, replaced, appended, self.num_dropped, removed)
-        self._known = len(self.blocks)
+        appended, removed = tuple(self.blocks[self._num_sent :]), tuple(self._removed)
+        change = TableChange(self._num_sent, replaced, appended, self.num_dropped, removed)
+        self._num_sent = len(self.blocks)
         self._replaced.clear()
         self._removed.clear()
         self.changed = False

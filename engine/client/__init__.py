@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.looks import A, EngineQuestion
+from windlass.engine.api.looks import A, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 
 
-class ShownEngine(Protocol):
+class EngineStatus(Protocol):
     """What is shown of each engine behind a client."""
 
     @property
@@ -33,12 +33,12 @@ class ShownEngine(Protocol):
         ...
 
 
-def name_of(engine: ShownEngine, number: int) -> str:
+def engine_name(engine: EngineStatus, number: int) -> str:
     """What one of several engines is called. number: its own among them."""
     return engine.name or str(number)
 
 
-class EngineClient(ShownEngine, Protocol):
+class EngineClient(EngineStatus, Protocol):
     """The whole interface between server and engine. Keep it this small. Its defaults are those of one engine.
 
     `generate` is an async generator: it yields outputs of all samples of the request as they come and ends after every
@@ -52,12 +52,12 @@ class EngineClient(ShownEngine, Protocol):
         ...
 
     @property
-    def engines(self) -> Sequence[ShownEngine]:
+    def engines(self) -> Sequence[EngineStatus]:
         """Each engine behind it, for those who show them one by one."""
         return (self,)
 
     @property
-    def is_several(self) -> bool:
+    def has_replicas(self) -> bool:
         """Whether there are several, or can be."""
         return False
 
@@ -91,7 +91,7 @@ class EngineClient(ShownEngine, Protocol):
         """Take no further requests for an adapter; it goes when none runs. Returns at once; unknown ids are ignored."""
         ...
 
-    async def look(self, question: EngineQuestion[A]) -> A:
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
         """What the engine answers somebody who looks on, between two steps; raises RequestError, DeviceMemoryError and
         EngineDeadError."""
         ...

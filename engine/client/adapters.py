@@ -89,7 +89,7 @@ class AdapterCalls:
         for loading in gone.values():
             loading.end(make_error())
 
-    def again(self, config: EngineConfig) -> EngineConfig:
+    def restart_config(self, config: EngineConfig) -> EngineConfig:
         """The configuration of the next engine: with the adapters of the last one, as far as their files are still there."""
         sources = tuple(replace(source, required=False) for source in self._loaded.values())
         return replace(config, adapters=replace(config.adapters, sources=sources))

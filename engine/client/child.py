@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from windlass.engine.api.child_output import child_output
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.core.black_box import BlackBox, StackMemory
-from windlass.engine.core.threads import wait_settings
+from windlass.engine.core.black_box import FlightRecorder, StackMemory
+from windlass.engine.core.threads import thread_wait_environment
 from windlass.engine.core.wire import Load, encode
 
 STACKS_SIGNAL = signal.SIGUSR2
@@ -25,59 +25,63 @@ DEFAULT_CORE = "windlass.engine.core.loop:default_core"
 ENGINE_MODULE = "windlass.engine.core.engine_core"  # by name: it brings torch
 
 
-def module_ahead(core: str) -> str | None:
+def preload_module(core: str) -> str | None:
     """What a child that is to make this core may import before it knows what to load."""
     return ENGINE_MODULE if core == DEFAULT_CORE else None
 
 
 @dataclass(frozen=True, slots=True)
-class Seat:
+class ProcessPlacement:
     """Where an engine process runs. cores: the only ones it may use, None for all. files: descriptors that it has too."""
 
     cores: tuple[int, ...] | None = None
     files: tuple[int, ...] = ()
 
 
-ANYWHERE = Seat()
+UNPINNED = ProcessPlacement()
 
 
 class ChildProcess:
     """A running `windlass.engine.core.process`, which waits for `load`.
 
-    ahead: a module to import meanwhile, see `module_ahead`. seat: where it runs; OpenMP reads its cores once, so they are
+    ahead: a module to import meanwhile, see `preload_module`. seat: where it runs; OpenMP reads its cores once, so they are
     settled before torch comes.
-    Attributes: `socket` is the parent's end, `process` the Popen object. `box` and `stacks`: what is left of it when it is gone.
+    Attributes: `socket` is the parent's end, `process` the Popen object. `recorder` and `stacks`: what is left of it when it is gone.
     Raises OSError, and leaves nothing behind, where the system has no process or descriptor for it.
     """
 
-    def __init__(self, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE) -> None:
-        with contextlib.ExitStack() as given_on, contextlib.ExitStack() as undone:
+    def __init__(
+        self, core: str, log_level: str, *, preload: str | None = None, process_placement: ProcessPlacement = UNPINNED
+    ) -> None:
+        with contextlib.ExitStack() as parent_copies, contextlib.ExitStack() as cleanup:
             self.socket, theirs = socket.socketpair()
-            undone.callback(self.socket.close)
-            given_on.enter_context(theirs)
-            kept = []
-            for kind in (BlackBox, StackMemory):
-                kept.append(kind.make())
-                given_on.callback(os.close, kept[-1])
-            self.box, self.stacks = BlackBox(kept[0]), StackMemory(kept[1])
-            undone.callback(self.forget)
+            cleanup.callback(self.socket.close)
+            parent_copies.enter_context(theirs)
+            descriptors = []
+            for kind in (FlightRecorder, StackMemory):
+                descriptors.append(kind.make())
+                parent_copies.callback(os.close, descriptors[-1])
+            self.recorder, self.stacks = FlightRecorder(descriptors[0]), StackMemory(descriptors[1])
+            cleanup.callback(self.release)
             # -P keeps the working directory off the child's import path. A session of its own keeps the terminal's
             # ctrl-C away: the parent decides when the engine ends.
             options = [f"--fd={theirs.fileno()}", f"--core={core}", f"--log-level={log_level}"]
-            options += [f"--box={kept[0]}", f"--stacks={kept[1]}"]
-            options += [] if ahead is None else [f"--ahead={ahead}"]
-            options += [] if seat.cores is None else [f"--cores={','.join(map(str, seat.cores))}"]
+            options += [f"--box={descriptors[0]}", f"--stacks={descriptors[1]}"]
+            options += [] if preload is None else [f"--ahead={preload}"]
+            options += (
+                [] if process_placement.cores is None else [f"--cores={','.join(map(str, process_placement.cores))}"]
+            )
             output = child_output()
             self.process = subprocess.Popen(
                 [sys.executable, "-P", "-m", "windlass.engine.core.process", *options],
-                pass_fds=[theirs.fileno(), *kept, *seat.files],
-                env={**os.environ, **wait_settings(os.environ)},
+                pass_fds=[theirs.fileno(), *descriptors, *process_placement.files],
+                env={**os.environ, **thread_wait_environment(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
                 start_new_session=True,
             )
-            undone.pop_all()
+            cleanup.pop_all()
 
     def load(self, config: EngineConfig) -> None:
         """Tell it what to load, once."""
@@ -109,16 +113,16 @@ class ChildProcess:
 
     def last_requests(self) -> set[str] | None:
         """The ids of the requests in the last step that it began, None where not all of them are known."""
-        plans = self.box.read()
+        plans = self.recorder.read()
         if not plans:
             return set()
         last = plans[-1]
         names = [sequence.get("request_id") for sequence in last["sequences"]]
         return set(names) if len(names) == last["num_sequences"] and None not in names else None
 
-    def forget(self) -> None:
+    def release(self) -> None:
         """Give back what was left of it."""
-        self.box.close()
+        self.recorder.close()
         self.stacks.close()
 
     def describe_end(self) -> str:

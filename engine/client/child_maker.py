@@ -9,18 +9,22 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable
 
-from windlass.engine.client.child import ChildProcess, Seat, module_ahead
+from windlass.engine.client.child import ChildProcess, ProcessPlacement, preload_module
 
 _logger = logging.getLogger("windlass.engine.client")
 
 
-class ChildMaker:
+class ChildSpawner:
     """core, log_level: see `ChildProcess`. seat: tells where the next one runs. waiting: one that waits already, taken first."""
 
     def __init__(
-        self, core: str, log_level: str, seat: Callable[[], Seat], waiting: ChildProcess | None = None
+        self,
+        core: str,
+        log_level: str,
+        process_placement: Callable[[], ProcessPlacement],
+        waiting: ChildProcess | None = None,
     ) -> None:
-        self._core, self._log_level, self._seat = core, log_level, seat
+        self._core, self._log_level, self._placement = core, log_level, process_placement
         self.waiting = waiting
 
     def take(self) -> ChildProcess:
@@ -29,17 +33,17 @@ class ChildMaker:
         if child is None or child.ended:
             if child is not None:
                 _discard(child)
-            return ChildProcess(self._core, self._log_level, seat=self._seat())
+            return ChildProcess(self._core, self._log_level, process_placement=self._placement())
         return child
 
-    def keep(self, wanted: bool) -> None:
+    def set_standby(self, wanted: bool) -> None:
         """Have one wait, or none. Where the system has none to give, `take` will say so."""
         if not wanted:
             self.drop()
         elif self.waiting is None:
             try:
                 self.waiting = ChildProcess(
-                    self._core, self._log_level, ahead=module_ahead(self._core), seat=self._seat()
+                    self._core, self._log_level, preload=preload_module(self._core), process_placement=self._placement()
                 )
             except OSError as error:
                 _logger.warning("no process for an engine in reserve: %s", error)
@@ -54,4 +58,4 @@ class ChildMaker:
 def _discard(child: ChildProcess, *, reap: bool = False) -> None:
     child.kill(reap=reap)
     child.socket.close()
-    child.forget()
+    child.release()

@@ -26,7 +26,7 @@ from windlass.engine.client.child import ChildProcess
 
 _logger = logging.getLogger("windlass.engine.client")
 
-MOST_REPORTS = 20  # files that are kept; the oldest go
+MAX_REPORTS = 20  # files that are kept; the oldest go
 WRITE_SECONDS = 2.0  # a disk that takes longer does not hold up the next engine
 PARTIAL_SECONDS = 600.0  # after which nobody writes to an unfinished report any more
 STACK_SECONDS = 1.0  # for a child to write its stacks before it is killed
@@ -76,8 +76,8 @@ class CrashReports:
             report = _report(child, reason, config, info, requests, memory, stack)
             path = await asyncio.wait_for(asyncio.to_thread(_write, self._folder, report), WRITE_SECONDS)
         except Exception as error:  # no thread can be started, …: another engine matters more
-            told = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
-            _logger.warning("no crash report in %s: %s", self._folder, told)
+            cause = "the disk is too slow" if isinstance(error, TimeoutError) else str(error) or repr(error)
+            _logger.warning("no crash report in %s: %s", self._folder, cause)
             return ""
         self.last = path
         return f"; crash report: {path}"
@@ -106,7 +106,7 @@ def _report(
         "memory": {"engine": memory, **_system_memory()},
         "configuration": asdict(config),
         "model": None if info is None else {name: getattr(info, name) for name in _INFO},
-        "plans": child.box.read(),
+        "plans": child.recorder.read(),
         "requests": [_shape(request) for request in requests],
         "stack": stack.splitlines(),
     }
@@ -166,7 +166,7 @@ def _write(folder: Path, report: dict[str, Any]) -> Path:
     folder.mkdir(parents=True, exist_ok=True, mode=0o700)
     name = f"{_PREFIX}{time.strftime('%Y%m%dT%H%M%SZ', time.gmtime())}-{report['pid']}{_SUFFIX}"
     path, partial = folder / name, folder / f".{name}.partial"
-    _forget_partials(folder)
+    _remove_partials(folder)
     # Not to be read by others at any time, and no half of it stays where the disk is full.
     file = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     try:
@@ -177,12 +177,12 @@ def _write(folder: Path, report: dict[str, Any]) -> Path:
         partial.unlink(missing_ok=True)
         raise
     others = sorted(other for other in folder.glob(f"{_PREFIX}*{_SUFFIX}") if other != path)  # a clock may be set back
-    for old in others[: max(0, len(others) + 1 - MOST_REPORTS)]:
+    for old in others[: max(0, len(others) + 1 - MAX_REPORTS)]:
         old.unlink(missing_ok=True)
     return path
 
 
-def _forget_partials(folder: Path) -> None:
+def _remove_partials(folder: Path) -> None:
     """Remove what writers that were killed have left; of others that still write there is none so old."""
     for left in folder.glob(f".{_PREFIX}*.partial"):
         with contextlib.suppress(OSError):  # gone meanwhile, or somebody else's

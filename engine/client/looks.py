@@ -7,12 +7,12 @@ import itertools
 from collections.abc import Callable
 from typing import Any, cast
 
-from windlass.engine.api.looks import A, EngineQuestion
-from windlass.engine.core.wire import Look, Message, Seen
+from windlass.engine.api.looks import A, IntrospectionQuery
+from windlass.engine.core.wire import InspectRequest, InspectResult, Message
 from windlass.engine.errors import EngineError
 
 
-class LookCalls:
+class InspectionCalls:
     """send, require_engine: see `RequestRouter`."""
 
     def __init__(self, send: Callable[[Message], None], require_engine: Callable[[], None]) -> None:
@@ -25,22 +25,22 @@ class LookCalls:
         """Questions that the engine has not answered."""
         return len(self._waiting)
 
-    async def look(self, question: EngineQuestion[A]) -> A:
-        """See `EngineClient.look`."""
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
+        """See `EngineClient.inspect`."""
         self._require_engine()
-        look_id = next(self._ids)
-        waiter = self._waiting[look_id] = asyncio.get_running_loop().create_future()
+        inspection_id = next(self._ids)
+        waiter = self._waiting[inspection_id] = asyncio.get_running_loop().create_future()
         try:
-            self._send(Look(look_id, question))
+            self._send(InspectRequest(inspection_id, question))
             return cast(A, await waiter)
         finally:
-            self._waiting.pop(look_id, None)
+            self._waiting.pop(inspection_id, None)
 
     def deliver(self, message: Message) -> bool:
         """Take an answer; False if the message is about something else."""
-        if not isinstance(message, Seen):
+        if not isinstance(message, InspectResult):
             return False
-        waiter = self._waiting.pop(message.look_id, None)
+        waiter = self._waiting.pop(message.inspection_id, None)
         if waiter is not None and not waiter.done():
             if isinstance(message.result, EngineError):
                 waiter.set_exception(message.result)

@@ -16,19 +16,19 @@ from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, EngineQuestion
+from windlass.engine.api.looks import A, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client import EngineClient
 from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat
-from windlass.engine.client.child_maker import ChildMaker
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, ProcessPlacement
+from windlass.engine.client.child_maker import ChildSpawner
 from windlass.engine.client.crash_reports import STACK_SECONDS, CrashReports
-from windlass.engine.client.looks import LookCalls
+from windlass.engine.client.looks import InspectionCalls
 from windlass.engine.client.router import RequestRouter
 from windlass.engine.client.statistics import StatsCalls
 from windlass.engine.client.waiting import wait_ended, wait_for_stacks
 from windlass.engine.client.watchdog import Watchdog
-from windlass.engine.core.black_box import boxed_id
+from windlass.engine.core.black_box import recorded_request_id
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.core.wire import (
     Close,
@@ -38,7 +38,7 @@ from windlass.engine.core.wire import (
     Message,
     Progress,
     Ready,
-    StepBegun,
+    StepStarted,
     encode,
 )
 from windlass.engine.errors import EngineDeadError, LoadError
@@ -78,12 +78,12 @@ class ProcessClient(EngineClient):
     ) -> None:
         self.progress = progress
         self._config = config
-        self._children = ChildMaker(core, log_level, lambda: self._seat, child)
+        self._spawner = ChildSpawner(core, log_level, lambda: self._placement, child)
         self._hang_seconds = hang_seconds
         self._max_deaths = max_deaths
         self._backoff = backoff
         self._crashes = CrashReports(crash_folder)
-        self._lost: list[EngineRequest] = []  # what the last engine died with
+        self._failed_requests: list[EngineRequest] = []  # what the last engine died with
 
         self._state = "starting"
         self._state_changed = asyncio.Event()
@@ -96,7 +96,7 @@ class ProcessClient(EngineClient):
         self._supervisor: asyncio.Task[None] | None = None
         self._router = RequestRouter(self._send, self._require_engine)
         self._adapters = AdapterCalls(self._send, self._require_engine, config)
-        self._looks = LookCalls(self._send, self._require_engine)
+        self._inspections = InspectionCalls(self._send, self._require_engine)
         self._stats = StatsCalls(self._send, self._require_engine)
         self._reported: str | None = None  # what the child itself said about its end
         self._watchdog: Watchdog | None = None
@@ -145,9 +145,9 @@ class ProcessClient(EngineClient):
         """See `EngineClient.drop_adapter`."""
         self._adapters.drop(adapter_id)
 
-    async def look(self, question: EngineQuestion[A]) -> A:
-        """See `EngineClient.look`."""
-        return await self._looks.look(question)
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
+        """See `EngineClient.inspect`."""
+        return await self._inspections.inspect(question)
 
     async def stats(self) -> EngineStats:
         """See `StatsCalls.ask`."""
@@ -160,7 +160,7 @@ class ProcessClient(EngineClient):
         self._send(Close())
         self._router.fail_all(lambda _: EngineDeadError("the engine was closed", begun=True))
         self._adapters.fail_all(lambda: EngineDeadError("the engine was closed"))
-        self._looks.fail_all(lambda: EngineDeadError("the engine was closed"))
+        self._inspections.fail_all(lambda: EngineDeadError("the engine was closed"))
         if self._supervisor is not None:
             if self._info is None and self._child is not None:
                 self._child.process.kill()  # it may load for minutes, and nobody waits for it any more
@@ -172,8 +172,8 @@ class ProcessClient(EngineClient):
 
     # ---- starting ----------------------------------------------------------------------------------------------------
     @property
-    def _seat(self) -> Seat:
-        return Seat(self._config.compute.cores, self._config.loading.shared_memory)
+    def _placement(self) -> ProcessPlacement:
+        return ProcessPlacement(self._config.compute.cores, self._config.loading.shared_memory)
 
     @property
     def config(self) -> EngineConfig:
@@ -192,7 +192,7 @@ class ProcessClient(EngineClient):
     def spawn(self) -> None:
         """Start the child now; needs no event loop. `start_nowait` does it otherwise."""
         if self._child is None:
-            self._child = self._children.take()
+            self._child = self._spawner.take()
             self._child.load(self._config)
 
     def start_nowait(self) -> None:
@@ -221,7 +221,7 @@ class ProcessClient(EngineClient):
 
     def kill(self, *, reap: bool = True) -> None:
         """End the child at once, without a goodbye. Needs no event loop. reap: see `ChildProcess.kill`."""
-        self._children.drop(reap=reap)
+        self._spawner.drop(reap=reap)
         if self._child is not None:
             self._child.kill(reap=reap)
             if self._writer is None:  # else the transport owns the socket
@@ -241,8 +241,10 @@ class ProcessClient(EngineClient):
                 self._fail(self._reported or f"the engine process ended while loading: {self._child.describe_end()}")
                 return
             memory = None if self._watchdog is None else self._watchdog.memory
-            told = await self._crashes.write(self._child, reason, self._config, self._info, self._lost, memory)
-            self._lost = []  # prompts may be long
+            report_note = await self._crashes.write(
+                self._child, reason, self._config, self._info, self._failed_requests, memory
+            )
+            self._failed_requests = []  # prompts may be long
             now = time.monotonic()
             deaths.append(now)
             while deaths[0] < now - _DEATH_SECONDS:
@@ -250,29 +252,29 @@ class ProcessClient(EngineClient):
             failed_reloads = 0 if loaded else failed_reloads + 1
             if len(deaths) >= self._max_deaths or failed_reloads >= FAILED_RELOADS:
                 self._fail(
-                    f"the engine died {len(deaths)} times within {_DEATH_SECONDS:g} seconds; last: {reason}{told}"
+                    f"the engine died {len(deaths)} times within {_DEATH_SECONDS:g} seconds; last: {reason}{report_note}"
                 )
                 return
             pause = min(self._backoff * 2 ** (len(deaths) - 1), 10.0)
-            _logger.error("%s; starting another in %.2g s%s", reason, pause, told)
-            if await self._closes_within(pause):
+            _logger.error("%s; starting another in %.2g s%s", reason, pause, report_note)
+            if await self._wait_closing(pause):
                 return
-            self._child.forget()
+            self._child.release()
             while (child := self._next_child()) is None:
-                if await self._closes_within(NO_PROCESS_SECONDS):
+                if await self._wait_closing(NO_PROCESS_SECONDS):
                     return
             self._child = child
-            self._child.load(self._adapters.again(self._config))
+            self._child.load(self._adapters.restart_config(self._config))
             self._restarts += 1
 
     def _next_child(self) -> ChildProcess | None:
         try:
-            return self._children.take()
+            return self._spawner.take()
         except OSError as error:
             _logger.error("no process for another engine: %s; trying again", error)
             return None
 
-    async def _closes_within(self, seconds: float) -> bool:
+    async def _wait_closing(self, seconds: float) -> bool:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._closing.wait(), seconds)
         return self._closing.is_set()
@@ -285,8 +287,8 @@ class ProcessClient(EngineClient):
         self._watchdog = watchdog = Watchdog(
             child,
             self._hang_seconds,
-            owes_answer=lambda: self._router.in_flight > 0,
-            answers_looks=lambda: self._looks.waiting > 0,
+            has_pending_work=lambda: self._router.in_flight > 0,
+            has_inspections=lambda: self._inspections.waiting > 0,
             suspect=self._suspect,
         )
         watching = asyncio.get_running_loop().create_task(self._watch(child, watchdog, writer), name="engine-watchdog")
@@ -302,9 +304,9 @@ class ProcessClient(EngineClient):
                 self._reported = f"a message of the engine could not be taken in ({error!r}); it was killed"
                 child.process.kill()
             loaded = self._state == "ready"
-            self._engine_gone()
+            self._on_engine_exit()
             if self._info is not None and not self._closing.is_set():
-                self._children.keep(True)  # while the old one is reaped, and its end is written down
+                self._spawner.set_standby(True)  # while the old one is reaped, and its end is written down
             if not await wait_ended(child, 2.0):  # an orderly child ends within moments of closing its socket
                 child.process.kill()
                 await wait_ended(child, 10.0)
@@ -319,7 +321,7 @@ class ProcessClient(EngineClient):
     def _suspect(self, suspected: bool) -> None:
         # One that is gone owes nothing any more, and is replaced all the same.
         if self._writer is not None:
-            self._children.keep(suspected)
+            self._spawner.set_standby(suspected)
 
     async def _watch(self, child: ChildProcess, watchdog: Watchdog, writer: asyncio.StreamWriter) -> None:
         """Kill a child that is stuck."""
@@ -334,11 +336,11 @@ class ProcessClient(EngineClient):
 
     def _receive(self, message: Message) -> None:
         if self._watchdog is not None:
-            self._watchdog.hear(message)
-        if any(part.deliver(message) for part in (self._stats, self._router, self._adapters, self._looks)):
+            self._watchdog.on_message(message)
+        if any(part.deliver(message) for part in (self._stats, self._router, self._adapters, self._inspections)):
             return
         match message:
-            case StepBegun():
+            case StepStarted():
                 pass
             case Progress(stage, done, total):
                 if self.progress is not None:
@@ -371,25 +373,25 @@ class ProcessClient(EngineClient):
             case "closed":
                 raise EngineDeadError("the engine was closed")
 
-    def _engine_gone(self) -> None:
+    def _on_engine_exit(self) -> None:
         """Tell everybody who waits, at once: reaping the process and starting another take longer."""
         self._writer = None
-        self._lost = self._router.requests
+        self._failed_requests = self._router.requests
         if self._info is not None and not self._closing.is_set():
             self._set_state("restarting")
         last = None if self._child is None else self._child.last_requests()
         self._router.fail_all(
             lambda request_id: EngineDeadError(
                 "the engine process ended while this request was running; send it again",
-                begun=last is None or boxed_id(request_id) in last,
+                begun=last is None or recorded_request_id(request_id) in last,
             )
         )
         self._adapters.fail_all(lambda: EngineDeadError("the engine process ended while it loaded this adapter"))
-        self._looks.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
+        self._inspections.fail_all(lambda: EngineDeadError("the engine process ended before it answered; ask again"))
         self._stats.engine_gone()
 
     def _fail(self, reason: str) -> None:
-        self._children.drop(reap=True)
+        self._spawner.drop(reap=True)
         self._failure = reason
         self._set_state("failed")
 

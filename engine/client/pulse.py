@@ -14,10 +14,10 @@ _ASLEEP = "STt"  # proc(5): sleeping, stopped by a signal, stopped by a debugger
 _STOPPED = "T"
 
 
-class Pulse:
-    """pid: of the process, all threads of which count. All attributes are as of the last `feel`.
+class ProcessActivity:
+    """pid: of the process, all threads of which count. All attributes are as of the last `refresh`.
 
-    lifeless: whether it was asleep or stopped and had used no processor time since the `feel` before, nor, while it slept, had
+    lifeless: whether it was asleep or stopped and had used no processor time since the `refresh` before, nor, while it slept, had
     processes of its own, as compilers are that it waits for.
     stopped: whether a signal has stopped it, after which it does nothing until another has it go on.
     used_seconds: processor time since it began, None where the system does not tell. memory: bytes resident when that was
@@ -27,12 +27,12 @@ class Pulse:
     def __init__(self, pid: int) -> None:
         self._process = Path(f"/proc/{pid}")
         self._children_used: float | None = None  # by its children, as of the last look while it slept
-        self.lifeless = self.stopped = False
+        self.inactive = self.stopped = False
         self.used_seconds: float | None = None
         self.memory: int | None = None
-        self.feel()  # of one that dies at once something is known
+        self.refresh()  # of one that dies at once something is known
 
-    def feel(self) -> None:
+    def refresh(self) -> None:
         """Ask the system."""
         before, children_before = self.used_seconds, self._children_used
         self._children_used = None
@@ -43,13 +43,13 @@ class Pulse:
             self.used_seconds = _seconds(fields, 11, 12)
             self.memory = int(fields[21]) * os.sysconf("SC_PAGE_SIZE") or self.memory
             self.stopped = fields[0] in _STOPPED
-            self.lifeless = self.used_seconds == before and fields[0] in _ASLEEP
-            if self.lifeless and not self.stopped:
+            self.inactive = self.used_seconds == before and fields[0] in _ASLEEP
+            if self.inactive and not self.stopped:
                 # Those that have ended stand in the 14th and 15th field once it has waited for them.
                 self._children_used = _seconds(fields, 13, 14) + sum(map(_used, self._children()))
-                self.lifeless = self._children_used == children_before
+                self.inactive = self._children_used == children_before
         except (OSError, ValueError, IndexError):
-            self.lifeless, self.stopped, self.used_seconds = False, False, None
+            self.inactive, self.stopped, self.used_seconds = False, False, None
 
     def _children(self) -> Iterator[Path]:
         """The processes that its threads have started; none where the system does not tell."""

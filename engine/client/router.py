@@ -13,10 +13,10 @@ from dataclasses import replace
 
 from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
 from windlass.engine.core.wire import Abort, Aborted, Add, EndSample, Message, PromptLogprobs, Rejected, StepDone
-from windlass.engine.errors import EngineError, RequestError, SlowReaderError
+from windlass.engine.errors import EngineError, RequestError, SlowConsumerError
 
 _TOO_SLOW = "the answer was taken so slowly that too much of it waited: read it more quickly, or ask for less at once"
-MOST_WAITING = 2**19  # numbers of one request's outputs, some 100 bytes each, that may wait for its consumer
+MAX_BUFFERED_OUTPUT = 2**19  # numbers of one request's outputs, some 100 bytes each, that may wait for its consumer
 
 
 class _RequestStream:
@@ -25,7 +25,7 @@ class _RequestStream:
     waiting: how large they are, in numbers as large as a log-probability with its token.
     """
 
-    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "cut_short", "error", "request", "waiting")
+    __slots__ = ("_outputs", "_prompt_parts", "_unfinished", "_waiter", "ended_early", "error", "request", "waiting")
 
     def __init__(self, request: EngineRequest) -> None:
         self.request = request
@@ -34,7 +34,7 @@ class _RequestStream:
         self._prompt_parts: list[TokenLogprobs | None] = []
         self._unfinished = set(range(request.sampling.n))
         self._waiter: asyncio.Future[None] | None = None
-        self.cut_short = False  # the consumer ended a sample, so outputs may be under way after all have finished
+        self.ended_early = False  # the consumer ended a sample, so outputs may be under way after all have finished
         self.error: Exception | None = None
 
     @property
@@ -66,7 +66,7 @@ class _RequestStream:
         if index not in self._unfinished:
             return False
         self._unfinished.discard(index)
-        self.cut_short = True
+        self.ended_early = True
         self._wake()
         return True
 
@@ -74,7 +74,7 @@ class _RequestStream:
         self.error = self.error or error
         self._wake()
 
-    def give_up(self, error: Exception) -> None:
+    def discard_and_fail(self, error: Exception) -> None:
         """Fail, and keep nothing of what waits."""
         self._outputs.clear()
         self.fail(error)
@@ -145,7 +145,7 @@ class RequestRouter:
         finally:
             # One that is not among the streams any more went with its engine: nobody would confirm its abort.
             if self._streams.get(request_id) is stream:
-                self._forget(request_id, abort=not stream.finished or stream.cut_short)
+                self._forget(request_id, abort=not stream.finished or stream.ended_early)
 
     def _forget(self, request_id: str, *, abort: bool) -> None:
         del self._streams[request_id]
@@ -167,9 +167,9 @@ class RequestRouter:
                     stream = self._streams.get(output.request_id)
                     if stream is not None:
                         stream.put(output)
-                        if stream.waiting > MOST_WAITING:
+                        if stream.waiting > MAX_BUFFERED_OUTPUT:
                             self._forget(output.request_id, abort=not stream.finished)
-                            stream.give_up(SlowReaderError(_TOO_SLOW))
+                            stream.discard_and_fail(SlowConsumerError(_TOO_SLOW))
             case PromptLogprobs(request_id, entries):
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.put_prompt_part(entries)
@@ -177,7 +177,7 @@ class RequestRouter:
                 if (stream := self._streams.get(request_id)) is not None:
                     stream.fail(error)
             case Aborted(request_id):
-                self._confirm(request_id)
+                self._abort_confirmed(request_id)
             case _:
                 return False
         return True
@@ -192,9 +192,9 @@ class RequestRouter:
             if not stream.finished:
                 stream.fail(make_error(request_id))
         for request_id in list(self._aborting):
-            self._confirm(request_id)
+            self._abort_confirmed(request_id)
 
-    def _confirm(self, request_id: str) -> None:
+    def _abort_confirmed(self, request_id: str) -> None:
         aborting = self._aborting.pop(request_id, None)
         if aborting is not None and not aborting.done():
             aborting.set_result(None)

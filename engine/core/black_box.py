@@ -17,23 +17,23 @@ from array import array
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-PLANS, PLAN_BYTES = 32, 4096
-NAMES, NAME_BYTES = 512, 256
+NUM_PLANS, PLAN_BYTES = 32, 4096
+NUM_NAMES, NAME_BYTES = 512, 256
 STACK_BYTES = 64 * 1024
-_SIZE = PLANS * PLAN_BYTES + NAMES * NAME_BYTES
+_SIZE = NUM_PLANS * PLAN_BYTES + NUM_NAMES * NAME_BYTES
 _HEAD = struct.Struct("<QdII")  # number (0: being written), Unix time, sequences, tokens
 _ROW = 3  # numbers of a sequence: its id, its first position, its tokens
-MOST_ROWS = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
+MAX_RECORDED_SEQUENCES = (PLAN_BYTES - _HEAD.size) // (8 * _ROW)
 _NAME_HEAD = struct.Struct("<Q")
 _ID_CHARS = 96
 
 
-def boxed_id(request_id: str) -> str:
+def recorded_request_id(request_id: str) -> str:
     """A request's id as it is written down."""
     return request_id.encode("ascii", "replace").decode()[:_ID_CHARS]
 
 
-class BoxedPlan(Protocol):
+class RecordedPlan(Protocol):
     """What is kept of a `SchedulerOutput`."""
 
     @property
@@ -49,7 +49,7 @@ LiveSequences = Callable[[], Iterable[Any]]
 PlanWatcher = Callable[[Any, LiveSequences], None]
 
 
-def memory_file(size: int) -> int:
+def create_memory_file(size: int) -> int:
     """A file descriptor of so many zero bytes, which no name leads to."""
     if hasattr(os, "memfd_create"):
         number = os.memfd_create("windlass-engine")
@@ -60,8 +60,8 @@ def memory_file(size: int) -> int:
     return number
 
 
-class BlackBox:
-    """One side of it. number: the descriptor of a `memory_file`, which may be closed afterwards."""
+class FlightRecorder:
+    """One side of it. number: the descriptor of a `create_memory_file`, which may be closed afterwards."""
 
     def __init__(self, number: int) -> None:
         self._memory = mmap.mmap(number, _SIZE)
@@ -69,21 +69,21 @@ class BlackBox:
     @staticmethod
     def make() -> int:
         """The descriptor of an empty one."""
-        return memory_file(_SIZE)
+        return create_memory_file(_SIZE)
 
     def close(self) -> None:
         """Give back what this side holds."""
         self._memory.close()
 
-    def write(self, plan: BoxedPlan, live: LiveSequences) -> None:
+    def write(self, plan: RecordedPlan, live: LiveSequences) -> None:
         """Keep a plan. live: the sequences there are, asked where some have begun."""
         memory, sequences = self._memory, plan.sequences
         if plan.new or plan.forks:
             self._write_names({item.seq_id for item in (*plan.new, *plan.forks)}, live())
-        start = plan.step % PLANS * PLAN_BYTES
+        start = plan.step % NUM_PLANS * PLAN_BYTES
         _HEAD.pack_into(memory, start, 0, 0.0, 0, 0)
         rows = array("q")
-        for item in sequences[:MOST_ROWS]:
+        for item in sequences[:MAX_RECORDED_SEQUENCES]:
             rows.extend((item.seq_id, item.start, item.num_tokens))
         body = start + _HEAD.size
         memory[body : body + 8 * len(rows)] = rows.tobytes()
@@ -95,27 +95,27 @@ class BlackBox:
                 continue
             request = seq.request
             scaling = "default" if request.rope_scaling is None else str(request.rope_scaling.rope_type)
-            told = {
-                "request_id": boxed_id(request.request_id),
+            entry = {
+                "request_id": recorded_request_id(request.request_id),
                 "sample": seq.index,
                 "prompt_tokens": seq.num_prompt_tokens,
                 "scaling": scaling[:16],
             }
-            data = json.dumps(told).encode()[: NAME_BYTES - _NAME_HEAD.size - 1] + b"\0"
-            start = PLANS * PLAN_BYTES + seq.seq_id % NAMES * NAME_BYTES
+            data = json.dumps(entry).encode()[: NAME_BYTES - _NAME_HEAD.size - 1] + b"\0"
+            start = NUM_PLANS * PLAN_BYTES + seq.seq_id % NUM_NAMES * NAME_BYTES
             _NAME_HEAD.pack_into(self._memory, start, seq.seq_id + 1)
             self._memory[start + _NAME_HEAD.size : start + _NAME_HEAD.size + len(data)] = data
 
     def read(self) -> list[dict[str, Any]]:
         """The plans that are whole, oldest first: step, time, tokens, and of each sequence what is known."""
         found = []
-        for slot in range(PLANS):
+        for slot in range(NUM_PLANS):
             start = slot * PLAN_BYTES
             number, at, count, tokens = _HEAD.unpack_from(self._memory, start)
             if not number:
                 continue
             rows = array("q")
-            shown = min(count, MOST_ROWS)
+            shown = min(count, MAX_RECORDED_SEQUENCES)
             body = start + _HEAD.size
             rows.frombytes(self._memory[body : body + 8 * _ROW * shown])
             sequences = [
@@ -126,7 +126,7 @@ class BlackBox:
         return sorted(found, key=lambda plan: plan["step"])
 
     def _name(self, seq_id: int) -> dict[str, Any]:
-        start = PLANS * PLAN_BYTES + seq_id % NAMES * NAME_BYTES
+        start = NUM_PLANS * PLAN_BYTES + seq_id % NUM_NAMES * NAME_BYTES
         if _NAME_HEAD.unpack_from(self._memory, start)[0] == seq_id + 1:
             data = self._memory[start + _NAME_HEAD.size : start + NAME_BYTES].partition(b"\0")[0]
             with contextlib.suppress(ValueError):
@@ -135,7 +135,7 @@ class BlackBox:
 
 
 class StackMemory:
-    """Where an engine process leaves the stacks of its threads. number: as for `BlackBox`."""
+    """Where an engine process leaves the stacks of its threads. number: as for `FlightRecorder`."""
 
     def __init__(self, number: int) -> None:
         self._memory = mmap.mmap(number, STACK_BYTES)
@@ -143,7 +143,7 @@ class StackMemory:
     @staticmethod
     def make() -> int:
         """The descriptor of an empty one."""
-        return memory_file(STACK_BYTES)
+        return create_memory_file(STACK_BYTES)
 
     def close(self) -> None:
         """Give back what this side holds."""

@@ -12,14 +12,14 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
 from windlass.engine.sampling.grammar.compiler import CompiledGrammar, GrammarCompiler
 
-_PAUSE = 0.005  # seconds that an engine without other work waits at a time
+_GRAMMAR_WAIT_SECONDS = 0.005  # seconds that an engine without other work waits at a time
 
 
-class CompilingRequests:
+class GrammarQueue:
     """most: requests that may wait at once."""
 
-    def __init__(self, compiler: GrammarCompiler, most: int) -> None:
-        self._compiler, self._most = compiler, most
+    def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
+        self._compiler, self._max_waiting = compiler, max_waiting
         self._waiting: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
 
     def __len__(self) -> int:
@@ -35,16 +35,16 @@ class CompilingRequests:
         """Of their prompts together."""
         return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
 
-    def take(self, request: EngineRequest, grammar: str) -> None:
+    def add(self, request: EngineRequest, grammar: str) -> None:
         """Let a request wait until its grammar is compiled.
 
         Raises QueueFullError, and RequestError for an id that waits already.
         """
         if request.request_id in self._waiting:
             raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
-        if len(self._waiting) >= self._most:
+        if len(self._waiting) >= self._max_waiting:
             raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
-        self._waiting[request.request_id] = (request, self._compiler.compile_soon(grammar))
+        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
 
     def drop(self, request_id: str) -> None:
         """Forget a request; unknown ids are ignored."""
@@ -57,7 +57,7 @@ class CompilingRequests:
         pause: wait a moment for the first of them, since there is nothing else to do.
         """
         if pause and self._waiting:
-            wait([next(iter(self._waiting.values()))[1]], _PAUSE)
+            wait([next(iter(self._waiting.values()))[1]], _GRAMMAR_WAIT_SECONDS)
         for request_id, (request, compiled) in list(self._waiting.items()):
             if compiled.done():
                 del self._waiting[request_id]

@@ -25,7 +25,7 @@ def describe(
     decoder, spec = model.decoder, model.spec
     cached = dtype_name(model.cache_dtype)
     backend = decoder.backend
-    kernel_notice = (backend.explain(),) if backend.is_second_choice else ()
+    kernel_notice = (backend.explain(),) if backend.is_fallback else ()
     return ModelInfo(
         path=config.model,
         architecture=spec.architecture,
@@ -58,7 +58,7 @@ def describe(
         pooling=model.pooling,
         classifier=spec.classifier,
         generates=spec.generates,
-        sees_whole_texts=spec.sees_whole_texts,
+        is_bidirectional=spec.is_bidirectional,
         ranks=config.compute.tensor_parallel,
         notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
         draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),

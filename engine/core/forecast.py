@@ -8,10 +8,10 @@ from __future__ import annotations
 from collections.abc import Callable
 
 Announce = Callable[[float | None], None]  # told how many seconds a step may take; None where nobody can tell
-ALWAYS_ANNOUNCED = 1.0  # seconds; a step that may take longer is announced
+ANNOUNCE_SECONDS = 1.0  # seconds; a step that may take longer is announced
 
 
-class StepForecast:
+class StepTimeEstimator:
     """Remembers the slowest step of each size, where 2^k to 2^(k+1) - 1 tokens are one size."""
 
     __slots__ = ("_slowest",)
@@ -24,11 +24,11 @@ class StepForecast:
         size = num_tokens.bit_length()
         self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
 
-    def announce(self, num_tokens: int, tell: Announce | None) -> None:
+    def announce(self, num_tokens: int, emit: Announce | None) -> None:
         """Say how long a step will take, where it may be long or nobody can tell."""
         seconds = self.seconds(num_tokens)
-        if tell is not None and (seconds is None or seconds > ALWAYS_ANNOUNCED):
-            tell(seconds)
+        if emit is not None and (seconds is None or seconds > ANNOUNCE_SECONDS):
+            emit(seconds)
 
     def seconds(self, num_tokens: int) -> float | None:
         """The slowest one of this size or below; of the next size below, doubled for each size between, where that is more.

@@ -14,15 +14,15 @@ import torch
 from windlass._version import __version__
 from windlass.engine.api.config import PERSIST_SIZE, EngineConfig
 from windlass.engine.cache.memory import gib
-from windlass.engine.cache.persist.counts import PersistCounts
-from windlass.engine.cache.persist.device_pages import DevicePages
-from windlass.engine.cache.persist.folder import check_keeping
-from windlass.engine.cache.persist.host_rows import rows_within
+from windlass.engine.cache.persist.counts import PersistCounters
+from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer
+from windlass.engine.cache.persist.folder import check_tier_support
+from windlass.engine.cache.persist.host_rows import pinned_rows_within
 from windlass.engine.cache.persist.host_source import HostSource
-from windlass.engine.cache.persist.pages import PersistedPages, bytes_of_blocks, planes_of
-from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
+from windlass.engine.cache.persist.pages import CPUBlockTransfer, bytes_of_blocks, planes_of
+from windlass.engine.cache.persist.store import BlockNamespace, BlockStore, PersistFolder
 from windlass.engine.cache.persist.tier import HostTier
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
 from windlass.engine.model.loading.loader import LoadedModel
@@ -32,18 +32,18 @@ _FORMAT = 2  # raise it when the meaning of a kept block changes
 
 
 @dataclass(frozen=True, slots=True)
-class PageOwner:
+class CacheOwner:
     """A model, where its files are, and its pages."""
 
     directory: str
     model: LoadedModel
-    storage: KVStorage
+    storage: KVCache
 
 
-def open_store(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockStore | None:
+def open_block_store(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockStore | None:
     """None where nothing is kept. owners: the model and, if there is one, its draft model.
 
-    The folder is there: see `check_folder`. Raises LoadError that says what to change.
+    The folder is there: see `check_tier_options`. Raises LoadError that says what to change.
     """
     cache, decoder = config.cache, owners[0].model.decoder
     if cache.persist is None and cache.host_memory is None:
@@ -51,23 +51,23 @@ def open_store(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockStore 
     copies = decoder.backend.make_copies()
     planes = planes_of([owner.storage for owner in owners])
     sizes = bytes_of_blocks(planes)
-    check_keeping(
+    check_tier_support(
         config,
         sum(sizes) // cache.block_size,
-        sees_whole_texts=decoder.spec.sees_whole_texts,
+        is_bidirectional=decoder.spec.is_bidirectional,
         on_device=copies is not None,
     )
     folder = None
     if cache.persist is not None:
-        folder = KeptFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, owners))
-    counts = PersistCounts()
+        folder = PersistFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, owners))
+    counts = PersistCounters()
     if copies is None:
-        return BlockStore(folder, PersistedPages(planes), cache.block_size, counts)
+        return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size, counts)
     tier = None
     if cache.host_memory is not None:
-        tier = HostTier(rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
+        tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
     try:
-        pages = DevicePages(planes, copies, tier)
+        pages = DeviceBlockTransfer(planes, copies, tier)
     except (MemoryError, RuntimeError) as error:
         raise LoadError(_no_memory(config, error, on_device=is_out_of_memory(error))) from None
     host = None if tier is None else HostSource(tier, pages, counts)
@@ -84,8 +84,8 @@ def _no_memory(config: EngineConfig, error: Exception, *, on_device: bool) -> st
     )
 
 
-def _origin(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockOrigin:
-    said: list[object] = [_FORMAT, __version__, torch.__version__, config.cache.block_size]
+def _origin(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockNamespace:
+    identity: list[object] = [_FORMAT, __version__, torch.__version__, config.cache.block_size]
     files: list[Path] = []
     read: list[tuple[Path, bytes]] = []
     for owner in owners:
@@ -94,10 +94,10 @@ def _origin(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockOrigin:
         spec = replace(decoder.spec, rotary_groups=(), notices=())
         compute = replace(config.compute, cores=None, threads=None)
         plan = sorted((name, [(part.rows, part.storage) for part in parts]) for name, parts in decoder.plan.items())
-        said += [spec, compute, plan, decoder.dtype, decoder.weight_dtype, model.cache_dtype, model.quantization]
-        said.append(decoder.backend.explain())
+        identity += [spec, compute, plan, decoder.dtype, decoder.weight_dtype, model.cache_dtype, model.quantization]
+        identity.append(decoder.backend.explain())
         if config.loading.format == "dummy":
-            said.append(model.digest)
+            identity.append(model.digest)
         else:
             files += weight_files(directory)
             read.append((directory, model.digest))
@@ -105,4 +105,4 @@ def _origin(config: EngineConfig, owners: Sequence[PageOwner]) -> BlockOrigin:
     def is_current() -> bool:
         return all(weights_digest(directory) == digest for directory, digest in read)
 
-    return BlockOrigin(tuple(files), repr(said), is_current)
+    return BlockNamespace(tuple(files), repr(identity), is_current)

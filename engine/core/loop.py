@@ -15,11 +15,11 @@ from typing import Any, Protocol
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, EngineQuestion
+from windlass.engine.api.looks import A, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce
-from windlass.engine.core.threads import prepare_this_process
+from windlass.engine.core.threads import apply_thread_settings
 from windlass.engine.core.wire import (
     Abort,
     Aborted,
@@ -29,15 +29,15 @@ from windlass.engine.core.wire import (
     Close,
     DropAdapter,
     EndSample,
+    InspectRequest,
+    InspectResult,
     LoadAdapter,
-    Look,
     Message,
     Rejected,
-    Seen,
     Stats,
-    StepBegun,
     StepDone,
-    portable_error,
+    StepStarted,
+    picklable_error,
 )
 from windlass.engine.errors import EngineError
 
@@ -45,7 +45,7 @@ _logger = logging.getLogger("windlass.engine")
 
 ProgressCallback = Callable[[str, int, int], None]
 
-IDLE_MOMENT = 0.25  # seconds without work or messages after which there is time for what may be needed later
+IDLE_SECONDS = 0.25  # seconds without work or messages after which there is time for what may be needed later
 STATS_INTERVAL = 0.2  # seconds between snapshots pushed along with steps
 
 
@@ -78,7 +78,7 @@ class Core(Protocol):
         """Let no further request use it; unknown ids are ignored."""
         ...
 
-    def look(self, question: EngineQuestion[A]) -> A:
+    def inspect(self, question: IntrospectionQuery[A]) -> A:
         """Answer somebody who looks on; changes nothing that a request could notice. Raises RequestError."""
         ...
 
@@ -96,7 +96,7 @@ class Core(Protocol):
         """Have somebody told, by another thread, that a rank is not there any more, and why: no step succeeds from then on."""
         ...
 
-    def prepare_ahead(self) -> None:
+    def prepare_in_idle_time(self) -> None:
         """Begin, beside the steps, what the first requests of some kind would otherwise wait for; called once."""
         ...
 
@@ -129,7 +129,7 @@ CoreFactory = Callable[[EngineConfig, ProgressCallback], Core]
 
 def default_core(config: EngineConfig, progress: ProgressCallback) -> Core:
     """The real engine, warmed up. Imported here, late, because it brings torch."""
-    prepare_this_process(config.compute.cores)
+    apply_thread_settings(config.compute.cores)
     from windlass.engine.core.engine_core import EngineCore
 
     core = EngineCore(config, progress)
@@ -145,7 +145,7 @@ class EngineLoop:
         self._inbox = inbox
         self._emit = emit
         self._pushed_stats_at = -STATS_INTERVAL
-        self._prepared_ahead = False
+        self._prepared = False
 
     def run(self) -> None:
         """Serve until closed. What a step raises is a defect of the engine and leaves this method, as the end of a rank does."""
@@ -164,12 +164,12 @@ class EngineLoop:
 
     def _next(self, block: bool) -> Any:
         try:
-            return self._inbox.get(block, None if self._prepared_ahead else IDLE_MOMENT)
+            return self._inbox.get(block, None if self._prepared else IDLE_SECONDS)
         except Empty:
             if not block:
                 return None
-        self._prepared_ahead = True
-        self._core.prepare_ahead()
+        self._prepared = True
+        self._core.prepare_in_idle_time()
         return self._inbox.get()
 
     def _handle(self, message: Message | _AdapterRead | _RankGone) -> None:
@@ -188,8 +188,8 @@ class EngineLoop:
                 self._emit(AdapterLoaded(adapter_id, self._add_adapter(found)))
             case DropAdapter(adapter_id):
                 self._core.drop_adapter(adapter_id)
-            case Look(look_id, question):
-                self._emit(Seen(look_id, self._look(question)))
+            case InspectRequest(inspection_id, question):
+                self._emit(InspectResult(inspection_id, self._inspect(question)))
             case _RankGone(reason):
                 raise RuntimeError(reason)
             case AskStats():
@@ -201,30 +201,30 @@ class EngineLoop:
         try:
             self._core.add(request)
         except EngineError as error:
-            self._emit(Rejected(request.request_id, portable_error(error)))
+            self._emit(Rejected(request.request_id, picklable_error(error)))
         except Exception as error:  # a defect met by one request must not end the others
             known = {"request_id": request.request_id}
             _logger.exception("request %s could not be added", request.request_id, extra=known)
             self._core.abort(request.request_id)
-            self._emit(Rejected(request.request_id, portable_error(error)))
+            self._emit(Rejected(request.request_id, picklable_error(error)))
 
     def _add_adapter(self, found: Future[Any]) -> AdapterInfo | EngineError:
         try:
             return self._core.add_adapter(found.result())
         except EngineError as error:
-            return portable_error(error)
+            return picklable_error(error)
         except Exception as error:  # what is wrong with a file must not end the streams
             _logger.exception("an adapter could not be loaded")
-            return portable_error(error)
+            return picklable_error(error)
 
-    def _look(self, question: EngineQuestion[Any]) -> Any:
+    def _inspect(self, question: IntrospectionQuery[Any]) -> Any:
         try:
-            return self._core.look(question)
+            return self._core.inspect(question)
         except EngineError as error:
-            return portable_error(error)
+            return picklable_error(error)
         except Exception as error:  # whoever looks on must not end the streams
             _logger.exception("a question could not be answered")
-            return portable_error(error)
+            return picklable_error(error)
 
     def _step(self) -> None:
         start = time.monotonic()
@@ -235,7 +235,7 @@ class EngineLoop:
             self._emit(StepDone(tuple(outputs), now - start, self._snapshot() if due else None))
 
     def _announce(self, seconds: float | None) -> None:
-        self._emit(StepBegun(seconds))
+        self._emit(StepStarted(seconds))
 
     def _snapshot(self) -> EngineStats:
         self._pushed_stats_at = time.monotonic()

@@ -7,16 +7,16 @@ import torch
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan, plan_cache
 from windlass.engine.cache.memory import default_kv_budget, gib
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.core.description import draft_bytes_per_token, dtype_name
-from windlass.engine.core.device_room import room_for_pages
+from windlass.engine.core.device_room import profile_kv_memory
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.draft_pages import DraftModel
 from windlass.engine.model.loading.chosen_device import free_memory, is_out_of_memory
-from windlass.engine.model.loading.fitting import no_room
+from windlass.engine.model.loading.fitting import kv_cache_too_large
 from windlass.engine.model.loading.loader import LoadedModel
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.rotary.transfer import RotationTransfer
+from windlass.engine.rotary.transfer import DraftRotaryMapper
 
 
 def make_draft_model(
@@ -24,7 +24,7 @@ def make_draft_model(
 ) -> DraftModel:
     """Pages and rotary tables of a draft model: as many blocks and rows as the model has."""
     decoder = draft.decoder
-    groups, cache = decoder.spec.rotary_groups, allocate_pages(config, model, draft, plan)
+    groups, cache = decoder.spec.rotary_groups, allocate_kv_storage(config, model, draft, plan)
     if decoder.backend.device_memory is not None:
         # A cached block may lack its last keys, and memory that was another's may hold what is no number: one such key would
         # spoil all that is proposed behind it. What a CPU's system gives is zeros.
@@ -34,12 +34,12 @@ def make_draft_model(
         decoder,
         cache,
         RotaryTables(rows, [group.base for group in groups], decoder.backend),
-        RotationTransfer(model.rotary_groups, groups),
+        DraftRotaryMapper(model.rotary_groups, groups),
     )
 
 
-def plan_pages(
-    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, room: int | None = None
+def plan_kv_cache(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, available: int | None = None
 ) -> CachePlan:
     """Blocks per KV group for the budget: the operator's, else a share of what the weights have left free, or all of a GPU
     that is left to the engine. room: what that is, where others have found it out."""
@@ -47,29 +47,29 @@ def plan_pages(
     if config.cache.memory is not None:
         budget = config.cache.memory
     elif memory is not None:
-        budget = room_for_pages(config, model, draft, memory) if room is None else room
+        budget = profile_kv_memory(config, model, draft, memory) if available is None else available
     else:
         budget = default_kv_budget(free_memory(model.decoder.device), config.replicas)
-    beside = draft_bytes_per_token(draft)
+    draft_token_bytes = draft_bytes_per_token(draft)
     return plan_cache(
         config,
         spec.kv_groups,
         spec.trained_len,
         dtype_name(model.cache_dtype),
         budget,
-        beside=beside,
-        whole_prompts=spec.sees_whole_texts,
+        draft_token_bytes=draft_token_bytes,
+        whole_prompts=spec.is_bidirectional,
         states=spec.state_group,
-        beside_states=0 if draft is None else draft.spec.state_bytes,
+        draft_state_bytes=0 if draft is None else draft.spec.state_bytes,
     )
 
 
-def allocate_pages(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVStorage:
+def allocate_kv_storage(config: EngineConfig, model: LoadedModel, owner: LoadedModel, plan: CachePlan) -> KVCache:
     """The pages of `owner`, the model itself or its draft model. LoadError where the system does not give the memory."""
     decoder, backend = model.decoder, owner.decoder.backend
     try:
         spec, size = owner.decoder.spec, config.cache.block_size
-        return KVStorage(
+        return KVCache(
             spec.kv_groups,
             plan.num_blocks,
             size,
@@ -82,4 +82,4 @@ def allocate_pages(config: EngineConfig, model: LoadedModel, owner: LoadedModel,
         if not is_out_of_memory(error):
             raise
         there = f"more than {decoder.device} gives beside {gib(decoder.weight_bytes())} of weights"
-        raise LoadError(no_room(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None
+        raise LoadError(kv_cache_too_large(there, plan.num_bytes, dtype_name(model.cache_dtype))) from None

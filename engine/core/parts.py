@@ -11,35 +11,35 @@ from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec
 from windlass.engine.cache.persist.store import BlockStore
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.core.device_room import largest_decode_step
-from windlass.engine.core.keeping import PageOwner, open_store
-from windlass.engine.core.pages import allocate_pages, make_draft_model
-from windlass.engine.core.ranks.others import OtherRanks
+from windlass.engine.core.keeping import CacheOwner, open_block_store
+from windlass.engine.core.pages import allocate_kv_storage, make_draft_model
+from windlass.engine.core.ranks.others import RankProcesses
 from windlass.engine.errors import LoadError
 from windlass.engine.execution.draft_pages import DraftModel
-from windlass.engine.execution.drafter import Drafter
-from windlass.engine.execution.runner import RankOrder, Runner
+from windlass.engine.execution.drafter import DraftModelProposer
+from windlass.engine.execution.runner import ModelRunner, RankCommand
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.context_refusals import context_refusals
-from windlass.engine.model.loading.loader import LoadedModel, RankSeat, load_draft, load_model
+from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_draft, load_model
 from windlass.engine.model.loading.weights import Progress
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.ladder import AUTO, make_ladder
+from windlass.engine.rotary.ladder import AUTO, make_thresholds
 from windlass.engine.rotary.policy import RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.chunk_cuts import ChunkCuts
+from windlass.engine.scheduling.chunk_cuts import ChunkBoundaries
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.shifting import ContextLimits
-from windlass.kernels import blocks_of_cut
+from windlass.kernels import blocks_per_split
 
 # Part of every cache key: raise it when the meaning of a cached block changes.
 _LAYOUT_VERSION = 1
 
 
 @dataclass(frozen=True, slots=True)
-class Models:
+class LoadedModels:
     """What was loaded. weight_bytes: of the model, on all its ranks together."""
 
     model: LoadedModel
@@ -48,29 +48,29 @@ class Models:
 
 
 @dataclass(frozen=True, slots=True)
-class Pages:
+class CacheTensors:
     """Where keys and values lie, and the rotary tables. draft: the draft model with its own."""
 
-    cache: KVStorage
+    cache: KVCache
     tables: RotaryTables
     draft: DraftModel | None
 
 
-def load_models(config: EngineConfig, progress: Progress | None, others: OtherRanks | None) -> Models:
+def load_models(config: EngineConfig, progress: Progress | None, others: RankProcesses | None) -> LoadedModels:
     """The model, this rank's part of it where there are others, which load theirs meanwhile. Raises LoadError."""
-    model = load_model(config, progress, None if others is None else RankSeat(0, others.memory, others.store))
+    model = load_model(config, progress, None if others is None else RankPlacement(0, others.memory, others.store))
     draft = load_draft(config, model, progress)
     weight_bytes = model.decoder.weight_bytes()
     if others is not None:
-        others.meet_in(model.decoder.backend.options.ranks)
+        others.attach_collectives(model.decoder.backend.options.ranks)
         weight_bytes += sum(part.weight_bytes for part in others.loaded())
-    return Models(model, draft, weight_bytes)
+    return LoadedModels(model, draft, weight_bytes)
 
 
 def make_planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
     """How requests rotate. Raises LoadError for a ladder that this model cannot climb."""
     own, wanted = model.rotary_groups, config.rotary
-    ladder = make_ladder(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
+    ladder = make_thresholds(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
     if ladder is None and wanted.scaling == AUTO:
         raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
     return RotaryPlanner(model.decoder.spec.rotary_groups, wanted.update, ladder, wanted.scaling == AUTO)
@@ -81,35 +81,35 @@ def rotary_rows(config: EngineConfig) -> int:
     return 2 * config.scheduling.max_num_seqs + 2
 
 
-def make_pages(config: EngineConfig, models: Models, plan: CachePlan) -> Pages:
+def allocate_cache(config: EngineConfig, models: LoadedModels, plan: CachePlan) -> CacheTensors:
     """LoadError where there is no memory for them."""
     model, draft, rows = models.model, models.draft, rotary_rows(config)
-    cache = allocate_pages(config, model, model, plan)
+    cache = allocate_kv_storage(config, model, model, plan)
     tables = RotaryTables(rows, [group.base for group in model.decoder.spec.rotary_groups], model.decoder.backend)
-    return Pages(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
+    return CacheTensors(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
 
 
-def make_store(config: EngineConfig, models: Models, pages: Pages) -> BlockStore | None:
-    """See `open_store`."""
-    owners = [PageOwner(config.model, models.model, pages.cache)]
+def make_store(config: EngineConfig, models: LoadedModels, pages: CacheTensors) -> BlockStore | None:
+    """See `open_block_store`."""
+    owners = [CacheOwner(config.model, models.model, pages.cache)]
     if models.draft is not None and pages.draft is not None:
-        owners.append(PageOwner(config.scheduling.speculation.model or config.model, models.draft, pages.draft.cache))
-    return open_store(config, owners)
+        owners.append(CacheOwner(config.scheduling.speculation.model or config.model, models.draft, pages.draft.cache))
+    return open_block_store(config, owners)
 
 
 def make_runner(
     config: EngineConfig,
     model: LoadedModel,
     plan: CachePlan,
-    pages: Pages,
+    pages: CacheTensors,
     *,
     sampler: Sampler,
     adapters: LoadedAdapters,
     store: BlockStore | None,
-    tell: Callable[[RankOrder], None] | None,
-) -> Runner:
-    """tell: see `Runner`."""
-    runner = Runner(
+    send_command: Callable[[RankCommand], None] | None,
+) -> ModelRunner:
+    """tell: see `ModelRunner`."""
+    runner = ModelRunner(
         model.decoder,
         pages.cache,
         pages.tables,
@@ -118,13 +118,13 @@ def make_runner(
         draft=pages.draft,
         adapters=adapters,
         persisted=None if store is None else store.pages,
-        tell=tell,
+        send_command=send_command,
     )
     if config.compute.cuda_graphs:
         largest = largest_decode_step(config, plan.max_model_len)
-        runner.make_graphs(*largest)
-        if isinstance(runner.drafter, Drafter):
-            runner.drafter.make_graphs(*largest)
+        runner.make_graph_runner(*largest)
+        if isinstance(runner.proposer, DraftModelProposer):
+            runner.proposer.make_graph_runner(*largest)
     return runner
 
 
@@ -136,25 +136,25 @@ def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: B
     if spec.state_group is not None:
         layouts.append(KVGroupLayout.of_states(plan.num_states))
     # A token that sees those behind it is another in every text: nothing of one text stands in another.
-    shares = config.cache.prefix_caching and not spec.sees_whole_texts
-    return BlockManager(layouts, config.cache.block_size, shares, keeper=store)
+    shares = config.cache.prefix_caching and not spec.is_bidirectional
+    return BlockManager(layouts, config.cache.block_size, shares, listener=store)
 
 
-def make_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextLimits:
+def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextLimits:
     """LoadError for a shifted context that is longer than any sequence may be."""
     return ContextLimits(
         max_model_len=plan.max_model_len,
         block_size=config.cache.block_size,
         shift_context=_shift_context(config, plan.max_model_len),
         max_total_tokens=config.context.max_total_tokens,
-        cut_blocks=blocks_of_cut(config.cache.block_size) if config.compute.deterministic else 1,
+        cut_blocks=blocks_per_split(config.cache.block_size) if config.compute.deterministic else 1,
         **context_refusals(spec),
     )
 
 
 def make_scheduler(
     config: EngineConfig,
-    models: Models,
+    models: LoadedModels,
     limits: ContextLimits,
     blocks: BlockManager,
     *,
@@ -175,26 +175,27 @@ def make_scheduler(
         limits=limits,
         blocks=blocks,
         rotary=tables,
-        namespace=namespace_of(model),
+        namespace=cache_namespace(model),
         eos_token_ids=spec.eos_token_ids,
-        whole_prompts=spec.sees_whole_texts,
-        cuts=ChunkCuts(
-            decoder.backend.fewest_alike,
+        whole_prompts=spec.is_bidirectional,
+        cuts=ChunkBoundaries(
+            decoder.backend.uniform_prefill_min_tokens,
             config.cache.block_size,
-            at_blocks=spec.state_group is not None and config.cache.prefix_caching,
+            align_to_blocks=spec.state_group is not None and config.cache.prefix_caching,
         ),
         adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
         store=store,
-        draft_keeps_up=draft is not None and (draft.spec.joined is not None or draft.spec.state_group is not None),
+        draft_tracks_all_tokens=draft is not None
+        and (draft.spec.mtp_input is not None or draft.spec.state_group is not None),
     )
 
 
-def namespace_of(model: LoadedModel) -> bytes:
+def cache_namespace(model: LoadedModel) -> bytes:
     """What must agree for a cached block to mean the same: weights, dtypes, layout."""
     decoder = model.decoder
     plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
-    said = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
-    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in said)))).digest()
+    identity = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
+    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in identity)))).digest()
 
 
 def _shift_context(config: EngineConfig, max_model_len: int) -> int:

@@ -29,9 +29,9 @@ from typing import Protocol
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.importing import importing
 from windlass.engine.api.json_log import log_as_json, wants_json
-from windlass.engine.core.black_box import STACK_BYTES, BlackBox
+from windlass.engine.core.black_box import STACK_BYTES, FlightRecorder
 from windlass.engine.core.loop import Core, CoreFactory, EngineLoop
-from windlass.engine.core.threads import prepare_this_process
+from windlass.engine.core.threads import apply_thread_settings
 from windlass.engine.core.wire import Close, Crashed, FrameReader, Load, LoadFailed, Message, Progress, Ready, encode
 from windlass.engine.errors import LoadError
 
@@ -153,16 +153,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     if options.cores is not None:
         with contextlib.suppress(LoadError):  # told when the core is made
-            prepare_this_process([int(core) for core in options.cores.split(",")])
+            apply_thread_settings([int(core) for core in options.cores.split(",")])
     if options.ahead is not None:
         with importing(), contextlib.suppress(Exception):  # it fails again, and is told, when the core is made
             importlib.import_module(options.ahead)
-    box = BlackBox(options.box)
+    box = FlightRecorder(options.box)
     return serve(lambda *arguments: _factory(options.core)(*arguments), connection, box, options.stacks)
 
 
 def serve(
-    factory: CoreFactory, connection: ParentConnection, box: BlackBox | None = None, stacks: int | None = None
+    factory: CoreFactory, connection: ParentConnection, box: FlightRecorder | None = None, stacks: int | None = None
 ) -> int:
     """Load what the parent says, and serve it until it says `Close`; the exit code is 0 only after an orderly close.
 

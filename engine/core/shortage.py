@@ -9,7 +9,7 @@ fails, and the same tokens are planned once more behind the step that it was to 
 been changed by then, its sequences begin again behind that. Any other error of a step is a defect or
 a lost device, and nobody's to catch.
 
-What is done beside steps concerns whoever asked for it, and nobody else: `memory_for`.
+What is done beside steps concerns whoever asked for it, and nobody else: `device_memory_guard`.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from dataclasses import replace
 from typing import NamedTuple
 
 from windlass.engine.api.request import RequestOutput
-from windlass.engine.errors import NO_MEMORY, NO_MEMORY_TO_TURN, DeviceMemoryError
-from windlass.engine.execution.device_passes import StartedStep
-from windlass.engine.execution.runner import Runner
+from windlass.engine.errors import OUT_OF_MEMORY, OUT_OF_MEMORY_ROTATING, DeviceMemoryError
+from windlass.engine.execution.device_passes import StepFuture
+from windlass.engine.execution.runner import ModelRunner
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.kernels import is_out_of_memory
@@ -31,53 +31,53 @@ from windlass.kernels import is_out_of_memory
 _logger = logging.getLogger("windlass.engine")
 
 
-class Begun(NamedTuple):
+class StartedPlan(NamedTuple):
     """plan: what is computed. failed: the outputs of requests that there was no memory for."""
 
     plan: SchedulerOutput
-    step: StartedStep
+    step: StepFuture
     failed: list[RequestOutput]
 
 
-def begin(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun:
+def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan:
     """Begin to execute a plan, without its newest requests where the device has no memory for them. Where layers carry states,
     the others begin again in later steps, from what is cached. Raises what a step raises else."""
     failed: list[RequestOutput] = []
-    step = _attempt(runner, plan, first=True)
+    step = _try_step(runner, plan, first=True)
     while step is None:
         # The error is gone by now, and with its traceback the tensors that the failed step held.
-        failed += _fail_unturned(runner, scheduler) or _fail_newest(plan, scheduler)
-        left = _left(plan, scheduler)
-        if begin_again(plan, runner, scheduler):
+        failed += _fail_unrotated(runner, scheduler) or _fail_newest(plan, scheduler)
+        left = _live_items(plan, scheduler)
+        if restart_sequences(plan, runner, scheduler):
             left = ()
         plan = replace(plan, sequences=left)
-        _give_back(runner)
-        step = _attempt(runner, plan, first=False) if left else StartedStep([])
-    return Begun(plan, step, failed)
+        _release_device_memory(runner)
+        step = _try_step(runner, plan, first=False) if left else StepFuture([])
+    return StartedPlan(plan, step, failed)
 
 
-def begin_ahead(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> Begun | None:
+def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan | None:
     """Begin to execute a plan that is ahead; None where the device has no memory for it, and it is given up."""
-    step = _attempt(runner, plan, first=True)
+    step = _try_step(runner, plan, first=True)
     if step is not None:
-        return Begun(plan, step, [])
+        return StartedPlan(plan, step, [])
     if runner.graphs is not None:
-        runner.graphs.rows.end()  # what was asked for by then is still to be done
-    _give_back(runner)
-    pause = scheduler.ahead.give_up(plan, has_changed_states=runner.has_changed_states)
+        runner.graphs.rows.record_end()  # what was asked for by then is still to be done
+    _release_device_memory(runner)
+    pause = scheduler.ahead.cancel_step(plan, has_changed_states=runner.has_changed_states)
     _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
     return None
 
 
-def begin_again(plan: SchedulerOutput, runner: Runner, scheduler: Scheduler) -> bool:
+def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> bool:
     """Let what is left of a failed plan begin again in later steps, where layers may have changed its states in vain."""
     if runner.has_changed_states:
-        scheduler.begin_again([item.seq_id for item in _left(plan, scheduler)])
+        scheduler.restart_sequences([item.seq_id for item in _live_items(plan, scheduler)])
     return runner.has_changed_states
 
 
 @contextmanager
-def memory_for(what: str) -> Iterator[None]:
+def device_memory_guard(what: str) -> Iterator[None]:
     """Raises DeviceMemoryError where the device has none for what is done here."""
     try:
         yield
@@ -87,40 +87,40 @@ def memory_for(what: str) -> Iterator[None]:
         raise DeviceMemoryError(f"the device has no memory left for {what}: try again later") from None
 
 
-def _left(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
+def _live_items(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
     """What a plan has of sequences that have not ended."""
     live = {seq.seq_id for seq in scheduler.live_sequences()}
     return tuple(item for item in plan.sequences if item.seq_id in live)
 
 
-def _give_back(runner: Runner) -> None:
+def _release_device_memory(runner: ModelRunner) -> None:
     if (memory := runner.decoder.backend.device_memory) is not None:
-        memory.give_back()
+        memory.release_cached()
 
 
-def _attempt(runner: Runner, plan: SchedulerOutput, *, first: bool) -> StartedStep | None:
+def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> StepFuture | None:
     """The step, None where there was no memory for it."""
     try:
         if first and runner.graphs is not None:
             return runner.start(plan)
-        return StartedStep(runner.execute(plan) if first else runner.repeat(plan))
+        return StepFuture(runner.execute(plan) if first else runner.retry(plan))
     except Exception as error:
-        if not is_out_of_memory(error) or not runner.can_repeat(plan):
+        if not is_out_of_memory(error) or not runner.can_retry(plan):
             raise
         return None
 
 
-def _fail_unturned(runner: Runner, scheduler: Scheduler) -> list[RequestOutput]:
+def _fail_unrotated(runner: ModelRunner, scheduler: Scheduler) -> list[RequestOutput]:
     """Nothing where all keys were turned, or the requests whose were not have failed already."""
     failed: list[RequestOutput] = []
     for seq in scheduler.live_sequences():
-        if seq.seq_id in runner.unturned:
+        if seq.seq_id in runner.failed_rerotations:
             request_id = seq.request.request_id
             known = {"request_id": request_id}
             _logger.warning(
                 "no memory on the device to turn keys: request %s, whose they are, fails", request_id, extra=known
             )
-            failed += scheduler.fail(request_id, DeviceMemoryError(NO_MEMORY_TO_TURN))
+            failed += scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY_ROTATING))
     return failed
 
 
@@ -136,4 +136,4 @@ def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOut
         request_id,
         extra={"request_id": request_id},
     )
-    return scheduler.fail(request_id, DeviceMemoryError(NO_MEMORY))
+    return scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY))

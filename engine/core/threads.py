@@ -22,7 +22,7 @@ SPIN_COUNT = 200
 _OPERATOR_SETTINGS = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
-def wait_settings(environment: Mapping[str, str]) -> dict[str, str]:
+def thread_wait_environment(environment: Mapping[str, str]) -> dict[str, str]:
     """What to add to the environment of a process that will import torch; nothing where the operator has set it already.
 
     libgomp polls for milliseconds by default. Where another program takes a core, the thread that waits polls through
@@ -34,12 +34,12 @@ def wait_settings(environment: Mapping[str, str]) -> dict[str, str]:
     return {"GOMP_SPINCOUNT": str(SPIN_COUNT)}
 
 
-def prepare_this_process(cores: Iterable[int] | None = None) -> None:
+def apply_thread_settings(cores: Iterable[int] | None = None) -> None:
     """Settle how threads wait, where torch is still to be imported, and pin this process to `cores` if given."""
     if "torch" not in sys.modules:
-        os.environ.update(wait_settings(os.environ))
+        os.environ.update(thread_wait_environment(os.environ))
     if cores is not None:
-        pin(cores)
+        pin_to_cores(cores)
 
 
 def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -52,7 +52,7 @@ def split_cores() -> tuple[tuple[int, ...], tuple[int, ...]]:
     return tuple(cores[:-1]), tuple(cores[-1:])
 
 
-def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, ...], ...]:
+def partition_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, ...], ...]:
     """The cores of this process in as many parts, as equal as can be, each of neighbours. Raises LoadError.
 
     leave_one: the last of all cores is for the server.
@@ -71,7 +71,7 @@ def share_cores(replicas: int, *, leave_one: bool = False) -> tuple[tuple[int, .
     return tuple(tuple(cores[start:end]) for start, end in pairwise(ends))
 
 
-def rank_threads(compute: ComputeConfig, usual: int | None = None, engines: int = 1) -> int:
+def threads_per_rank(compute: ComputeConfig, usual: int | None = None, engines: int = 1) -> int:
     """Threads of each rank: as many as the operator says, else an equal part of the processors there are, at least one.
 
     usual: what one rank without cores of its own takes where it may, which is torch's choice. engines: that share a quota; cores
@@ -86,7 +86,7 @@ def rank_threads(compute: ComputeConfig, usual: int | None = None, engines: int 
     return max(1, threads // compute.tensor_parallel)
 
 
-def pin(cores: Iterable[int]) -> None:
+def pin_to_cores(cores: Iterable[int]) -> None:
     """Let this process, and the threads it starts from now on, run on these cores only. Raises LoadError."""
     try:
         os.sched_setaffinity(0, cores)

@@ -16,11 +16,20 @@ from typing import Any
 from windlass.engine import errors
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import EngineQuestion
-from windlass.engine.api.request import MAX_SAMPLES, EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
+from windlass.engine.api.looks import IntrospectionQuery
+from windlass.engine.api.request import (
+    MAX_TIMING_SAMPLES,
+    EngineRequest,
+    EngineStats,
+    ModelInfo,
+    RequestOutput,
+    TokenLogprobs,
+)
 
 _LENGTH = struct.Struct("!I")
-PROMPT_PART = 512  # prompt tokens whose log-probabilities travel in one frame: some milliseconds of the reader's time
+PROMPT_LOGPROBS_PER_FRAME = (
+    512  # prompt tokens whose log-probabilities travel in one frame: some milliseconds of the reader's time
+)
 
 
 # ---- parent to child -------------------------------------------------------------------------------------------------
@@ -57,11 +66,11 @@ class AskStats:
 
 
 @dataclass(frozen=True, slots=True)
-class Look:
-    """A question of somebody who looks on, answered by `Seen` between two steps."""
+class InspectRequest:
+    """A question of somebody who looks on, answered by `InspectResult` between two steps."""
 
-    look_id: int
-    question: EngineQuestion[Any]
+    inspection_id: int
+    question: IntrospectionQuery[Any]
 
 
 @dataclass(frozen=True, slots=True)
@@ -125,10 +134,10 @@ class AdapterLoaded:
 
 
 @dataclass(frozen=True, slots=True)
-class Seen:
-    """The answer of a `Look`, or why there is none."""
+class InspectResult:
+    """The answer of a `InspectRequest`, or why there is none."""
 
-    look_id: int
+    inspection_id: int
     result: Any
 
 
@@ -138,7 +147,7 @@ class Stats:
 
 
 @dataclass(frozen=True, slots=True)
-class StepBegun:
+class StepStarted:
     """A step has begun that may take long. seconds: how long; None where nothing like it has been seen yet."""
 
     seconds: float | None
@@ -177,7 +186,7 @@ Message = (
     | Abort
     | EndSample
     | AskStats
-    | Look
+    | InspectRequest
     | LoadAdapter
     | DropAdapter
     | Close
@@ -187,9 +196,9 @@ Message = (
     | Rejected
     | Aborted
     | AdapterLoaded
-    | Seen
+    | InspectResult
     | Stats
-    | StepBegun
+    | StepStarted
     | StepDone
     | PromptLogprobs
     | Crashed
@@ -203,8 +212,8 @@ def encode(message: Message) -> bytes:
     # By far the most frequent: plain tuples pickle several times faster than dataclasses.
     before, outputs = b"", []
     for output in message.outputs:
-        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > PROMPT_PART:
-            parts, output = _in_parts(output)
+        if output.prompt_logprobs is not None and len(output.prompt_logprobs) > PROMPT_LOGPROBS_PER_FRAME:
+            parts, output = _split_prompt_logprobs(output)
             before += parts
         outputs.append(output_fields(output))
     return before + _frame((outputs, message.seconds, message.stats))
@@ -215,11 +224,14 @@ def _frame(content: Any) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
-def _in_parts(output: RequestOutput) -> tuple[bytes, RequestOutput]:
+def _split_prompt_logprobs(output: RequestOutput) -> tuple[bytes, RequestOutput]:
     """Frames of all but the last part of its prompt log-probabilities, and the output with that."""
     entries = output.prompt_logprobs or ()
-    starts = range(0, len(entries), PROMPT_PART)
-    parts = [_frame(PromptLogprobs(output.request_id, entries[start : start + PROMPT_PART])) for start in starts[:-1]]
+    starts = range(0, len(entries), PROMPT_LOGPROBS_PER_FRAME)
+    parts = [
+        _frame(PromptLogprobs(output.request_id, entries[start : start + PROMPT_LOGPROBS_PER_FRAME]))
+        for start in starts[:-1]
+    ]
     return b"".join(parts), replace(output, prompt_logprobs=entries[starts[-1] :])
 
 
@@ -245,13 +257,13 @@ def output_fields(output: RequestOutput) -> tuple[Any, ...]:
         output.cached_tokens,
         output.rotary,
         output.context,
-        portable_error(output.error) if output.error is not None else None,
+        picklable_error(output.error) if output.error is not None else None,
         output.pooled,
         output.scheduled_at,
     )
 
 
-def portable_error(error: Exception) -> errors.EngineError:
+def picklable_error(error: Exception) -> errors.EngineError:
     """The error itself if it is one of ours, which all survive pickling; else an EngineError that says the same."""
     if type(error).__module__ == errors.__name__ and isinstance(error, errors.EngineError):
         return error
@@ -288,14 +300,14 @@ class StatsAccumulator:
     """Joins snapshots so that every sample of `*_seconds` is handed out exactly once.
 
     The engine drains its samples into each snapshot it takes, whether it was asked for or pushed along with a step. Where
-    nobody takes them, the last MAX_SAMPLES of each kind wait and older ones are dropped; all counters and gauges stay right.
+    nobody takes them, the last MAX_TIMING_SAMPLES of each kind wait and older ones are dropped; all counters and gauges stay right.
     """
 
     _latest: EngineStats | None = None
-    _queue: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    _prefill: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    _decode: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    _inference: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    _queue: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    _prefill: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    _decode: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    _inference: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
 
     def add(self, stats: EngineStats) -> None:
         self._latest = stats

@@ -11,17 +11,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionPicture, AttentionQuestion
+from windlass.engine.api.looks import MAX_ATTENTION_TOKENS, AttentionQuery, AttentionSnapshot
 from windlass.engine.errors import RequestError
 from windlass.engine.evaluation.scoring import SingleSequenceRunner
-from windlass.engine.model.decoder import StateMixer
+from windlass.engine.model.decoder import RecurrentMixer
 from windlass.engine.model.mixers.attention import Attention
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage, joint_fingerprint
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.kernels import Backend
 
 
-class _Witness:
+class _RecordingBackend:
     """A backend that keeps copies of the rotated queries and keys that pass through it; all else is done by the one behind it."""
 
     def __init__(self, backend: Backend) -> None:
@@ -36,7 +36,7 @@ class _Witness:
         self._backend.rotate_and_append(q, k, v, cos, sin, *others)
         count = k.shape[0]
         if cos.shape[-1] and k.shape[1]:
-            k = self._backend.turn_queries(k.contiguous(), torch.arange(count, device=k.device), cos, sin)[count:]
+            k = self._backend.rotate_queries(k.contiguous(), torch.arange(count, device=k.device), cos, sin)[count:]
         self.queries.append(q.to(torch.float32, copy=True))
         self.keys.append(k.to(torch.float32, copy=True))
 
@@ -49,10 +49,10 @@ def attention_weights(
     scaling: None is the model's own; frequencies are those of the whole text. Raises RequestError for a layer that there is not,
     or that does not attend with queries and keys of plain softmax.
     """
-    return _attention(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
+    return _attention_matrices(runner, token_ids, layer, runner.plan(len(token_ids), scaling, "frozen"), slice(None))[0]
 
 
-def attention_picture(runner: SingleSequenceRunner, question: AttentionQuestion, plan: RotaryPlan) -> AttentionPicture:
+def snapshot_attention(runner: SingleSequenceRunner, question: AttentionQuery, plan: RotaryPlan) -> AttentionSnapshot:
     """One head of `attention_weights`, and its scores before the softmax, under a plan. Raises RequestError."""
     tokens, head = len(question.token_ids), question.head
     if not 2 <= tokens <= MAX_ATTENTION_TOKENS:
@@ -65,8 +65,8 @@ def attention_picture(runner: SingleSequenceRunner, question: AttentionQuestion,
     heads = mixer.spec.num_heads
     if not 0 <= head < heads:
         raise RequestError(f"head {head}: layer {question.layer} has heads 0 to {heads - 1}", "head")
-    weights, scores = _attention(runner, question.token_ids, question.layer, plan, slice(head, head + 1))
-    return AttentionPicture(
+    weights, scores = _attention_matrices(runner, question.token_ids, question.layer, plan, slice(head, head + 1))
+    return AttentionSnapshot(
         num_tokens=tokens,
         num_layers=len(runner.decoder.layers),
         num_heads=heads,
@@ -83,7 +83,7 @@ def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -
         raise RequestError(f"layer {layer}: this model has layers 0 to {len(layers) - 1}", "layer")
     mixer = layers[layer].mixer
     moved = any(not spec.distances.is_plain for spec in stage.specs)
-    if mixer is None or isinstance(mixer, StateMixer):
+    if mixer is None or isinstance(mixer, RecurrentMixer):
         found = ", ".join(str(i) for i, one in enumerate(layers) if isinstance(one.mixer, Attention))
         why = "is a feed-forward alone" if mixer is None else "carries a state"
         raise RequestError(f"layer {layer} attends to nothing, as it {why}: ask for one of {found}", "layer")
@@ -92,7 +92,7 @@ def _plain_mixer(runner: SingleSequenceRunner, layer: int, stage: RotaryStage) -
     return mixer
 
 
-def _attention(
+def _attention_matrices(
     runner: SingleSequenceRunner, token_ids: Sequence[int], layer: int, plan: RotaryPlan, heads: slice
 ) -> tuple[Tensor, Tensor]:
     """Weights and scores of the heads of a layer, [H, T, T] each."""
@@ -100,15 +100,15 @@ def _attention(
     mixers = {layer: _plain_mixer(runner, layer, stage)}
     owner = layers[layer].pages
     mixers[owner] = _plain_mixer(runner, owner, stage)
-    watches = {each: _Witness(runner.decoder.backend) for each in mixers}
+    recorders = {each: _RecordingBackend(runner.decoder.backend) for each in mixers}
     for each, mixer in mixers.items():
-        layers[each].mixer = mixer.with_backend(cast(Backend, watches[each]))
+        layers[each].mixer = mixer.with_backend(cast(Backend, recorders[each]))
     try:
         runner.hidden(token_ids, plan)
     finally:
         for each, mixer in mixers.items():
             layers[each].mixer = mixer
-    return _softmax(torch.cat(watches[layer].queries), torch.cat(watches[owner].keys), mixers[layer], heads)
+    return _softmax(torch.cat(recorders[layer].queries), torch.cat(recorders[owner].keys), mixers[layer], heads)
 
 
 def _softmax(q: Tensor, k: Tensor, mixer: Attention, heads: slice) -> tuple[Tensor, Tensor]:

@@ -22,9 +22,9 @@ from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import BlockCopy, KeyRerotation, TableChange, TableChanges
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.runner import ModelRunner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.weights import Progress
@@ -86,10 +86,10 @@ class SingleSequenceRunner:
         if rows:
             rotates = plan.policy == "rotate"
             read = tuple(token_ids[: rows[-1] + 1])
-            stages = list(_stages(plan, len(read), prompt))
-            far = any(spec.distances.keeps_far_keys for _, _, specs in stages for spec in specs)
+            stages = list(plan_stages(plan, len(read), prompt))
+            far = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
             copies = 2 if rotates or far else 1
-            text = _ScoredText(self, read, copies, context, computed, far=far)
+            text = SequencePasses(self, read, copies, context, computed, far=far)
             walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
             wanted = set(rows)
             for first, hidden in walk:
@@ -189,14 +189,14 @@ class Scorer(SingleSequenceRunner):
             self.check_tokens(ending, context)
         longest = len(token_ids) + max(map(len, endings), default=0)
         specs = plan.stage(longest).specs
-        copies = 2 if any(spec.distances.keeps_far_keys for spec in specs) else 1
+        copies = 2 if any(spec.distances.has_second_keys for spec in specs) else 1
         found = []
         with torch.inference_mode():
-            text = _ScoredText(self, tuple(token_ids), copies, context, computed, far=copies == 2, room=longest)
-            text.read_before(len(token_ids), specs)
+            text = SequencePasses(self, tuple(token_ids), copies, context, computed, far=copies == 2, capacity=longest)
+            text.prefill(len(token_ids), specs)
             for ending in endings:
                 entries: list[TokenLogprobs] = []
-                for hidden in text.read_behind(tuple(ending), specs):
+                for hidden in text.read_ending(tuple(ending), specs):
                     wanted = ending[len(entries) : len(entries) + hidden.shape[0]]
                     logits = self.decoder.logits(hidden)  # [R, V]
                     entries += token_logprobs(self.decoder.backend, logits, torch.tensor(wanted), 0)
@@ -217,7 +217,7 @@ class Scorer(SingleSequenceRunner):
         if not rows or plan.policy != "recompute":
             return rows[-1] + 1 if rows else 0
         total, place = 0, 0
-        for _, end, _ in _stages(plan, rows[-1] + 1, prompt=1):
+        for _, end, _ in plan_stages(plan, rows[-1] + 1, prompt=1):
             after = bisect_left(rows, end, place)
             total += rows[after - 1] + 1 if after > place else 0
             place = after
@@ -233,7 +233,7 @@ class Scorer(SingleSequenceRunner):
             return torch.cat([self.decoder.logits(hidden).cpu() for _, hidden in rows])
 
 
-def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
+def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
     """Those from row 0 to `length`, in order and without gaps."""
     first, context = 0, prompt
     while first < length:
@@ -243,7 +243,7 @@ def _stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
         first, context = end, end + 1
 
 
-class _ScoredText:
+class SequencePasses:
     """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
 
     num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
@@ -260,20 +260,20 @@ class _ScoredText:
         computed: Callable[[int], None] | None = None,
         *,
         far: bool = False,
-        room: int | None = None,
+        capacity: int | None = None,
     ) -> None:
         decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
         spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
         self._context, self._far = context or ContextRule(), far
         self._groups = range(len(spec.kv_groups))
-        self._num_blocks = -(-(room or len(token_ids)) // _BLOCK)
+        self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
         self._has_states = spec.state_group is not None
         pools = [num_copies * self._num_blocks] * len(self._groups)
         dtype, states = runner.cache_dtype, spec.state_group
-        cache = KVStorage(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
+        cache = KVCache(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
         tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
-        self._runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
-        self._runner.follow(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
+        self._runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
+        self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
 
     def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
         """The only one, on all pages there are. state: the block of states that it changes, if there are any."""
@@ -296,20 +296,20 @@ class _ScoredText:
             sinks=self._context.attention_sinks,
         )
 
-    def read_before(self, num_tokens: int, specs: Specs) -> None:
+    def prefill(self, num_tokens: int, specs: Specs) -> None:
         """Let the pages hold a text that endings are read behind. They begin with its last token, which states have not seen."""
         last = num_tokens - 1 - self._has_states
         for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
             pass
 
-    def read_behind(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
+    def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
         """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
         ending before it left there is written over."""
         whole = self._token_ids + ending
         self._num_tokens = len(whole)
         copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
         new = self._sequence(whole, state=int(self._has_states))
-        self._runner.follow(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
+        self._runner.apply(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
         for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
             yield hidden
 
@@ -344,12 +344,12 @@ class _ScoredText:
             last = passed[-1:]
             change = SchedulerOutput(
                 self._next_step,
-                set_aside=tuple(
+                original_copies=tuple(
                     self._rerotation(group, stage, stage[2], aside=True) for group in self._groups for stage in last
                 ),
                 rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
             )
-            self._runner.follow(change)
+            self._runner.apply(change)
             yield from self._forward(first, end, specs)
             passed.append((first, end, specs))
 

@@ -18,29 +18,29 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.far_keys import far_key_places
-from windlass.engine.execution.lasting_rows import LastingRows
-from windlass.engine.execution.ranges import chunk_pieces, is_ranged, query_ranges
-from windlass.engine.execution.row_ranges import RangeNumbers, RowRanges
-from windlass.engine.execution.sequences import LiveSequence, LiveSequences, columns_for
-from windlass.engine.execution.state_rows import StateNumbers, with_states
+from windlass.engine.execution.far_keys import second_key_positions
+from windlass.engine.execution.lasting_rows import PersistentBatch
+from windlass.engine.execution.ranges import attention_chunks_of, needs_ranges, query_ranges
+from windlass.engine.execution.row_ranges import RangeTables, RowRanges
+from windlass.engine.execution.sequences import InputBatch, RunnerSequence, table_width
+from windlass.engine.execution.state_rows import StateRowArrays, with_state_rows
 from windlass.engine.model.adapters.adapter import LoadedAdapters
-from windlass.engine.model.batch import ForwardBatch, QueryVersions
+from windlass.engine.model.batch import ForwardBatch, RotatedQueryCopies
 from windlass.engine.rotary.distances import Distances
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
+from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.plan import ScheduledSequence
-from windlass.kernels import Backend, Prompts, RowsAhead, blocks_of_cut, sent
+from windlass.kernels import Backend, MultiStepInputs, PrefillTotals, blocks_per_split, to_device
 
 _MAX_SHAPES = 4
 # Longest context over which proposed tokens are attended row by row.
-_ROW_BY_ROW_LENGTH = 1024
+_MAX_ROW_BY_ROW_CONTEXT = 1024
 # On a device beside its host: keys that all rows of such a step may read. A step of its own takes longer than a repeated one
 # that reads more, until that is about half of what the weights of an 8B model are.
-_ROW_BY_ROW_KEYS = 1 << 16
+_MAX_ROW_BY_ROW_KEYS = 1 << 16
 
 
-class PlainRows(NamedTuple):
+class DecodeRows(NamedTuple):
     """B rows, each a token that attends alone.
 
     said: [FACTS, B] int64, of each its token, its slot's number in its sequence, its position less that number, its rotary row,
@@ -49,13 +49,13 @@ class PlainRows(NamedTuple):
     carries a state.
     """
 
-    said: NDArray[np.int64]
+    metadata: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: RowRanges | None
-    states: StateNumbers | None
+    states: StateRowArrays | None
 
 
-class BatchBuilder:
+class ForwardBatchBuilder:
     """Batches of the sequences in `sequences`, whose blocks hold `block_size` tokens, under the rows of `rotary`.
 
     num_groups: KV groups. windows: the kinds that the layers have, None for none. anchored: see `query_ranges`. lasting:
@@ -66,53 +66,53 @@ class BatchBuilder:
 
     def __init__(
         self,
-        sequences: LiveSequences,
+        sequences: InputBatch,
         rotary: RotaryTables,
         *,
         num_groups: int,
         block_size: int,
         windows: abc.Sequence[int | None],
-        anchored: bool,
+        absolute_scores: bool,
         backend: Backend,
         has_states: bool = False,
-        cuts: ChunkCuts = NO_CUTS,
+        chunk_boundaries: ChunkBoundaries = NO_BOUNDARIES,
         adapters: LoadedAdapters | None = None,
     ) -> None:
-        self._adapters, self._cuts = adapters, cuts
-        self._windows, self._anchored = windows, anchored
-        self._range_numbers = RangeNumbers(windows, anchored=anchored)
-        self._sequences, self._rotary = sequences, rotary
+        self._adapters, self._cuts = adapters, chunk_boundaries
+        self._windows, self._absolute_scores = windows, absolute_scores
+        self._range_tables = RangeTables(windows, absolute_scores=absolute_scores)
+        self._input_batch, self._rotary = sequences, rotary
         self._has_states = has_states
         self._groups, self._block_size, self._device = num_groups, block_size, backend.device
         self._backend = backend
         # However many far keys there are, those nearby stand in the same cuts.
-        self._far_step = blocks_of_cut(block_size)
-        self._memory: OrderedDict[tuple[int, int], LastingRows] = OrderedDict()  # by rows and width
-        self.lasting = backend.reads_host_memory
+        self._second_key_alignment = blocks_per_split(block_size)
+        self._buffers: OrderedDict[tuple[int, int], PersistentBatch] = OrderedDict()  # by rows and width
+        self.persistent = backend.reads_host_memory
 
     def build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """The flat batch of the scheduled chunks, in order. One of single tokens may be overwritten by the next."""
         batch = self._build(items)
         if self._adapters is None or len(self._adapters) == 0:
             return batch
-        out = self._memory_of(batch).adapter_slots if batch.lasting else None
+        out = self._buffers_of(batch).adapter_slots if batch.persistent else None
         changed = self._adapters.rows(*self._adapted(items), out)
         return batch if changed is None else replace(batch, adapters=changed)
 
     def _adapted(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[int | None], list[int]]:
         """The adapter of each chunk, and how many rows it has."""
-        live = self._sequences.by_id
+        live = self._input_batch.by_id
         return [live[item.seq_id].adapter for item in items], [item.num_tokens for item in items]
 
     def _build(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         row_by_row = self._is_row_by_row(items)
-        live_sequences = self._sequences.by_id
+        live_sequences = self._input_batch.by_id
         distances = self._rotary.distances
-        held = [live_sequences[item.seq_id] for item in items]
-        ranged = any(is_ranged(live) or distances[live.rotary_id].changes_distances for live in held)
-        plain = not ranged and all(distances[live.rotary_id].is_plain for live in held)
-        if row_by_row and self.lasting and plain:
-            return self._fill(items)
+        live_rows = [live_sequences[item.seq_id] for item in items]
+        ranged = any(needs_ranges(live) or distances[live.rotary_id].changes_distances for live in live_rows)
+        plain = not ranged and all(distances[live.rotary_id].is_plain for live in live_rows)
+        if row_by_row and self.persistent and plain:
+            return self._fill_buffers(items)
         chunks = []
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
@@ -120,29 +120,29 @@ class BatchBuilder:
             if row_by_row:
                 chunks += [(live, start + i, [token]) for i, token in enumerate(token_ids)]
             else:
-                for first, count in self._pieces(item, distances[live.rotary_id], len(token_ids)):
+                for first, count in self._attention_chunks(item, distances[live.rotary_id], len(token_ids)):
                     chunks.append((live, first, token_ids[first - start : first - start + count]))
-        batch = self._make(chunks, ranged=ranged)
+        batch = self._build_chunks(chunks, ranged=ranged)
         if not self._has_states:
             return batch
-        return with_states(batch, items, self._sequences, repeatable=self.lasting)
+        return with_state_rows(batch, items, self._input_batch, repeatable=self.persistent)
 
-    def _pieces(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
+    def _attention_chunks(self, item: ScheduledSequence, distances: Distances, count: int) -> list[tuple[int, int]]:
         """(first index, tokens) of the parts of a chunk of `count` tokens that attend as sequences of their own."""
-        pieces = chunk_pieces(distances, item.start, count)
+        attention_chunks = attention_chunks_of(distances, item.start, count)
         if item.start + count != item.num_known_tokens:
-            return pieces
-        return [part for piece in pieces for part in self._cuts.parts(*piece, item.num_known_tokens)]
+            return attention_chunks
+        return [part for piece in attention_chunks for part in self._cuts.parts(*piece, item.num_known_tokens)]
 
-    def _make(self, chunks: list[tuple[LiveSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
+    def _build_chunks(self, chunks: list[tuple[RunnerSequence, int, list[int]]], *, ranged: bool) -> ForwardBatch:
         """A batch of chunks (sequence, index of the first token, tokens) in memory of its own."""
-        counts, starts, first, closed, rotary = np.array(
+        counts, starts, first, num_missing, rotary = np.array(
             [
                 (
                     len(ids),
                     start + live.layout.slot_offset,
                     live.layout.first_position - live.layout.slot_offset,
-                    live.layout.num_closed,
+                    live.layout.num_gap_closed,
                     live.rotary_id,
                 )
                 for live, start, ids in chunks
@@ -151,22 +151,24 @@ class BatchBuilder:
         ).T.copy()
         rules = [self._rotary.distances[live.rotary_id] for live, _, _ in chunks]
         rows = [live.row for live, _, _ in chunks]
-        far_blocks = [
-            -(-live.num_blocks[0] // self._far_step) * self._far_step if rule.keeps_far_keys else 0
+        num_second_blocks = [
+            -(-live.num_blocks[0] // self._second_key_alignment) * self._second_key_alignment
+            if rule.has_second_keys
+            else 0
             for (live, _, _), rule in zip(chunks, rules, strict=True)
         ]
-        keeps_far_keys = any(far_blocks)
-        if keeps_far_keys:  # they come first, so that those nearby stand at the end as everywhere
-            far_slots = np.array(far_blocks) * self._block_size
-            starts, first = starts + far_slots, first - far_slots
+        has_second_keys = any(num_second_blocks)
+        if has_second_keys:  # they come first, so that those nearby stand at the end as everywhere
+            second_key_slots = np.array(num_second_blocks) * self._block_size
+            starts, first = starts + second_key_slots, first - second_key_slots
         lengths = starts + counts
         query_start = np.zeros(len(chunks) + 1, dtype=np.int64)
         counts.cumsum(out=query_start[1:])
         columns = -(-int(lengths.max()) // self._block_size)
-        if keeps_far_keys:
-            tables = self._sequences.tables_behind_far_keys(list(zip(rows, far_blocks, strict=True)), columns)
+        if has_second_keys:
+            tables = self._input_batch.tables_with_second_keys(list(zip(rows, num_second_blocks, strict=True)), columns)
         else:
-            tables = self._sequences.tables(rows, columns)
+            tables = self._input_batch.tables(rows, columns)
         ids = np.concatenate([np.array(ids, dtype=np.int64) for _, _, ids in chunks])
         row = np.arange(len(chunks)).repeat(counts)  # [T]
         index = np.arange(len(ids)) - (query_start[:-1] - starts).repeat(counts)  # [T], its slot in its sequence
@@ -174,18 +176,24 @@ class BatchBuilder:
         slots = np.ascontiguousarray(tables[:, row, block] * np.int64(self._block_size) + offset)  # [K, T]
         if slots.min() < 0:
             raise IndexError("a scheduled token has no block to go to")
-        places = index + first[row]
-        turned_at, score_scale = _under_rules(rules, counts, places)
-        positions, rotary_ids = self._tensor(turned_at), self._tensor(rotary[row])
+        token_positions = index + first[row]
+        rotated_at, score_scale = _positions_and_scales(rules, counts, token_positions)
+        positions, rotary_ids = self._tensor(rotated_at), self._tensor(rotary[row])
         rotation = self._rotary.cos_sin(rotary_ids, positions)
         rotation = rotation._replace(score_scale=rotation.score_scale * self._tensor(score_scale))
-        versions = self._versions(chunks, rules, places, closed[row], rotary[row], far_blocks) if ranged else None
-        if versions is not None and keeps_far_keys:
-            kept, seen_at, slopes = far_key_places(rules, counts, places)
-            block, offset = np.divmod(index - far_slots[row], self._block_size)
-            far = tables[:, row, np.where(kept, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
-            versions.far_slots = self._tensor(np.where(kept, far, -1))
-            versions.far_cos, versions.far_sin = self._turned(rotary[row], seen_at, slopes)
+        query_copies = (
+            self._rotated_queries(chunks, rules, token_positions, num_missing[row], rotary[row], num_second_blocks)
+            if ranged
+            else None
+        )
+        if query_copies is not None and has_second_keys:
+            has_copy, copy_positions, slopes = second_key_positions(rules, counts, token_positions)
+            block, offset = np.divmod(index - second_key_slots[row], self._block_size)
+            far = tables[:, row, np.where(has_copy, block, 0)] * np.int64(self._block_size) + offset  # [K, T]
+            query_copies.second_key_slots = self._tensor(np.where(has_copy, far, -1))
+            query_copies.second_key_cos, query_copies.second_key_sin = self._cos_sin(
+                rotary[row], copy_positions, slopes
+            )
         return ForwardBatch(
             input_ids=self._tensor(ids),
             positions=positions,
@@ -194,45 +202,47 @@ class BatchBuilder:
             block_tables=self._tensor(tables),
             query_start=self._tensor(query_start),
             seq_lens=self._tensor(lengths),
-            context_positions=positions if versions is None else self._tensor(places - closed[row]),
+            context_positions=positions if query_copies is None else self._tensor(token_positions - num_missing[row]),
             **rotation._asdict(),
-            versions=versions,
+            query_copies=query_copies,
             prompts=_prompts(counts, lengths),
         )
 
-    def _versions(
+    def _rotated_queries(
         self,
-        chunks: list[tuple[LiveSequence, int, list[int]]],
+        chunks: list[tuple[RunnerSequence, int, list[int]]],
         rules: list[Distances],
         positions: NDArray[np.int64],
-        closed: NDArray[np.int64],
+        num_missing: NDArray[np.int64],
         rotary: NDArray[np.int64],
-        far_blocks: list[int],
-    ) -> QueryVersions:
-        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row. far_blocks: of each
+        num_second_blocks: list[int],
+    ) -> RotatedQueryCopies:
+        """positions, closed, rotary: [T], of each token, the tokens missing before it, and its rotary row. num_second_blocks: of each
         chunk, leading blocks of its table that hold far keys."""
         spans, token = [], 0
         for live, _, ids in chunks:
             spans.append((live, int(positions[token]), len(ids)))
             token += len(ids)
-        far_slots = [blocks * self._block_size for blocks in far_blocks]
-        found = query_ranges(spans, rules, self._windows, anchored=self._anchored, far_slots=far_slots)
-        cos, sin = self._turned(rotary[found.sources], found.turns, found.slopes)
-        anchor_cos = anchor_sin = every_query = None
-        if self._anchored and closed.any():
-            anchor_cos, anchor_sin = self._rotary.angles(self._tensor(rotary), self._tensor(-closed))
-            every_query = torch.arange(len(positions), device=self._device)
-        names = ("ends", "rows", "plain_rows", "reaches", "gaps", "sources")
-        return QueryVersions(
+        second_key_slots = [blocks * self._block_size for blocks in num_second_blocks]
+        found = query_ranges(
+            spans, rules, self._windows, absolute_scores=self._absolute_scores, second_key_slots=second_key_slots
+        )
+        cos, sin = self._cos_sin(rotary[found.sources], found.rotations, found.slopes)
+        anchor_cos = anchor_sin = query_indices = None
+        if self._absolute_scores and num_missing.any():
+            anchor_cos, anchor_sin = self._rotary.angles(self._tensor(rotary), self._tensor(-num_missing))
+            query_indices = torch.arange(len(positions), device=self._device)
+        names = ("ends", "rows", "decode_rows", "reaches", "gaps", "sources")
+        return RotatedQueryCopies(
             **{name: self._tensor(getattr(found, name)) for name in names},
             cos=cos,
             sin=sin,
             anchor_cos=anchor_cos,
             anchor_sin=anchor_sin,
-            every_query=every_query,
+            query_indices=query_indices,
         )
 
-    def _turned(
+    def _cos_sin(
         self, rotary: NDArray[np.int64], positions: NDArray[np.int64], slopes: NDArray[np.float64] | None
     ) -> tuple[Tensor, Tensor]:
         """Cosines and sines [G, N, rotary_dim / 2] under these rows. slopes: share of their frequencies, None for the whole."""
@@ -242,21 +252,21 @@ class BatchBuilder:
         return self._rotary.slowed_cos_sin(ids, at, self._tensor(slopes))
 
     def _tensor(self, array: NDArray[Any]) -> Tensor:
-        return sent(torch.from_numpy(array), self._device)
+        return to_device(torch.from_numpy(array), self._device)
 
-    def _fill(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
+    def _fill_buffers(self, items: abc.Sequence[ScheduledSequence]) -> ForwardBatch:
         """A batch in which every token counts as a sequence of its own, in lasting memory."""
-        said, blocks = self._said_of(items)
-        memory = self._memory_for(len(said), blocks)
-        memory.rows.said.T[...] = said
-        memory.fill(self._sequences.all_tables(blocks), blocks)
-        if memory.states is not None:
-            memory.states.fill(items, self._sequences)
-        return memory.batch
+        metadata, blocks = self._row_metadata(items)
+        buffers = self._acquire_buffers(len(metadata), blocks)
+        buffers.rows.metadata.T[...] = metadata
+        buffers.fill(self._input_batch.all_tables(blocks), blocks)
+        if buffers.states is not None:
+            buffers.states.fill(items, self._input_batch)
+        return buffers.batch
 
-    def _said_of(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
-        """Of each row what `StepRows.said` has, 0 for a token that nobody knows yet; and the blocks that hold all of them."""
-        said, last, live_sequences = [], 0, self._sequences.by_id
+    def _row_metadata(self, items: abc.Sequence[ScheduledSequence]) -> tuple[list[tuple[int, int, int, int, int]], int]:
+        """Of each row what `PersistentBuffers.metadata` has, 0 for a token that nobody knows yet; and the blocks that hold all of them."""
+        metadata, last, live_sequences = [], 0, self._input_batch.by_id
         for item in items:
             live, start = live_sequences[item.seq_id], item.start
             offset = live.layout.slot_offset
@@ -265,48 +275,48 @@ class BatchBuilder:
             known = live.token_ids[start : start + count]
             unknown = [0] * (count - len(known))
             for i, token in enumerate((*known, *unknown, *item.draft), start=start + offset):
-                said.append((token, i, position, live.rotary_id, live.row))
+                metadata.append((token, i, position, live.rotary_id, live.row))
             last = max(last, start + offset + item.num_tokens - 1)
-        return said, last // self._block_size + 1
+        return metadata, last // self._block_size + 1
 
-    def plain_rows(self, items: abc.Sequence[ScheduledSequence], passes: int = 1) -> PlainRows | None:
+    def decode_rows(self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1) -> DecodeRows | None:
         """The rows of a step in which every token is a row that needs nothing else; None where one has more tokens than that, or
         distances of its own."""
         if not self._is_row_by_row(items):
             return None
-        live_sequences, distances, ranged = self._sequences.by_id, self._rotary.distances, False
+        live_sequences, distances, ranged = self._input_batch.by_id, self._rotary.distances, False
         for item in items:
             live = live_sequences[item.seq_id]
             if not distances[live.rotary_id].is_plain:
                 return None
-            ranged = ranged or is_ranged(live)
-        said, blocks = self._said_of(items)
-        if passes > 1:
-            blocks = max(row[1] + passes - 1 for row in said) // self._block_size + 1
-        numbers = np.array(said, dtype=np.int64).T
-        tables, ranges = self._sequences.tables(numbers[4].tolist(), blocks), None
+            ranged = ranged or needs_ranges(live)
+        metadata, blocks = self._row_metadata(items)
+        if num_passes > 1:
+            blocks = max(row[1] + num_passes - 1 for row in metadata) // self._block_size + 1
+        numbers = np.array(metadata, dtype=np.int64).T
+        tables, ranges = self._input_batch.tables(numbers[4].tolist(), blocks), None
         if ranged:
             of_rows = [live_sequences[item.seq_id] for item in items for _ in range(item.num_tokens)]
-            ranges = self._range_numbers.of(of_rows)
+            ranges = self._range_tables.of(of_rows)
         states = None
         if self._has_states:
-            states = StateNumbers.zeros(len(said), len(said))
-            states.fill(items, self._sequences)
+            states = StateRowArrays.zeros(len(metadata), len(metadata))
+            states.fill(items, self._input_batch)
         numbers[4] = -1 if not self._adapters else self._adapters.slots_of(*self._adapted(items))
-        return PlainRows(numbers, tables, ranges, states)
+        return DecodeRows(numbers, tables, ranges, states)
 
-    def ahead(self, batch: ForwardBatch, passes: int) -> RowsAhead | None:
+    def ahead(self, batch: ForwardBatch, num_passes: int) -> MultiStepInputs | None:
         """What the rows of a lasting batch of single tokens need to go on for so many passes in all.
 
         None where the batch is another kind, and where its memory is too narrow for them.
         """
-        if not batch.lasting:
+        if not batch.persistent:
             return None
-        memory = self._memory_of(batch)
-        blocks = (int(memory.rows.said[1].max()) + passes - 1) // self._block_size + 1
+        buffers = self._buffers_of(batch)
+        blocks = (int(buffers.rows.metadata[1].max()) + num_passes - 1) // self._block_size + 1
         if blocks > batch.block_tables.shape[2]:
             return None
-        return RowsAhead(memory.fill, self._sequences.all_tables(blocks), blocks)
+        return MultiStepInputs(buffers.fill, self._input_batch.all_tables(blocks), blocks)
 
     def _is_row_by_row(self, items: abc.Sequence[ScheduledSequence]) -> bool:
         """Whether every row is run as if it were a sequence of its own: single tokens, and proposed tokens behind them.
@@ -321,19 +331,19 @@ class BatchBuilder:
             drafts |= item.num_tokens > 1
         if not drafts:
             return True
-        if self.lasting:
-            return max(item.start + item.num_tokens for item in items) <= _ROW_BY_ROW_LENGTH
-        return sum(item.num_tokens * (item.start + item.num_tokens) for item in items) <= _ROW_BY_ROW_KEYS
+        if self.persistent:
+            return max(item.start + item.num_tokens for item in items) <= _MAX_ROW_BY_ROW_CONTEXT
+        return sum(item.num_tokens * (item.start + item.num_tokens) for item in items) <= _MAX_ROW_BY_ROW_KEYS
 
-    def _memory_of(self, batch: ForwardBatch) -> LastingRows:
+    def _buffers_of(self, batch: ForwardBatch) -> PersistentBatch:
         """The memory that a lasting batch stands in."""
-        return self._memory[batch.input_ids.shape[0], batch.block_tables.shape[2]]
+        return self._buffers[batch.input_ids.shape[0], batch.block_tables.shape[2]]
 
-    def _memory_for(self, rows: int, blocks: int) -> LastingRows:
-        width = columns_for(blocks)
-        found = self._memory.get((rows, width))
+    def _acquire_buffers(self, rows: int, blocks: int) -> PersistentBatch:
+        width = table_width(blocks)
+        found = self._buffers.get((rows, width))
         if found is None:
-            found = LastingRows(
+            found = PersistentBatch(
                 self._groups,
                 rows,
                 width,
@@ -342,36 +352,40 @@ class BatchBuilder:
                 self._backend,
                 has_states=self._has_states,
             )
-            self._memory[rows, width] = found
-            while len(self._memory) > _MAX_SHAPES:
-                self._memory.popitem(last=False)
+            self._buffers[rows, width] = found
+            while len(self._buffers) > _MAX_SHAPES:
+                self._buffers.popitem(last=False)
         else:
-            self._memory.move_to_end((rows, width))
+            self._buffers.move_to_end((rows, width))
         return found
 
 
-def _prompts(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> Prompts:
+def _prompts(counts: NDArray[np.int64], lengths: NDArray[np.int64]) -> PrefillTotals:
     """Of the new tokens and keys of each sequence."""
     several = counts > 1
-    return Prompts(int(several.sum()), int(counts[several].sum()), int(lengths[several].sum()))
+    return PrefillTotals(int(several.sum()), int(counts[several].sum()), int(lengths[several].sum()))
 
 
-def _under_rules(
-    rules: abc.Sequence[Distances], counts: NDArray[np.int64], places: NDArray[np.int64]
+def _positions_and_scales(
+    rules: abc.Sequence[Distances], counts: NDArray[np.int64], token_positions: NDArray[np.int64]
 ) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
     """Where the tokens are rotated, and what the scores of their queries are multiplied by, both [T].
 
     rules, counts: of each chunk, its distances and tokens. places: [T], their positions.
     """
-    turned_at, score_scale, start = places, np.ones(len(places), dtype=np.float32), 0
+    rotated_at, score_scale, start = token_positions, np.ones(len(token_positions), dtype=np.float32), 0
     for rule, count in zip(rules, counts.tolist(), strict=True):
         own = slice(start, start + count)
         start += count
         if rule.is_plain:
             continue
         if rule.chunk is not None:
-            turned_at = places.copy() if turned_at is places else turned_at
-            turned_at[own] %= rule.chunk
-        grown = 1.0 if rule.log_base is None else np.maximum(1.0, np.log(places[own] + 1.0) / math.log(rule.log_base))
+            rotated_at = token_positions.copy() if rotated_at is token_positions else rotated_at
+            rotated_at[own] %= rule.chunk
+        grown = (
+            1.0
+            if rule.log_base is None
+            else np.maximum(1.0, np.log(token_positions[own] + 1.0) / math.log(rule.log_base))
+        )
         score_scale[own] = grown * rule.score_factor
-    return turned_at, score_scale
+    return rotated_at, score_scale

@@ -22,53 +22,53 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.cache.reuse import MAX_RUNS
-from windlass.engine.cache.storage import KVStorage
-from windlass.engine.execution.batch import BatchBuilder
-from windlass.engine.execution.device_ranges import DeviceRanges
-from windlass.engine.execution.device_rows import ADAPTER, LARGEST, TOKEN, DeviceRows, Fetched, RowDrawing
-from windlass.engine.execution.graphs_on_demand import MOST_CELLS, GraphsOnDemand, StepKind
-from windlass.engine.execution.replay import StepTensors
-from windlass.engine.execution.state_rows import StateNumbers
+from windlass.engine.cache.storage import KVCache
+from windlass.engine.execution.batch import ForwardBatchBuilder
+from windlass.engine.execution.device_ranges import DeviceQueryRanges
+from windlass.engine.execution.device_rows import ADAPTER, GREEDY, TOKEN, DeviceBatch, PendingTokens, RowSampling
+from windlass.engine.execution.graphs_on_demand import MAX_RANGE_CELLS, GraphKey, LazyGraphs
+from windlass.engine.execution.replay import StepOutputs
+from windlass.engine.execution.state_rows import StateRowArrays
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.scheduling.plan import ScheduledSequence
 from windlass.kernels import Graphs, is_out_of_memory
 
-_SPARE_BLOCKS = 2 * MAX_RUNS  # around passages blocks stay half empty
+_EXTRA_TABLE_COLUMNS = 2 * MAX_RUNS  # around passages blocks stay half empty
 
 _logger = logging.getLogger("windlass.engine")
 
 
 class _Captured(NamedTuple):
-    again: abc.Callable[[], None]
-    made: StepTensors
+    replay: abc.Callable[[], None]
+    outputs: StepOutputs
 
 
-class _Rows(NamedTuple):
-    """What a captured step is told of a step's rows, see `DeviceRows.fill`."""
+class _GraphInputs(NamedTuple):
+    """What a captured step is told of a step's rows, see `DeviceBatch.fill`."""
 
-    said: NDArray[np.int64]
+    metadata: NDArray[np.int64]
     tables: NDArray[np.int32]
     ranges: NDArray[np.int64] | None
-    states: StateNumbers | None
+    states: StateRowArrays | None
 
 
 class DecodeGraphs:
-    """most_rows: of a step. most_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
+    """max_rows: of a step. max_blocks: of a sequence. num_ids: that are drawn from, the first ones; None for all that the
     model has. adapters: those that rows may have; None: none has any. obstacle: what ended capturing before everything was
-    captured. on_demand: what is captured of steps with ranges or adapters."""
+    captured. lazy_graphs: what is captured of steps with ranges or adapters."""
 
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVStorage,
+        cache: KVCache,
         rotary: RotaryTables,
-        batches: BatchBuilder,
+        batches: ForwardBatchBuilder,
         graphs: Graphs,
         *,
-        most_rows: int,
-        most_blocks: int,
+        max_rows: int,
+        max_blocks: int,
         block_size: int,
         num_ids: int | None = None,
         adapters: LoadedAdapters | None = None,
@@ -76,24 +76,24 @@ class DecodeGraphs:
         self._num_ids = num_ids or decoder.spec.vocab_size
         self._decoder, self._cache, self._batches, self._graphs = decoder, cache, batches, graphs
         self._adapters = adapters
-        self._ranges = DeviceRanges(
+        self._ranges = DeviceQueryRanges(
             rotary,
-            cells=MOST_CELLS,
+            cells=MAX_RANGE_CELLS,
             windows=len(decoder.spec.attention_windows),
-            anchored=decoder.spec.scores_by_absolute_position,
+            absolute_scores=decoder.spec.scores_by_absolute_position,
         )
-        self.rows = DeviceRows(
+        self.rows = DeviceBatch(
             graphs,
             rotary,
             self._ranges,
-            most=most_rows,
+            most=max_rows,
             groups=len(decoder.spec.kv_groups),
-            width=most_blocks,
-            ranged_width=most_blocks + _SPARE_BLOCKS,
+            width=max_blocks,
+            ranged_width=max_blocks + _EXTRA_TABLE_COLUMNS,
             block_size=block_size,
             has_states=decoder.spec.state_group is not None,
         )
-        self.on_demand = GraphsOnDemand(self._capture_on_demand)
+        self.lazy_graphs = LazyGraphs(self._capture_lazily)
         self._captured: dict[int, _Captured] = {}  # by rows, rising
         self.obstacle: str | None = None
         self.num_replayed = 0
@@ -110,7 +110,7 @@ class DecodeGraphs:
         return list(self._captured)
 
     @torch.inference_mode()
-    def capture(self, sizes: abc.Sequence[int], most_seconds: float = math.inf) -> None:
+    def capture(self, sizes: abc.Sequence[int], max_seconds: float = math.inf) -> None:
         """Capture steps of so many rows, in this order, until the time is over, memory is short, or one cannot be captured. Where
         adapters are loaded, then the same with adapters, as far as there is time.
 
@@ -118,8 +118,8 @@ class DecodeGraphs:
         """
         started = time.monotonic()
         for size in sizes:
-            if time.monotonic() - started > most_seconds:
-                self.obstacle = f"no more decode steps were captured after {most_seconds:g} seconds"
+            if time.monotonic() - started > max_seconds:
+                self.obstacle = f"no more decode steps were captured after {max_seconds:g} seconds"
                 break
             try:
                 self._captured[size] = self._capture(size)
@@ -131,135 +131,139 @@ class DecodeGraphs:
         if self.obstacle is not None:
             _logger.warning("%s; those of %s rows were", self.obstacle, ", ".join(map(str, self._captured)) or "no")
         for size in sizes if self._adapters and self.obstacle is None else ():
-            if time.monotonic() - started <= most_seconds:
-                self.on_demand.capture(StepKind(size, adapted=True))
+            if time.monotonic() - started <= max_seconds:
+                self.lazy_graphs.capture(GraphKey(size, adapted=True))
 
     @property
-    def largest_ranged(self) -> StepKind | None:
+    def largest_ranged(self) -> GraphKey | None:
         """The step with ranges that takes most memory, None where the model has none."""
-        if self._decoder.spec.has_chunks:
+        if self._decoder.spec.has_chunked_attention:
             return None
-        rows = max(size for size in self.sizes if 2 * size <= MOST_CELLS)
-        return StepKind(rows, 1 << (MOST_CELLS // rows).bit_length() - 1)
+        rows = max(size for size in self.sizes if 2 * size <= MAX_RANGE_CELLS)
+        return GraphKey(rows, 1 << (MAX_RANGE_CELLS // rows).bit_length() - 1)
 
     @torch.inference_mode()
-    def capture_further(self, kind: StepKind) -> None:
-        """Capture one with ranges or adapters, of as many rows as one without was captured for: see `GraphsOnDemand.capture`."""
-        self.on_demand.capture(kind)
+    def capture_key(self, kind: GraphKey) -> None:
+        """Capture one with ranges or adapters, of as many rows as one without was captured for: see `LazyGraphs.capture`."""
+        self.lazy_graphs.capture(kind)
 
     def _capture(self, size: int) -> _Captured:
-        made: list[StepTensors] = []
+        outputs: list[StepOutputs] = []
 
         def step() -> None:
-            made[:] = [self._compute(StepKind(size))]
-            self._draw(size, made[0])
+            outputs[:] = [self._compute(GraphKey(size))]
+            self._sample_rows(size, outputs[0])
 
         self.rows.reset()
-        again = self._graphs.capture(step)
-        return _Captured(again, made[0])
+        replay = self._graphs.capture(step)
+        return _Captured(replay, outputs[0])
 
-    def _capture_on_demand(self, kind: StepKind) -> _Captured:
-        kept = self._captured[kind.rows].made  # what it makes is put there, so that it keeps no memory of its own
+    def _capture_lazily(self, kind: GraphKey) -> _Captured:
+        outputs_buffer = self._captured[
+            kind.rows
+        ].outputs  # what it makes is put there, so that it keeps no memory of its own
 
         def step() -> None:
-            made = self._compute(kind)
-            for target, source in zip(_tensors(kept), _tensors(made), strict=True):
+            outputs = self._compute(kind)
+            for target, source in zip(_tensors(outputs_buffer), _tensors(outputs), strict=True):
                 target.copy_(source)
-            self._draw(kind.rows, kept)
+            self._sample_rows(kind.rows, outputs_buffer)
 
         self.rows.reset()
-        return _Captured(self._graphs.capture(step), kept)
+        return _Captured(self._graphs.capture(step), outputs_buffer)
 
-    def _compute(self, kind: StepKind) -> StepTensors:
+    def _compute(self, kind: GraphKey) -> StepOutputs:
         decoder, batch = self._decoder, self.rows.batch(kind.rows, kind.ranges)
         if kind.adapted and self._adapters is not None:
             batch = replace(batch, adapters=self._adapters.with_slots(self.rows.adapter_slots(kind.rows)))
         x, batch = decoder.embed(batch)
         hidden = decoder.run_layers(x, batch, self._cache)
         logits = decoder.logits(hidden)[:, : self._num_ids]
-        return StepTensors(hidden, logits, decoder.backend.row_maxima(logits))
+        return StepOutputs(hidden, logits, decoder.backend.row_maxima(logits))
 
-    def _draw(self, size: int, made: StepTensors) -> None:
-        assert made.maxima is not None
-        self.rows.go_on(size, *self._graphs.draw_rows(made.logits, made.maxima, self.rows.draws(size)))
+    def _sample_rows(self, size: int, outputs: StepOutputs) -> None:
+        assert outputs.maxima is not None
+        self.rows.advance(
+            size, *self._graphs.sample_rows(outputs.logits, outputs.maxima, self.rows.sampling_tensors(size))
+        )
 
     def join(self) -> None:
         """What torch is asked for from now on comes after the passes that were asked for."""
         self._graphs.join()
 
-    def follow(self, work: abc.Callable[[], None]) -> None:
+    def apply(self, work: abc.Callable[[], None]) -> None:
         """Have this done behind the passes that were asked for, and in front of those to come, without waiting for any."""
-        self._graphs.ask(work)
+        self._graphs.submit(work)
 
-    def run(self, items: abc.Sequence[ScheduledSequence]) -> StepTensors | None:
+    def run(self, items: abc.Sequence[ScheduledSequence]) -> StepOutputs | None:
         """What a step's rows make, overwritten by the next step; None where no captured one can stand for it."""
-        found = self._rows_of(items)
+        found = self._find_graph(items)
         if found is None:
             return None
         captured, rows = found
-        count = rows.said.shape[1]
-        self.rows.fill(rows.said, rows.tables, [LARGEST] * count, rows.ranges, rows.states)
-        self._graphs.ask(captured.again)
-        self.rows.end()
+        count = rows.metadata.shape[1]
+        self.rows.fill(rows.metadata, rows.tables, [GREEDY] * count, rows.ranges, rows.states)
+        self._graphs.submit(captured.replay)
+        self.rows.record_end()
         self._graphs.join()
         self.num_replayed += 1
-        hidden, logits, maxima = captured.made
+        hidden, logits, maxima = captured.outputs
         assert maxima is not None
-        return StepTensors(hidden[:count], logits[:count], (maxima[0][:count], maxima[1][:count]))
+        return StepOutputs(hidden[:count], logits[:count], (maxima[0][:count], maxima[1][:count]))
 
-    def begin(
-        self, items: abc.Sequence[ScheduledSequence], passes: int, drawing: abc.Sequence[RowDrawing]
-    ) -> Fetched | None:
+    def submit(
+        self, items: abc.Sequence[ScheduledSequence], num_passes: int, sampling_rows: abc.Sequence[RowSampling]
+    ) -> PendingTokens | None:
         """Ask for passes of rows that draw for themselves; None where no captured step can stand for one of them."""
-        found = self._rows_of(items, passes)
+        found = self._find_graph(items, num_passes)
         if found is None:
             return None
         captured, rows = found
-        self.rows.fill(rows.said, rows.tables, drawing, rows.ranges, rows.states)
-        return self._passes(captured, passes, len(items))
+        self.rows.fill(rows.metadata, rows.tables, sampling_rows, rows.ranges, rows.states)
+        return self._submit_passes(captured, num_passes, len(items))
 
-    def begin_ahead(
+    def submit_behind(
         self,
         items: abc.Sequence[ScheduledSequence],
-        passes: int,
-        drawing: abc.Sequence[RowDrawing],
+        num_passes: int,
+        sampling_rows: abc.Sequence[RowSampling],
         order: abc.Sequence[int],
-    ) -> Fetched:
+    ) -> PendingTokens:
         """The same for rows that go on from what the passes asked for last will draw. order: their places among those rows."""
-        found = self._rows_of(items, passes, ahead=True)
+        found = self._find_graph(items, num_passes, ahead=True)
         if found is None:
             raise RuntimeError("a step was planned ahead that cannot follow the one before it on the device")
         captured, rows = found
-        self.rows.continue_from(order, rows.said, rows.tables, drawing, rows.ranges, rows.states)
-        return self._passes(captured, passes, len(items))
+        self.rows.continue_from(order, rows.metadata, rows.tables, sampling_rows, rows.ranges, rows.states)
+        return self._submit_passes(captured, num_passes, len(items))
 
-    def _passes(self, captured: _Captured, passes: int, rows: int) -> Fetched:
-        for _ in range(passes):
-            self._graphs.ask(captured.again)
-        self.num_replayed += passes
-        return self.rows.fetch(passes, rows)
+    def _submit_passes(self, captured: _Captured, num_passes: int, rows: int) -> PendingTokens:
+        for _ in range(num_passes):
+            self._graphs.submit(captured.replay)
+        self.num_replayed += num_passes
+        return self.rows.fetch(num_passes, rows)
 
-    def _rows_of(
-        self, items: abc.Sequence[ScheduledSequence], passes: int = 1, *, ahead: bool = False
-    ) -> tuple[_Captured, _Rows] | None:
+    def _find_graph(
+        self, items: abc.Sequence[ScheduledSequence], num_passes: int = 1, *, ahead: bool = False
+    ) -> tuple[_Captured, _GraphInputs] | None:
         size = next((size for size in self._captured if size >= sum(item.num_tokens for item in items)), None)
         if size is None:
             return None
-        rows = self._batches.plain_rows(items, passes)
+        rows = self._batches.decode_rows(items, num_passes)
         most = 0 if rows is None or rows.ranges is None else rows.ranges.most
         if rows is None or rows.tables.shape[2] > self.rows.width(most):
             return None
-        captured, ranges, adapted = self._captured[size], None, bool((rows.said[ADAPTER] >= 0).any())
+        captured, ranges, adapted = self._captured[size], None, bool((rows.metadata[ADAPTER] >= 0).any())
         if most or adapted:
-            found = self.on_demand.find(StepKind(size, most, adapted), ahead=ahead)
+            found = self.lazy_graphs.find(GraphKey(size, most, adapted), ahead=ahead)
             if found is None:
                 return None
             kind, captured = found
             ranges = None if rows.ranges is None else rows.ranges.padded(kind.rows, kind.ranges)
-        rows.said[TOKEN] = rows.said[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
-        return captured, _Rows(rows.said, rows.tables, ranges, rows.states)
+        rows.metadata[TOKEN] = rows.metadata[TOKEN].clip(max=self._decoder.spec.vocab_size - 1)
+        return captured, _GraphInputs(rows.metadata, rows.tables, ranges, rows.states)
 
 
-def _tensors(made: StepTensors) -> tuple[Tensor, ...]:
-    assert made.maxima is not None
-    return made.hidden, made.logits, *made.maxima
+def _tensors(outputs: StepOutputs) -> tuple[Tensor, ...]:
+    assert outputs.maxima is not None
+    return outputs.hidden, outputs.logits, *outputs.maxima

@@ -9,20 +9,20 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.device_rows import Fetched, RowDrawing
-from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.execution.device_rows import PendingTokens, RowSampling
+from windlass.engine.execution.sequences import InputBatch
 from windlass.engine.sampling.prepared_draws import filters_of
-from windlass.engine.sampling.sampler import draws_alone, result_of
+from windlass.engine.sampling.sampler import multi_step_result, uses_filters_only
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import uniform
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, StepResult
-from windlass.kernels import filter_numbers
+from windlass.kernels import encode_filters
 
 
-class StartedStep:
-    """A step that was begun. under_way: whether the device may still be at it."""
+class StepFuture:
+    """A step that was begun. in_flight: whether the device may still be at it."""
 
-    under_way = False
+    in_flight = False
 
     def __init__(self, results: list[StepResult]) -> None:
         self._results = results
@@ -32,59 +32,59 @@ class StartedStep:
         return self._results
 
 
-class _StepUnderWay(StartedStep):
-    under_way = True
+class _DeviceStepFuture(StepFuture):
+    in_flight = True
 
-    def __init__(self, items: Sequence[ScheduledSequence], fetched: Fetched) -> None:
+    def __init__(self, items: Sequence[ScheduledSequence], pending: PendingTokens) -> None:
         super().__init__([])
-        self._items, self._fetched = items, fetched
+        self._items, self._pending = items, pending
 
     def results(self) -> list[StepResult]:
-        if self.under_way:
-            ids, statuses = self._fetched.wait()
-            self.under_way = False
+        if self.in_flight:
+            ids, statuses = self._pending.wait()
+            self.in_flight = False
             drawn = zip(self._items, ids.T.tolist(), statuses.T.tolist(), strict=True)
-            self._results = [result_of(item.seq_id, *found) for item, *found in drawn]
+            self._results = [multi_step_result(item.seq_id, *found) for item, *found in drawn]
         return self._results
 
 
-class PassesOnDevice:
+class DeviceStepLauncher:
     """sequences: kept up to date by their owner."""
 
-    def __init__(self, sequences: LiveSequences, vocab_size: int) -> None:
-        self._sequences, self._vocab_size = sequences, vocab_size
-        self._places: dict[int, int] = {}  # by sequence, its row on the device in the step that was begun last
+    def __init__(self, sequences: InputBatch, vocab_size: int) -> None:
+        self._input_batch, self._vocab_size = sequences, vocab_size
+        self._rows: dict[int, int] = {}  # by sequence, its row on the device in the step that was begun last
 
-    def start(self, plan: SchedulerOutput, graphs: DecodeGraphs) -> StartedStep | None:
+    def start(self, plan: SchedulerOutput, graphs: DecodeGraphs) -> StepFuture | None:
         """None where the step has to be computed otherwise. The plan has been followed."""
         items = plan.sequences
-        if not plan.ahead and not self._takes(items):
+        if not plan.ahead and not self._runs_on_device(items):
             return None
-        slots = [self._sequences.by_id[item.seq_id].slot for item in items]
-        drawing = [self._drawing(slot, plan.ahead, plan.passes) for slot in slots]
+        slots = [self._input_batch.by_id[item.seq_id].slot for item in items]
+        sampling_rows = [self._row_sampling(slot, plan.ahead, plan.num_passes) for slot in slots]
         if plan.ahead:
-            order = [self._places[item.seq_id] for item in items]
-            fetched: Fetched | None = graphs.begin_ahead(items, plan.passes, drawing, order)
+            order = [self._rows[item.seq_id] for item in items]
+            pending: PendingTokens | None = graphs.submit_behind(items, plan.num_passes, sampling_rows, order)
         else:
-            fetched = graphs.begin(items, plan.passes, drawing)
-        if fetched is None:
+            pending = graphs.submit(items, plan.num_passes, sampling_rows)
+        if pending is None:
             return None
-        self._places = {item.seq_id: row for row, item in enumerate(items)}
-        return _StepUnderWay(items, fetched)
+        self._rows = {item.seq_id: row for row, item in enumerate(items)}
+        return _DeviceStepFuture(items, pending)
 
-    def _takes(self, items: Sequence[ScheduledSequence]) -> bool:
-        live = self._sequences.by_id
+    def _runs_on_device(self, items: Sequence[ScheduledSequence]) -> bool:
+        live = self._input_batch.by_id
         return bool(items) and all(
             item.num_tokens == 1
             and item.samples == (item.seq_id,)
             and item.prompt_logprobs is None
-            and draws_alone(live[item.seq_id].slot)
+            and uses_filters_only(live[item.seq_id].slot)
             for item in items
         )
 
-    def _drawing(self, slot: SampleSlot, ahead: int, passes: int) -> RowDrawing:
+    def _row_sampling(self, slot: SampleSlot, ahead: int, num_passes: int) -> RowSampling:
         drawn = len(slot.token_ids) - slot.num_prompt_tokens + ahead
         uniforms: list[float] = []
         if slot.sampling.temperature > 0:
-            uniforms = [uniform(slot.seed, slot.index, drawn + i) for i in range(passes)]
-        return RowDrawing(filter_numbers(filters_of(slot.sampling, self._vocab_size), self._vocab_size), uniforms)
+            uniforms = [uniform(slot.seed, slot.index, drawn + i) for i in range(num_passes)]
+        return RowSampling(encode_filters(filters_of(slot.sampling, self._vocab_size), self._vocab_size), uniforms)

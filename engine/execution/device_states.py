@@ -12,12 +12,12 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.execution.state_rows import StateNumbers
+from windlass.engine.execution.state_rows import StateRowArrays
 
 _NONE = -1  # the block of rows that are none
 
 
-class DeviceStates:
+class DeviceStateRows:
     """most: rows at once. A captured step takes one sequence more than it has rows: of the rows that are none."""
 
     def __init__(self, most: int, device: torch.device) -> None:
@@ -29,14 +29,14 @@ class DeviceStates:
         """Of what the host says: blocks, starts, lengths, kept."""
         return 4, most + 1
 
-    def of_rows(self, rows: int) -> dict[str, Any]:
+    def batch_fields(self, rows: int) -> dict[str, Any]:
         """The fields of a batch of the first `rows` rows that tell whose states they change, see `StateRows`."""
         blocks, starts, lengths, kept = self._numbers.unbind(0)
         return {
             "state_blocks": torch.cat((blocks[:rows], self._none)),
             "state_starts": torch.cat((starts[: rows + 1], torch.full_like(self._none, rows))),
             "state_lengths": torch.cat((lengths[:rows], self._none)),
-            "state_kept": kept[:rows],
+            "state_snapshots": kept[:rows],
         }
 
     def forget(self) -> None:
@@ -44,13 +44,13 @@ class DeviceStates:
         self._numbers[1].zero_()
         self._numbers[3].fill_(_NONE)
 
-    def take(self, staged: Tensor) -> None:
-        """Take over what `put` has written."""
+    def load(self, staged: Tensor) -> None:
+        """Take over what `write_state_rows` has written."""
         self._numbers.copy_(staged, non_blocking=True)
 
 
-def put(numbers: StateNumbers, staged: Tensor) -> None:
-    """Write what a step says into host memory of `DeviceStates.shape`. Of rows behind its own, no sequence has any."""
+def write_state_rows(numbers: StateRowArrays, staged: Tensor) -> None:
+    """Write what a step says into host memory of `DeviceStateRows.shape`. Of rows behind its own, no sequence has any."""
     to: NDArray[np.int64] = staged.numpy()
     rows = len(numbers.kept)
     to[0, :rows], to[1, : rows + 1], to[2, :rows], to[3, :rows] = numbers

@@ -10,10 +10,10 @@ import itertools
 
 import torch
 
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.graphs_on_demand import MOST_RANGED, StepKind
-from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.graphs_on_demand import MAX_RANGED_GRAPHS, GraphKey
+from windlass.engine.execution.runner import ModelRunner
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
@@ -21,25 +21,25 @@ from windlass.engine.sampling.sampler import Sampler
 from windlass.kernels import DeviceMemory
 
 
-def bytes_of_graphs(
+def profile_graph_memory(
     decoder: Decoder,
     memory: DeviceMemory,
     *,
     cache_dtype: torch.dtype,
     block_size: int,
-    most_rows: int,
-    most_blocks: int,
+    max_rows: int,
+    max_blocks: int,
     adapters: LoadedAdapters | None = None,
 ) -> int:
     """0 where nothing is captured. adapters: that rows may have, none of which has to be loaded. Raises what torch raises where
     there is no memory for them."""
     spec, backend = decoder.spec, decoder.backend
-    cache = KVStorage(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
+    cache = KVCache(spec.kv_groups, [1] * len(spec.kv_groups), block_size, cache_dtype, backend)
     tables = RotaryTables(1, [group.base for group in spec.rotary_groups], backend)
-    runner = Runner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
-    memory.give_back()
-    seen = [memory.taken()]
-    runner.make_graphs(most_rows, most_blocks)
+    runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, backend), block_size, adapters=adapters)
+    memory.release_cached()
+    measured = [memory.used_by_process()]
+    runner.make_graph_runner(max_rows, max_blocks)
     graphs = runner.graphs
     if graphs is None:
         return 0
@@ -48,35 +48,35 @@ def bytes_of_graphs(
         graphs.capture([size])
         if graphs.obstacle is not None:
             break
-        memory.give_back()
-        seen.append(memory.taken())
-    found = _of_all(seen, len(sizes))
+        memory.release_cached()
+        measured.append(memory.used_by_process())
+    found = _extrapolate(measured, len(sizes))
     if graphs.obstacle is None and adapters is not None:
-        kinds = [StepKind(size, adapted=True) for size in reversed(graphs.captured)]
-        found += _of_all(_further(graphs, memory, kinds), len(sizes))
+        kinds = [GraphKey(size, adapted=True) for size in reversed(graphs.captured)]
+        found += _extrapolate(_capture_and_measure(graphs, memory, kinds), len(sizes))
     largest = graphs.largest_ranged
     if largest is not None and largest.rows not in graphs.captured and graphs.obstacle is None:
         graphs.capture([largest.rows])
-        memory.give_back()
+        memory.release_cached()
     if largest is not None and graphs.obstacle is None:
-        kinds = [largest, StepKind(min(graphs.captured), 2)]
-        found += _of_all(_further(graphs, memory, kinds), MOST_RANGED)
+        kinds = [largest, GraphKey(min(graphs.captured), 2)]
+        found += _extrapolate(_capture_and_measure(graphs, memory, kinds), MAX_RANGED_GRAPHS)
     return found
 
 
-def _further(graphs: DecodeGraphs, memory: DeviceMemory, kinds: list[StepKind]) -> list[int]:
+def _capture_and_measure(graphs: DecodeGraphs, memory: DeviceMemory, kinds: list[GraphKey]) -> list[int]:
     """Capture these, as far as that can be done: what was taken before, and after each of them."""
-    seen = [memory.taken()]
+    measured = [memory.used_by_process()]
     for kind in kinds:
-        graphs.capture_further(kind)
-        if graphs.on_demand.obstacle is not None:
+        graphs.capture_key(kind)
+        if graphs.lazy_graphs.obstacle is not None:
             break
-        memory.give_back()
-        seen.append(memory.taken())
-    return seen
+        memory.release_cached()
+        measured.append(memory.used_by_process())
+    return measured
 
 
-def _of_all(seen: list[int], count: int) -> int:
+def _extrapolate(measured: list[int], count: int) -> int:
     """What so many take, if none behind those that were seen takes more than the last of them. seen: taken in between."""
-    steps = [max(0, after - before) for before, after in itertools.pairwise(seen)]
+    steps = [max(0, after - before) for before, after in itertools.pairwise(measured)]
     return sum(steps) + (count - len(steps)) * steps[-1] if steps else 0

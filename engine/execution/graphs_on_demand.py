@@ -16,20 +16,22 @@ from windlass.kernels import is_out_of_memory
 _logger = logging.getLogger("windlass.engine")
 
 T = TypeVar("T")
-MOST_RANGED = 16  # captured with ranges, each some megabytes
-MOST_CELLS = 1024  # rows times ranges; each may be a version of a query, in every layer
-_MEETINGS = 2  # in vain, before a step is captured: a step may ask twice
-_WIDER = 4  # times the rows, or the ranges, that a step may be made to have where it cannot be captured itself
+MAX_RANGED_GRAPHS = 16  # captured with ranges, each some megabytes
+MAX_RANGE_CELLS = 1024  # rows times ranges; each may be a version of a query, in every layer
+_CAPTURE_AFTER_MISSES = 2  # in vain, before a step is captured: a step may ask twice
+_MAX_PADDING_FACTOR = (
+    4  # times the rows, or the ranges, that a step may be made to have where it cannot be captured itself
+)
 
 
-class StepKind(NamedTuple):
+class GraphKey(NamedTuple):
     """ranges: of each row at most, 0 where none has any. adapted: whether rows may have adapters."""
 
     rows: int
     ranges: int = 0
     adapted: bool = False
 
-    def holds(self, other: StepKind) -> bool:
+    def covers(self, other: GraphKey) -> bool:
         """Whether what is captured of this kind stands for steps of the other. Ranges are told of all rows or of none."""
         alike = (self.ranges > 0) == (other.ranges > 0)
         return alike and self.rows >= other.rows and self.ranges >= other.ranges and self.adapted >= other.adapted
@@ -39,23 +41,23 @@ class StepKind(NamedTuple):
         return f"a decode step of {self.rows} rows{ranges}{' with adapters' if self.adapted else ''}"
 
 
-class GraphsOnDemand(Generic[T]):
+class LazyGraphs(Generic[T]):
     """capture: a step of this kind; raises RuntimeError where that cannot be done.
 
     obstacle: why no more of them are captured; None while they are.
     """
 
-    def __init__(self, capture: abc.Callable[[StepKind], T]) -> None:
+    def __init__(self, capture: abc.Callable[[GraphKey], T]) -> None:
         self._capture = capture
-        self._captured: dict[StepKind, T] = {}
-        self._met: Counter[StepKind] = Counter()
+        self._captured: dict[GraphKey, T] = {}
+        self._misses: Counter[GraphKey] = Counter()
         self.obstacle: str | None = None
 
     @property
-    def captured(self) -> list[StepKind]:
+    def captured(self) -> list[GraphKey]:
         return list(self._captured)
 
-    def find(self, kind: StepKind, *, ahead: bool) -> tuple[StepKind, T] | None:
+    def find(self, kind: GraphKey, *, ahead: bool) -> tuple[GraphKey, T] | None:
         """What stands for such a step, of as many rows as decode steps are captured for, in any number of ranges; None: nothing.
 
         ahead: the device has been asked for the step before it already. So nothing is captured now, and whatever stood for that
@@ -64,16 +66,16 @@ class GraphsOnDemand(Generic[T]):
         wanted = kind._replace(ranges=max(2, 1 << (kind.ranges - 1).bit_length()) if kind.ranges else 0)
         if wanted not in self._captured and not ahead and self._is_due(wanted):
             self.capture(wanted)
-        wider = [one for one in self._captured if one.holds(wanted)]
+        candidates = [one for one in self._captured if one.covers(wanted)]
         if not ahead:
-            most = StepKind(_WIDER * wanted.rows, _WIDER * wanted.ranges, adapted=True)
-            wider = [one for one in wider if most.holds(one)]
-        if not wider:
+            upper_bound = GraphKey(_MAX_PADDING_FACTOR * wanted.rows, _MAX_PADDING_FACTOR * wanted.ranges, adapted=True)
+            candidates = [one for one in candidates if upper_bound.covers(one)]
+        if not candidates:
             return None
-        found = min(wider)
+        found = min(candidates)
         return found, self._captured[found]
 
-    def capture(self, kind: StepKind) -> None:
+    def capture(self, kind: GraphKey) -> None:
         """Capture a step, unless something is in its way, which is the `obstacle` then."""
         if kind.adapted and kind.ranges:
             # Ranges may vanish in steps that are planned ahead, where something has to stand for the rest.
@@ -87,10 +89,10 @@ class GraphsOnDemand(Generic[T]):
             self.obstacle = f"{kind} was not captured: {what}"
             _logger.warning("%s; no more with ranges or adapters are", self.obstacle)
 
-    def _is_due(self, wanted: StepKind) -> bool:
-        if self.obstacle is not None or wanted.rows * wanted.ranges > MOST_CELLS:
+    def _is_due(self, wanted: GraphKey) -> bool:
+        if self.obstacle is not None or wanted.rows * wanted.ranges > MAX_RANGE_CELLS:
             return False
-        if wanted.ranges and sum(kind.ranges > 0 for kind in self._captured) >= MOST_RANGED:
+        if wanted.ranges and sum(kind.ranges > 0 for kind in self._captured) >= MAX_RANGED_GRAPHS:
             return False
-        self._met[wanted] += 1
-        return self._met[wanted] > _MEETINGS
+        self._misses[wanted] += 1
+        return self._misses[wanted] > _CAPTURE_AFTER_MISSES

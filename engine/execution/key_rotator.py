@@ -12,19 +12,19 @@ import torch
 from torch import Tensor
 
 from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.rotary.tables import rerotation_angles
 from windlass.kernels import Backend, is_out_of_memory
 
-_SLICE = 4096  # tokens re-rotated at once, which bounds the memory of their angles
+_MAX_TOKENS_AT_ONCE = 4096  # tokens re-rotated at once, which bounds the memory of their angles
 
 
 class KeyRotator:
     """Re-rotations on the pages of one model."""
 
-    def __init__(self, spec: ModelSpec, cache: KVStorage, block_size: int, backend: Backend) -> None:
+    def __init__(self, spec: ModelSpec, cache: KVCache, block_size: int, backend: Backend) -> None:
         self._layers = [
             [(layer, spec.attention[layer].rotary_group) for layer in group.layers] for group in spec.kv_groups
         ]
@@ -51,8 +51,8 @@ class KeyRotator:
 
     def apply(self, rerotation: KeyRerotation) -> None:
         """Re-rotate the keys of one span by one rotation each; keys whose frequencies do not change are copied bit by bit."""
-        for start in range(rerotation.start, rerotation.end, _SLICE):
-            self._apply(rerotation, start, min(start + _SLICE, rerotation.end))
+        for start in range(rerotation.start, rerotation.end, _MAX_TOKENS_AT_ONCE):
+            self._apply(rerotation, start, min(start + _MAX_TOKENS_AT_ONCE, rerotation.end))
 
     def _apply(self, rerotation: KeyRerotation, start: int, end: int) -> None:
         """Of tokens start .. end - 1; of fewer at once where the device has no memory for so many."""
@@ -72,8 +72,8 @@ class KeyRotator:
         tokens = np.arange(start, end)
         column = tokens // size - rerotation.start // size
         sources, targets = np.array(rerotation.sources)[column], np.array(rerotation.targets)[column]
-        there = sources >= 0
-        tokens, sources, targets = tokens[there], sources[there], targets[there]
+        present = sources >= 0
+        tokens, sources, targets = tokens[present], sources[present], targets[present]
         if not tokens.size:
             return
         source_slots = self._tensor(sources * size + tokens % size)

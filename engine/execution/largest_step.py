@@ -11,9 +11,9 @@ import torch
 
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.execution.rank_runner import RankRunner
-from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.runner import ModelRunner
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.policy import RotaryPlanner
 from windlass.engine.rotary.tables import RotaryTables
@@ -21,10 +21,10 @@ from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.scheduling.plan import NewSequence, RotaryRow, ScheduledSequence, SchedulerOutput
 from windlass.kernels import DeviceMemory
 
-_SAMPLED = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
+_PROFILE_SAMPLING = SamplingParams(temperature=1.0, top_p=0.9, repetition_penalty=1.1)
 
 
-def bytes_of_largest_step(
+def profile_largest_step(
     decoder: Decoder,
     memory: DeviceMemory,
     *,
@@ -39,13 +39,13 @@ def bytes_of_largest_step(
     Where there are several ranks, all of them call it at the same time. Raises what torch raises where there is no memory for it.
     """
     spec = decoder.spec
-    streams = min(max_seqs, max_tokens) - 1 if spec.generates and not spec.sees_whole_texts else 0
+    streams = min(max_seqs, max_tokens) - 1 if spec.generates and not spec.is_bidirectional else 0
     chunk = min(max_tokens - streams, length)
-    start = 0 if spec.sees_whole_texts else length - chunk
+    start = 0 if spec.is_bidirectional else length - chunk
     end = start + chunk
     written = -(-end // block_size) - start // block_size
     groups = len(spec.kv_groups)
-    cache = KVStorage(
+    cache = KVCache(
         spec.kv_groups,
         [1 + written + streams] * groups,
         block_size,
@@ -68,7 +68,7 @@ def bytes_of_largest_step(
         NewSequence(
             seq_id=seq_id,
             index=0,
-            sampling=_SAMPLED,
+            sampling=_PROFILE_SAMPLING,
             seed=0,
             num_prompt_tokens=end,
             stop_ids=(),
@@ -94,12 +94,12 @@ def bytes_of_largest_step(
     plan = SchedulerOutput(
         step=1, rotary_rows=(RotaryRow(row, specs),), new=tuple(new), sequences=tuple(reversed(chunks))
     )
-    memory.give_back()
-    memory.forget_peak()
+    memory.release_cached()
+    memory.reset_peak()
     before = memory.allocated()
     ranks = decoder.backend.options.ranks
     if ranks is None or ranks.rank == 0:
-        Runner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), block_size).execute(plan)
+        ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), block_size).execute(plan)
     else:
-        RankRunner(decoder, cache, tables, block_size).take_part(plan)
+        RankRunner(decoder, cache, tables, block_size).execute_rank(plan)
     return memory.peak() - before

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import torch
 
-from windlass.engine.execution.state_rows import StateNumbers
+from windlass.engine.execution.state_rows import StateRowArrays
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.kernels import Backend, StepRows
+from windlass.kernels import Backend, PersistentBuffers
 
 
-class LastingRows:
+class PersistentBatch:
     """The arrays behind one batch of B rows and block tables of `width` columns. has_states: whether layers carry states."""
 
     def __init__(
@@ -25,11 +25,11 @@ class LastingRows:
         has_states: bool,
     ) -> None:
         rotary_groups, _, half = rotary.inv_freq.shape
-        self.rows = StepRows.zeros(groups, rows, width, rotary_groups, half)
-        self.fill = backend.rows_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
-        ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.said)
+        self.rows = PersistentBuffers.zeros(groups, rows, width, rotary_groups, half)
+        self.fill = backend.buffer_filler(self.rows, rotary.inv_freq, rotary.q_scale, rotary.score_scale, block_size)
+        ids, _, _, rotary_ids, _ = (torch.from_numpy(row) for row in self.rows.metadata)
         positions, lengths = torch.from_numpy(self.rows.positions), torch.from_numpy(self.rows.lengths)
-        self.states = StateNumbers.zeros(rows, rows) if has_states else None
+        self.states = StateRowArrays.zeros(rows, rows) if has_states else None
         self.batch = ForwardBatch(
             input_ids=ids,
             positions=positions,
@@ -43,7 +43,7 @@ class LastingRows:
             sin=self.rows.sin,
             q_scale=self.rows.q_scale,
             score_scale=self.rows.score_scale,
-            lasting=True,
+            persistent=True,
             **({} if self.states is None else self.states.tensors()),
         )
         self.adapter_slots = torch.full((rows,), -1)

@@ -15,20 +15,20 @@ from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import EngineError
 from windlass.engine.model.decoder import Decoder
 
-_LOST = "what was pooled of this prompt so far is lost: send it again"
+_CHUNKS_MISSING = "what was pooled of this prompt so far is lost: send it again"
 _NOT_FINITE = "what the model makes of this prompt is not finite: it cannot be pooled"
 
 
 class Pooler:
     def __init__(self, decoder: Decoder) -> None:
         self._decoder = decoder
-        self._kept: dict[int, list[Tensor]] = {}  # by sequence
+        self._partial: dict[int, list[Tensor]] = {}  # by sequence
 
     def forget(self, seq_id: int) -> None:
         """The sequence has ended or starts anew; unknown ones are ignored."""
-        self._kept.pop(seq_id, None)
+        self._partial.pop(seq_id, None)
 
-    def take(
+    def add(
         self, seq_id: int, rule: PoolingRule, rows: Tensor, start: int, length: int, logits: Tensor | None = None
     ) -> PooledRows | None:
         """Take the normed states [n, hidden] of tokens start .. start + n - 1 of a prompt of `length` tokens.
@@ -39,16 +39,16 @@ class Pooler:
         """
         last = start + rows.shape[0] == length
         if rule.reads_every_token:
-            kept = self._kept.setdefault(seq_id, []) if start == 0 else self._kept.get(seq_id)
-            if kept is None:
-                raise EngineError(_LOST)
+            partial = self._partial.setdefault(seq_id, []) if start == 0 else self._partial.get(seq_id)
+            if partial is None:
+                raise EngineError(_CHUNKS_MISSING)
             if start == 0:
-                kept.clear()
-            self._keep(kept, rule, rows, start)
+                partial.clear()
+            self._accumulate(partial, rule, rows, start)
             if not last:
                 return None
-            del self._kept[seq_id]
-            pooled = torch.cat(kept) if rule.kind in ("all", "classify tokens") else kept[0][None]
+            del self._partial[seq_id]
+            pooled = torch.cat(partial) if rule.kind in ("all", "classify tokens") else partial[0][None]
             if rule.kind == "mean":
                 pooled = pooled / length
         elif not last:
@@ -63,18 +63,18 @@ class Pooler:
             pooled = rows[-1:]
         return _finish(pooled, rule)
 
-    def _keep(self, kept: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
+    def _accumulate(self, partial: list[Tensor], rule: PoolingRule, rows: Tensor, start: int) -> None:
         """The sum in float64, which no chunking can be seen in; rows in memory of their own, as the step's is used again."""
         if rule.kind == "all":
-            kept.append(rows.float().clone())
+            partial.append(rows.float().clone())
         elif rule.kind == "classify tokens":
-            kept.append(self._decoder.classes.logits(rows))
+            partial.append(self._decoder.classes.logits(rows))
         elif rule.kind == "first":
             if start == 0:
-                kept.append(rows[0].float().clone())
+                partial.append(rows[0].float().clone())
         else:
             total = rows.double().sum(dim=0)
-            kept[:] = [total if start == 0 else kept[0] + total]
+            partial[:] = [total if start == 0 else partial[0] + total]
 
 
 def _finish(pooled: Tensor, rule: PoolingRule) -> PooledRows:

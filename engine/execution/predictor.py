@@ -23,32 +23,32 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.config import MAX_DRAFT_TOKENS
-from windlass.engine.execution.draft_pages import DraftModel, DraftPages, chunk_of
+from windlass.engine.execution.draft_pages import DraftCache, DraftModel, draft_chunk
 from windlass.engine.execution.replay import DecodeReplay
-from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.execution.sequences import InputBatch
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
-from windlass.kernels import is_out_of_memory, sent
+from windlass.kernels import is_out_of_memory, to_device
 
 
 @dataclass(frozen=True, slots=True)
-class _WaitingStates:
+class _PendingStates:
     """The model's hidden states [N, hidden] of tokens first .. first + N - 1, whose keys the layer has not computed."""
 
     first: int
     states: Tensor
 
-    def up_to(self, end: int) -> _WaitingStates:
+    def up_to(self, end: int) -> _PendingStates:
         """Those of tokens in front of `end`: what comes behind was proposed, and not accepted."""
         return replace(self, states=self.states[: max(0, end - self.first)])
 
-    def behind(self, first: int) -> _WaitingStates:
+    def behind(self, first: int) -> _PendingStates:
         """Those of tokens from `first` on."""
         dropped = max(0, first - self.first)
-        return _WaitingStates(self.first + dropped, self.states[dropped:])
+        return _PendingStates(self.first + dropped, self.states[dropped:])
 
 
-class Predictor:
+class MTPProposer:
     """sequences: those of the model, which their owner keeps up to date.
 
     graphs: none, as the host gives it its states. positions_computed: tokens that passed through the layer.
@@ -56,13 +56,13 @@ class Predictor:
 
     graphs = None
 
-    def __init__(self, model: DraftModel, sequences: LiveSequences, block_size: int) -> None:
+    def __init__(self, model: DraftModel, sequences: InputBatch, block_size: int) -> None:
         decoder = model.decoder
         self._decoder, self._cache = decoder, model.cache
-        self._sequences, self._block_size = sequences, block_size
+        self._input_batch, self._block_size = sequences, block_size
         self._batches = model.batches(sequences, block_size)
         self._replay = DecodeReplay(decoder, model.cache)
-        self.pages = DraftPages[_WaitingStates](model, sequences, block_size)
+        self.pages = DraftCache[_PendingStates](model, sequences, block_size)
         self._caught_up: frozenset[int] = frozenset()  # sequences that lacked no keys when the step began
         self.positions_computed = 0
 
@@ -70,27 +70,29 @@ class Predictor:
         """The plan with the proposals in it that it asks for; with none for a stream whose states are not known."""
         drafting, behind = [], []
         for item in plan.sequences:
-            waiting = self._waiting_of(item, self.pages.known.get(item.seq_id))
-            if waiting is None:
+            pending = self._pending_of(item, self.pages.known.get(item.seq_id))
+            if pending is None:
                 continue
             if item.num_drafted:
-                drafting.append((item, waiting))
-            elif len(waiting.states) >= self._block_size:
-                behind.append((item, waiting))
-        drafts, done = dict[int, list[int]](), list[tuple[ScheduledSequence, _WaitingStates]]()
-        with _nobody_failing():
+                drafting.append((item, pending))
+            elif len(pending.states) >= self._block_size:
+                behind.append((item, pending))
+        drafts, done = dict[int, list[int]](), list[tuple[ScheduledSequence, _PendingStates]]()
+        with _ignore_out_of_memory():
             if behind:
-                self._run_waiting(behind)
+                self._run_pending(behind)
                 done += behind
             if drafting:
                 drafts = self._draft(drafting)
                 done += drafting
-        for item, waiting in done:
-            self.pages.fill_originals(item, waiting.first)
+        for item, pending in done:
+            self.pages.fill_originals(item, pending.first)
         self._caught_up = frozenset(item.seq_id for item, _ in done)
         if not any(item.num_drafted for item in plan.sequences):
             return plan
-        filled = [_filled(item, drafts.get(item.seq_id, [])) if item.num_drafted else item for item in plan.sequences]
+        filled = [
+            _with_draft(item, drafts.get(item.seq_id, [])) if item.num_drafted else item for item in plan.sequences
+        ]
         return replace(plan, sequences=tuple(filled))
 
     def observe(self, plan: SchedulerOutput, hidden: Tensor) -> None:
@@ -98,87 +100,89 @@ class Predictor:
         # Whose states find no memory is taken for one of whom nothing is known.
         known = {item.seq_id: self.pages.known.pop(item.seq_id, None) for item in plan.sequences}
         prompts, end = [], 0
-        with _nobody_failing():
+        with _ignore_out_of_memory():
             for item in plan.sequences:
                 begin, end = end, end + item.num_tokens
-                if item.seq_id in self._sequences.pooled:
+                if item.seq_id in self._input_batch.pooled:
                     continue
-                waiting = self._with(item, known[item.seq_id], hidden[begin:end])
+                pending = self._append_states(item, known[item.seq_id], hidden[begin:end])
                 # Behind the last known token there is none yet that its state could be joined with.
-                ready = min(item.start + item.num_tokens, len(self._sequences.by_id[item.seq_id].token_ids) - 1)
-                if item.num_tokens > 1 + len(item.draft) and ready > waiting.first:
-                    prompts.append((item, waiting.up_to(ready)))
-                    waiting = waiting.behind(ready)
-                waiting = replace(waiting, states=waiting.states.clone())
+                ready = min(item.start + item.num_tokens, len(self._input_batch.by_id[item.seq_id].token_ids) - 1)
+                if item.num_tokens > 1 + len(item.draft) and ready > pending.first:
+                    prompts.append((item, pending.up_to(ready)))
+                    pending = pending.behind(ready)
+                pending = replace(pending, states=pending.states.clone())
                 for seq_id in (item.seq_id, *item.samples):
-                    self.pages.known[seq_id] = waiting
+                    self.pages.known[seq_id] = pending
             if prompts:
-                self._run_waiting(prompts)
+                self._run_pending(prompts)
 
-    def _waiting_of(self, item: ScheduledSequence, waiting: _WaitingStates | None) -> _WaitingStates | None:
+    def _pending_of(self, item: ScheduledSequence, pending: _PendingStates | None) -> _PendingStates | None:
         """Of those, the states of the tokens in front of the item's whose keys are missing; None where they are not all known."""
-        if waiting is None:
+        if pending is None:
             return None
-        found = waiting.up_to(item.start).behind(self.pages.first_of_run(item.seq_id))
+        found = pending.up_to(item.start).behind(self.pages.run_start(item.seq_id))
         return found if len(found.states) and found.first + len(found.states) == item.start else None
 
-    def _with(self, item: ScheduledSequence, known: _WaitingStates | None, states: Tensor) -> _WaitingStates:
+    def _append_states(self, item: ScheduledSequence, known: _PendingStates | None, states: Tensor) -> _PendingStates:
         """What is missing behind the step, with its states [N, hidden]. known: of the tokens in front of it."""
-        waiting = None if item.seq_id in self._caught_up else self._waiting_of(item, known)
+        pending = None if item.seq_id in self._caught_up else self._pending_of(item, known)
         # A block of them has been tried, and found no memory: to wait for more would take more of it.
-        if waiting is None or len(waiting.states) >= self._block_size:
-            return _WaitingStates(item.start, states)
-        return replace(waiting, states=torch.cat((waiting.states, states)))
+        if pending is None or len(pending.states) >= self._block_size:
+            return _PendingStates(item.start, states)
+        return replace(pending, states=torch.cat((pending.states, states)))
 
-    def _draft(self, items: list[tuple[ScheduledSequence, _WaitingStates]]) -> dict[int, list[int]]:
+    def _draft(self, items: list[tuple[ScheduledSequence, _PendingStates]]) -> dict[int, list[int]]:
         """As many proposals for each sequence as its item asks for, by its id."""
         drafts: dict[int, list[int]] = {item.seq_id: [] for item, _ in items}
-        hidden, logits = self._run_waiting(items)
-        last = torch.tensor([len(waiting.states) for _, waiting in items]).cumsum(0) - 1
+        hidden, logits = self._run_pending(items)
+        last = torch.tensor([len(pending.states) for _, pending in items]).cumsum(0) - 1
         wanted, step = [item for item, _ in items], 0
         while wanted:
-            rows = sent(last, hidden.device)
+            rows = to_device(last, hidden.device)
             hidden = hidden[rows]
             logits = self._decoder.logits(hidden) if logits is None else logits[rows]
             for item, token in zip(wanted, logits.argmax(dim=1).tolist(), strict=True):
                 drafts[item.seq_id].append(token)
             step += 1
-            going_on = [i for i, item in enumerate(wanted) if item.num_drafted > step]
-            wanted, last = [wanted[i] for i in going_on], torch.arange(len(going_on))
+            remaining = [i for i, item in enumerate(wanted) if item.num_drafted > step]
+            wanted, last = [wanted[i] for i in remaining], torch.arange(len(remaining))
             if wanted:
                 chunks = [
-                    chunk_of(item, item.start + step - 1, item.start + step, (drafts[item.seq_id][-1],))
+                    draft_chunk(item, item.start + step - 1, item.start + step, (drafts[item.seq_id][-1],))
                     for item in wanted
                 ]
-                states = hidden[sent(torch.tensor(going_on), hidden.device)]
+                states = hidden[to_device(torch.tensor(remaining), hidden.device)]
                 hidden, logits = self._run(self._batches.build(chunks), states)
         return drafts
 
-    def _run_waiting(self, items: list[tuple[ScheduledSequence, _WaitingStates]]) -> tuple[Tensor, Tensor | None]:
+    def _run_pending(self, items: list[tuple[ScheduledSequence, _PendingStates]]) -> tuple[Tensor, Tensor | None]:
         """Run the tokens that wait, each with the one behind it: see `_run`."""
         chunks, token_ids = [], list[int]()
-        for item, waiting in items:
-            known, first = self._sequences.by_id[item.seq_id].token_ids, waiting.first
-            end = first + len(waiting.states)
+        for item, pending in items:
+            known, first = self._input_batch.by_id[item.seq_id].token_ids, pending.first
+            end = first + len(pending.states)
             # Few tokens count as proposed ones, which go as rows of their own, as a step that can be repeated.
             few = end - first <= 1 + MAX_DRAFT_TOKENS
-            chunks.append(chunk_of(item, first, end, tuple(known[first + 1 : end]) if few else ()))
+            chunks.append(draft_chunk(item, first, end, tuple(known[first + 1 : end]) if few else ()))
             token_ids += known[first + 1 : end + 1]
         batch = self._batches.build(chunks)
-        batch.input_ids.copy_(sent(torch.tensor(token_ids), batch.input_ids.device))
-        return self._run(batch, torch.cat([waiting.states for _, waiting in items]))
+        batch.input_ids.copy_(to_device(torch.tensor(token_ids), batch.input_ids.device))
+        return self._run(batch, torch.cat([pending.states for _, pending in items]))
 
     def _run(self, batch: ForwardBatch, states: Tensor) -> tuple[Tensor, Tensor | None]:
         """Hidden states [T, hidden] of every row, and logits of every row where they are known already. states: [T, hidden], what
         the rows' tokens are joined with."""
         batch = replace(batch, hidden=states)
         self.positions_computed += batch.input_ids.shape[0]
-        made = self._replay.run(batch, maxima=False)
-        return (self._decoder.forward(batch, self._cache), None) if made is None else (made.hidden, made.logits)
+        outputs = self._replay.run(batch, maxima=False)
+        return (
+            (self._decoder.forward(batch, self._cache), None) if outputs is None else (outputs.hidden, outputs.logits)
+        )
 
 
 @contextlib.contextmanager
-def _nobody_failing() -> abc.Iterator[None]:
+def _ignore_out_of_memory() -> abc.Iterator[None]:
     """What finds no memory is left out: proposals are fewer or worse, and no request fails for them."""
     try:
         yield
@@ -187,6 +191,6 @@ def _nobody_failing() -> abc.Iterator[None]:
             raise
 
 
-def _filled(item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
+def _with_draft(item: ScheduledSequence, draft: list[int]) -> ScheduledSequence:
     """The item with what is proposed in place of a number of tokens to propose."""
     return item._replace(num_tokens=item.num_tokens - item.num_drafted + len(draft), draft=tuple(draft), num_drafted=0)

@@ -36,12 +36,12 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.engine.cache.runs import NO_BOUND, OPEN_END
-from windlass.engine.execution.far_keys import turns_to_far_keys
-from windlass.engine.execution.sequences import LiveSequence
+from windlass.engine.cache.runs import OPEN_END, UNBOUNDED
+from windlass.engine.execution.far_keys import rotation_to_second_keys
+from windlass.engine.execution.sequences import RunnerSequence
 from windlass.engine.rotary.distances import Distances
 
-_NOTHING = -1  # the row of a range in which nothing is seen
+_NO_KEYS = -1  # the row of a range in which nothing is seen
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +59,7 @@ class SlotSpan:
     empty: bool = False
     sink: bool = False
     chunks_back: int = 0
-    far: bool = False
+    second_keys: bool = False
     reach: int | None = None
     first_sink: int = 0
 
@@ -68,27 +68,27 @@ class SlotSpan:
 class QueryRanges:
     """B sequences of T tokens in R ranges; V versions beside the queries themselves; W kinds of windows.
 
-    ends, rows, reaches, gaps: see `AttentionCall`; plain_rows: the rows for layers that do not rotate.
+    ends, rows, reaches, gaps: see `AttentionCall`; unrotated_rows: the rows for layers that do not rotate.
     sources, turns: per version the token that it is of, and by how many positions it is turned. slopes: per version by which
     share of the frequencies; None: all by the whole of them.
     """
 
     ends: NDArray[np.int64]  # [B, R]
     rows: NDArray[np.int64]  # [B, R]
-    plain_rows: NDArray[np.int64]  # [B, R]
+    unrotated_rows: NDArray[np.int64]  # [B, R]
     reaches: NDArray[np.int64]  # [W, B, R]
     gaps: NDArray[np.int64]  # [B, R]
     sources: NDArray[np.int64]  # [V]
-    turns: NDArray[np.int64]  # [V]
+    rotations: NDArray[np.int64]  # [V]
     slopes: NDArray[np.float64] | None = None  # [V]
 
 
-def is_ranged(live: LiveSequence) -> bool:
+def needs_ranges(live: RunnerSequence) -> bool:
     """Whether a sequence's queries are to be told of ranges at all."""
     return live.window is not None or not live.layout.is_plain
 
 
-def chunk_pieces(distances: Distances, start: int, count: int) -> list[tuple[int, int]]:
+def attention_chunks_of(distances: Distances, start: int, count: int) -> list[tuple[int, int]]:
     """(first index, tokens) of the parts of `count` tokens from `start` on whose queries meet all keys in the same ranges."""
     size, pieces = distances.chunk, []
     while size is not None and count:
@@ -99,36 +99,38 @@ def chunk_pieces(distances: Distances, start: int, count: int) -> list[tuple[int
 
 
 def query_ranges(
-    chunks: abc.Sequence[tuple[LiveSequence, int, int]],
+    chunks: abc.Sequence[tuple[RunnerSequence, int, int]],
     rules: abc.Sequence[Distances],
     windows: abc.Sequence[int | None],
     *,
-    anchored: bool,
-    far_slots: abc.Sequence[int] = (),
+    absolute_scores: bool,
+    second_key_slots: abc.Sequence[int] = (),
 ) -> QueryRanges:
     """Ranges of chunks (sequence, position of the first query, queries), in order of their rows.
 
-    rules: the distances of each; a chunk under dual chunk attention is one of `chunk_pieces`. far_slots: of each, leading slots
+    rules: the distances of each; a chunk under dual chunk attention is one of `attention_chunks_of`. second_key_slots: of each, leading slots
     that hold its far keys; none at all where no chunk has any.
     windows: the kinds of windows that layers have, None for none. anchored: the queries stand back by the tokens dropped
     before them, so that kept tokens meet them as they are and those behind do not.
     """
     spans = [
-        _spans_under(rule, live, windows, position, count, far)
-        for (live, position, count), rule, far in zip(chunks, rules, far_slots or [0] * len(chunks), strict=True)
+        _spans_for_rule(rule, live, windows, position, count, second_keys)
+        for (live, position, count), rule, second_keys in zip(
+            chunks, rules, second_key_slots or [0] * len(chunks), strict=True
+        )
     ]
     most = max(map(len, spans))
     num_tokens = sum(count for _, _, count in chunks)
     shape = len(chunks), most
-    ends, rows = np.full(shape, OPEN_END, dtype=np.int64), np.full(shape, _NOTHING, dtype=np.int64)
-    plain_rows, reaches = rows.copy(), np.zeros((len(windows), *shape), dtype=np.int64)
+    ends, rows = np.full(shape, OPEN_END, dtype=np.int64), np.full(shape, _NO_KEYS, dtype=np.int64)
+    unrotated_rows, reaches = rows.copy(), np.zeros((len(windows), *shape), dtype=np.int64)
     gaps = np.zeros(shape, dtype=np.int64)
     sources: list[NDArray[np.int64]] = []
-    turns: list[NDArray[np.int64]] = []
+    rotations: list[NDArray[np.int64]] = []
     slopes: list[NDArray[np.float64]] = []
-    token = versions = 0
+    token = num_copies = 0
     for b, ((live, position, count), own, rule) in enumerate(zip(chunks, spans, rules, strict=True)):
-        back = live.layout.num_closed if anchored else 0
+        anchor_shift = live.layout.num_gap_closed if absolute_scores else 0
         positions = np.arange(position, position + count, dtype=np.int64)
         rows_of: dict[tuple[int, bool, int, bool], int] = {}  # spans that ask for the same turns share a version
         for r, span in enumerate(own):
@@ -137,55 +139,55 @@ def query_ranges(
                 continue
             gap = gaps[b, r] = own[-1].offset - span.offset
             reaches[:, b, r] = reaches_of(span, gap, live, windows)
-            plain_rows[b, r] = token
-            known = rows_of.get((span.shift, span.sink, span.chunks_back, span.far))
+            unrotated_rows[b, r] = token
+            known = rows_of.get((span.shift, span.sink, span.chunks_back, span.second_keys))
             if known is not None:
                 rows[b, r] = known
                 continue
-            turn = back - span.shift + np.minimum(last_turned(span, live) - positions, 0)
+            rotation = anchor_shift - span.shift + np.minimum(last_unclamped_position(span, live) - positions, 0)
             if span.chunks_back:
-                turn += _turns_back(rule, positions, span.chunks_back)
-            if span.far:
-                turn += turns_to_far_keys(rule, positions)
+                rotation += _chunk_rotation(rule, positions, span.chunks_back)
+            if span.second_keys:
+                rotation += rotation_to_second_keys(rule, positions)
             rows[b, r] = token
             # Sinks are a range of their own even where no query of this chunk is turned: neighbours under one turn may be summed
             # as one, and how a token is summed must not depend on the chunk that it came in.
-            if span.sink or turn.any():
-                rows[b, r] = num_tokens + versions
+            if span.sink or rotation.any():
+                rows[b, r] = num_tokens + num_copies
                 sources.append(np.arange(token, token + count, dtype=np.int64))
-                turns.append(turn)
-                slopes.append(np.full(count, 1 - rule.slope if span.far else 1.0))
-                versions += count
-            rows_of[span.shift, span.sink, span.chunks_back, span.far] = int(rows[b, r])
+                rotations.append(rotation)
+                slopes.append(np.full(count, 1 - rule.slope if span.second_keys else 1.0))
+                num_copies += count
+            rows_of[span.shift, span.sink, span.chunks_back, span.second_keys] = int(rows[b, r])
         token += count
     nothing = np.zeros(0, dtype=np.int64)
     return QueryRanges(
         ends,
         rows,
-        plain_rows,
+        unrotated_rows,
         reaches,
         gaps,
         np.concatenate(sources) if sources else nothing,
-        np.concatenate(turns) if turns else nothing,
+        np.concatenate(rotations) if rotations else nothing,
         np.concatenate(slopes) if any(rule.slope for rule in rules) and slopes else None,
     )
 
 
-def reaches_of(span: SlotSpan, gap: int, live: LiveSequence, windows: abc.Sequence[int | None]) -> list[int]:
+def reaches_of(span: SlotSpan, gap: int, live: RunnerSequence, windows: abc.Sequence[int | None]) -> list[int]:
     """How far back the queries of each kind of window see in a span that is so many positions nearer than its slots say."""
     if span.reach is not None:
         return [span.reach] * len(windows)
     own, reaches = None if span.sink else live.window, []
     for window in windows:
         bounds = [bound for bound in (window, own) if bound is not None]
-        if not bounds or (span.sink and span.first_sink >= first_lasting_sink(live, window)):
-            reaches.append(NO_BOUND)
+        if not bounds or (span.sink and span.first_sink >= first_permanent_sink(live, window)):
+            reaches.append(UNBOUNDED)
         else:
             reaches.append(max(min(bounds) - gap, 0))
     return reaches
 
 
-def first_lasting_sink(live: LiveSequence, window: int | None) -> int:
+def first_permanent_sink(live: RunnerSequence, window: int | None) -> int:
     """The first of its sinks that layers with such a window see however far the text goes; as many as there are for none.
 
     Sink i comes to stand `live.window + live.sinks - 1 - i` before the query, and no further away.
@@ -194,35 +196,35 @@ def first_lasting_sink(live: LiveSequence, window: int | None) -> int:
     return 0 if window is None else min(live.sinks, max(0, live.window + live.sinks - window))
 
 
-def last_turned(span: SlotSpan, live: LiveSequence) -> int:
+def last_unclamped_position(span: SlotSpan, live: RunnerSequence) -> int:
     """The last position from which a span is met at its distance; queries behind it are turned back to there."""
     if not span.sink:
-        return NO_BOUND
+        return UNBOUNDED
     assert live.window is not None
     return live.layout.first_position + live.sinks + live.window - 1
 
 
-def _spans_under(
+def _spans_for_rule(
     rule: Distances,
-    live: LiveSequence,
+    live: RunnerSequence,
     windows: abc.Sequence[int | None],
     position: int,
     count: int,
-    far_slots: int,
+    second_key_slots: int,
 ) -> list[SlotSpan]:
     """The parts that `count` queries from a position on meet."""
     if rule.chunk is not None:
         return _chunk_spans(position // rule.chunk, rule.chunk)
     if rule.near is not None:
-        return _far_spans(rule.near, position + count - rule.near, far_slots)
+        return _second_key_spans(rule.near, position + count - rule.near, second_key_slots)
     return spans_of(live, windows)
 
 
-def _far_spans(near: int, end: int, far_slots: int) -> list[SlotSpan]:
+def _second_key_spans(near: int, end: int, second_key_slots: int) -> list[SlotSpan]:
     """The keys as they seem from far away, up to the last that any query sees so, and behind them those nearby."""
-    spans = [SlotSpan(end, 0, 0, far=True, reach=-far_slots - near)] if end > 0 else []
-    if max(end, 0) < far_slots:
-        spans.append(SlotSpan(far_slots, 0, 0, empty=True))
+    spans = [SlotSpan(end, 0, 0, second_keys=True, reach=-second_key_slots - near)] if end > 0 else []
+    if max(end, 0) < second_key_slots:
+        spans.append(SlotSpan(second_key_slots, 0, 0, empty=True))
     return [*spans, SlotSpan(OPEN_END, 0, 0, reach=near)]
 
 
@@ -233,21 +235,21 @@ def _chunk_spans(number: int, size: int) -> list[SlotSpan]:
     return [*spans, SlotSpan(OPEN_END, 0, 0)]
 
 
-def _turns_back(rule: Distances, positions: NDArray[np.int64], chunks_back: int) -> NDArray[np.int64]:
+def _chunk_rotation(rule: Distances, positions: NDArray[np.int64], chunks_back: int) -> NDArray[np.int64]:
     """By how much queries at these positions are turned on before they meet keys so many chunks before their own."""
     assert rule.chunk is not None
     within, farthest = positions % rule.chunk, rule.most - 1
     return farthest - within if chunks_back > 1 else np.minimum(within + rule.chunk, farthest) - within
 
 
-def spans_of(live: LiveSequence, windows: abc.Sequence[int | None]) -> list[SlotSpan]:
+def spans_of(live: RunnerSequence, windows: abc.Sequence[int | None]) -> list[SlotSpan]:
     """The parts of a sequence's slots, in order; the last is open. They are those of every token until its layout changes.
 
     windows: the kinds that layers have. Sinks that one of them sees and others before them that it loses are parts of their own.
     """
     layout = live.layout
     spans: list[SlotSpan] = []
-    end, sinks = 0, _sinks_apart(live, windows)
+    end, sinks = 0, _sink_groups(live, windows)
     for run in layout.runs:
         if run.first_slot > end:
             spans.append(SlotSpan(run.first_slot, 0, 0, empty=True))
@@ -262,9 +264,9 @@ def spans_of(live: LiveSequence, windows: abc.Sequence[int | None]) -> list[Slot
     return spans
 
 
-def _sinks_apart(live: LiveSequence, windows: abc.Sequence[int | None]) -> list[tuple[int, int]]:
+def _sink_groups(live: RunnerSequence, windows: abc.Sequence[int | None]) -> list[tuple[int, int]]:
     """First and end of the sinks that all kinds of windows see alike, in order; none where a sequence has none."""
     if live.window is None or not live.sinks:
         return []
-    edges = sorted({0, live.sinks, *(first_lasting_sink(live, window) for window in windows)})
+    edges = sorted({0, live.sinks, *(first_permanent_sink(live, window) for window in windows)})
     return list(pairwise(edges))

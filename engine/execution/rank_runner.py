@@ -13,20 +13,20 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.persist.pages import BlockPages
-from windlass.engine.cache.storage import KVStorage
-from windlass.engine.execution.batch import BatchBuilder
+from windlass.engine.cache.persist.pages import BlockTransfer
+from windlass.engine.cache.storage import KVCache
+from windlass.engine.execution.batch import ForwardBatchBuilder
 from windlass.engine.execution.decode_graphs import DecodeGraphs
 from windlass.engine.execution.key_rotator import KeyRotator
-from windlass.engine.execution.replay import DecodeReplay, StepTensors
-from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.execution.replay import DecodeReplay, StepOutputs
+from windlass.engine.execution.sequences import InputBatch
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.sampling.sampler import takes_largest
-from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
+from windlass.engine.sampling.sampler import is_greedy
+from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot
-from windlass.kernels import sent
+from windlass.kernels import to_device
 
 # Rows of logits formed at once for prompt log-probabilities: bounds memory at vocabulary * rows * 4 bytes.
 _PROMPT_LOGPROB_ROWS = 256
@@ -42,43 +42,45 @@ class RankRunner:
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVStorage,
+        cache: KVCache,
         tables: RotaryTables,
         block_size: int,
         adapters: LoadedAdapters | None = None,
-        persisted: BlockPages | None = None,
+        persisted: BlockTransfer | None = None,
     ) -> None:
         self.decoder, self.cache, self.tables = decoder, cache, tables
         groups = len(decoder.spec.kv_groups)
         has_states = decoder.spec.state_group is not None
-        self.sequences = LiveSequences(groups, has_states=has_states)
-        self.batches = BatchBuilder(
+        self.sequences = InputBatch(groups, has_states=has_states)
+        self.batches = ForwardBatchBuilder(
             self.sequences,
             tables,
             num_groups=groups,
             block_size=block_size,
             windows=decoder.spec.attention_windows,
-            anchored=decoder.spec.scores_by_absolute_position,
+            absolute_scores=decoder.spec.scores_by_absolute_position,
             backend=decoder.backend,
             has_states=has_states,
-            cuts=NO_CUTS if decoder.spec.sees_whole_texts else ChunkCuts(decoder.backend.fewest_alike, block_size),
+            chunk_boundaries=NO_BOUNDARIES
+            if decoder.spec.is_bidirectional
+            else ChunkBoundaries(decoder.backend.uniform_prefill_min_tokens, block_size),
             adapters=adapters,
         )
         self._adapters, self._persisted = adapters, persisted
-        self._is_part = decoder.spec.vocabulary is not None
+        self._is_shard = decoder.spec.vocabulary is not None
         self.replay = DecodeReplay(decoder, cache)
         self.graphs: DecodeGraphs | None = None
         self._block_size = block_size
         self._rotator = KeyRotator(decoder.spec, cache, block_size, decoder.backend)
-        self.unturned: frozenset[int] = frozenset()
+        self.failed_rerotations: frozenset[int] = frozenset()
         self.positions_computed = 0
 
-    def make_graphs(self, most_rows: int, most_blocks: int) -> None:
+    def make_graph_runner(self, max_rows: int, max_blocks: int) -> None:
         """Let decode steps be captured, where the device has graphs and the model draws tokens: see `DecodeGraphs.capture`."""
         decoder = self.decoder
-        if self._is_part or not decoder.spec.generates:
+        if self._is_shard or not decoder.spec.generates:
             return
-        graphs = decoder.backend.make_graphs()
+        graphs = decoder.backend.make_graph_runner()
         if graphs is None:
             return
         self.graphs = DecodeGraphs(
@@ -87,8 +89,8 @@ class RankRunner:
             self.tables,
             self.batches,
             graphs,
-            most_rows=most_rows,
-            most_blocks=most_blocks,
+            max_rows=max_rows,
+            max_blocks=max_blocks,
             block_size=self._block_size,
             adapters=self._adapters,
         )
@@ -99,27 +101,27 @@ class RankRunner:
             self.graphs.join()
 
     @torch.inference_mode()
-    def take_part(self, plan: SchedulerOutput) -> None:
+    def execute_rank(self, plan: SchedulerOutput) -> None:
         """Do this rank's part of what `Runner.execute` does on the first one."""
-        self._follow(plan)
-        self._check_turned()
+        self._apply(plan)
+        self._check_rerotations()
         if not plan.sequences:
             return
-        hidden, made = self._forward(plan)
-        if rows := [row for _, of_item in self._drawn_rows(plan) for row in of_item]:
-            self._logits_of(rows, hidden, made)
+        hidden, outputs = self._forward(plan)
+        if rows := [row for _, of_item in self._sampled_rows(plan) for row in of_item]:
+            self._row_logits(rows, hidden, outputs)
         for item, rows_of_prompt in self._prompt_rows(plan, hidden):
             for _ in self._prompt_logits(item, rows_of_prompt):
                 pass
         self._answer_logits(plan, hidden)
 
     @torch.inference_mode()
-    def follow(self, plan: SchedulerOutput) -> None:
+    def apply(self, plan: SchedulerOutput) -> None:
         """Take in what a plan changes, in its books and in the cache, and compute nothing."""
-        self._follow(plan)
-        self._check_turned()
+        self._apply(plan)
+        self._check_rerotations()
 
-    def _follow(self, plan: SchedulerOutput) -> None:
+    def _apply(self, plan: SchedulerOutput) -> None:
         self.sequences.apply(plan)
         for row in plan.rotary_rows:
             self.tables.write(row.row, row.specs)
@@ -130,24 +132,24 @@ class RankRunner:
         self._park(plan)
         if self._persisted is not None and plan.loaded:
             self._persisted.put(plan.loaded)
-        for parked in plan.unparked:
-            self.cache.unpark(parked)
-        for seq_id in plan.forgotten:
-            self.cache.forget_parked(seq_id)
+        for swapped_out in plan.swapped_in:
+            self.cache.swap_in(swapped_out)
+        for seq_id in plan.discarded:
+            self.cache.discard_swapped(seq_id)
         if plan.ahead and plan.copies and self.graphs is not None:
-            self.graphs.follow(lambda: self.cache.copy_blocks(plan.copies))
+            self.graphs.apply(lambda: self.cache.copy_blocks(plan.copies))
         else:
             self.cache.copy_blocks(plan.copies)
-        self.unturned = self._rotator.apply_all((*plan.set_aside, *plan.rerotations))
+        self.failed_rerotations = self._rotator.apply_all((*plan.original_copies, *plan.rerotations))
 
-    def _check_turned(self) -> None:
+    def _check_rerotations(self) -> None:
         """Raises what torch raises without memory, where there was none to turn keys; all else that a plan changes is done."""
-        if self.unturned:
+        if self.failed_rerotations:
             raise torch.OutOfMemoryError("no memory is left to turn the keys of one block")
 
     def _park(self, plan: SchedulerOutput) -> None:
-        for parked in plan.parked:
-            self.cache.park(parked)
+        for swapped_out in plan.swapped_out:
+            self.cache.swap_out(swapped_out)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget every sequence and start from a snapshot; the cache is taken to hold what it names."""
@@ -155,7 +157,7 @@ class RankRunner:
         for row in snapshot.rotary_rows:
             self.tables.write(row.row, row.specs)
 
-    def _forward(self, plan: SchedulerOutput, *, whole: bool = False) -> tuple[Tensor, StepTensors | None]:
+    def _forward(self, plan: SchedulerOutput, *, all_rows: bool = False) -> tuple[Tensor, StepOutputs | None]:
         """Hidden states [T, hidden] of every row, and what else is known of every row already.
 
         whole: all of them are wanted; else those that a plan of prompts asks nothing of may be zeros.
@@ -166,17 +168,17 @@ class RankRunner:
         batch = self.batches.build(plan.sequences)
         if self.decoder.spec.token_types > 1 and self.sequences.pooled:
             batch = replace(batch, token_types=self._token_types(plan))
-        if self.decoder.first_reader is not None and not whole and batch.versions is None:
-            batch.only_ends = self._asks_for_ends(plan)
+        if self.decoder.first_kv_sharing_layer is not None and not all_rows and batch.query_copies is None:
+            batch.only_last_tokens = self._asks_for_ends(plan)
         live = self.sequences.by_id
-        maxima = all(takes_largest(live[item.seq_id].slot) for item in plan.sequences)
-        made = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
-        hidden = self.decoder.forward(batch, self.cache) if made is None else made.hidden
-        if made is None and self._is_part and batch.input_ids.shape == batch.seq_lens.shape:
+        maxima = all(is_greedy(live[item.seq_id].slot) for item in plan.sequences)
+        outputs = self.replay.run(batch, maxima=maxima) if self.decoder.spec.generates else None
+        hidden = self.decoder.forward(batch, self.cache) if outputs is None else outputs.hidden
+        if outputs is None and self._is_shard and batch.input_ids.shape == batch.seq_lens.shape:
             # A rank that repeats such a step forms the logits of every row: so do those that do not.
-            made = StepTensors(hidden, self.decoder.logits(hidden), None)
+            outputs = StepOutputs(hidden, self.decoder.logits(hidden), None)
         self.positions_computed += hidden.shape[0]
-        return hidden, made
+        return hidden, outputs
 
     def _asks_for_ends(self, plan: SchedulerOutput) -> bool:
         """Whether a step of prompts is asked for nothing but what is drawn behind each."""
@@ -192,9 +194,9 @@ class RankRunner:
             second = None if rule is None else rule.second_from
             tokens = range(item.start, item.start + item.num_tokens)
             types += [int(second is not None and index >= second) for index in tokens]
-        return sent(torch.tensor(types), self.decoder.device)
+        return to_device(torch.tensor(types), self.decoder.device)
 
-    def _drawn_rows(self, plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
+    def _sampled_rows(self, plan: SchedulerOutput) -> Iterator[tuple[ScheduledSequence, range]]:
         """The sequences that tokens are drawn for, and the rows of the step that they are drawn from."""
         end = 0
         for item in plan.sequences:
@@ -202,14 +204,14 @@ class RankRunner:
             if item.samples:
                 yield item, range(end - 1 - len(item.draft), end)
 
-    def _logits_of(self, rows: list[int], hidden: Tensor, made: StepTensors | None) -> Tensor:
+    def _row_logits(self, rows: list[int], hidden: Tensor, outputs: StepOutputs | None) -> Tensor:
         """Logits [R, V] of these rows."""
-        if made is not None and len(rows) == len(made.logits):
-            return made.logits
-        chosen = hidden if made is None else made.logits
+        if outputs is not None and len(rows) == len(outputs.logits):
+            return outputs.logits
+        chosen = hidden if outputs is None else outputs.logits
         if len(rows) < chosen.shape[0]:
-            chosen = chosen[sent(torch.tensor(rows), chosen.device)]
-        return self.decoder.logits(chosen) if made is None else chosen
+            chosen = chosen[to_device(torch.tensor(rows), chosen.device)]
+        return self.decoder.logits(chosen) if outputs is None else chosen
 
     def _prompt_rows(self, plan: SchedulerOutput, hidden: Tensor) -> Iterator[tuple[ScheduledSequence, Tensor]]:
         """The sequences whose prompts' log-probabilities are asked for, and their rows of the step."""
@@ -230,7 +232,7 @@ class RankRunner:
                 rows[item.seq_id] = end - 1
         if not rows:
             return {}
-        chosen = hidden[sent(torch.tensor(list(rows.values())), hidden.device)]
+        chosen = hidden[to_device(torch.tensor(list(rows.values())), hidden.device)]
         return dict(zip(rows, self.decoder.logits(chosen), strict=True))
 
     def _prompt_logits(self, item: ScheduledSequence, hidden: Tensor) -> Iterator[tuple[Sequence[int], Tensor]]:

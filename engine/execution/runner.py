@@ -15,44 +15,44 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from windlass.engine.api.request import TokenLogprobs
-from windlass.engine.cache.persist.pages import BlockPages
-from windlass.engine.cache.storage import KVStorage
-from windlass.engine.errors import NO_MEMORY, DeviceMemoryError, EngineError
-from windlass.engine.execution.burst import Burst
-from windlass.engine.execution.device_passes import PassesOnDevice, StartedStep
+from windlass.engine.cache.persist.pages import BlockTransfer
+from windlass.engine.cache.storage import KVCache
+from windlass.engine.errors import OUT_OF_MEMORY, DeviceMemoryError, EngineError
+from windlass.engine.execution.burst import MultiStepState
+from windlass.engine.execution.device_passes import DeviceStepLauncher, StepFuture
 from windlass.engine.execution.draft_pages import DraftModel
-from windlass.engine.execution.drafter import Drafter
+from windlass.engine.execution.drafter import DraftModelProposer
 from windlass.engine.execution.pooler import Pooler
-from windlass.engine.execution.predictor import Predictor
+from windlass.engine.execution.predictor import MTPProposer
 from windlass.engine.execution.rank_runner import RankRunner
-from windlass.engine.execution.replay import StepTensors
+from windlass.engine.execution.replay import StepOutputs
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.engine.sampling.accept import Draws, draw_tokens
-from windlass.engine.sampling.sampler import Sampler, takes_largest, token_logprobs
+from windlass.engine.sampling.accept import SamplingRequest, sample_and_accept
+from windlass.engine.sampling.sampler import Sampler, is_greedy, token_logprobs
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 from windlass.kernels import RankEndedError, is_out_of_memory
 
 
 @dataclass(frozen=True, slots=True)
-class TakePart:
+class ExecutePlan:
     """For the other ranks: compute this plan with the first one."""
 
     plan: SchedulerOutput
 
 
 @dataclass(frozen=True, slots=True)
-class FollowPlan:
+class ApplyPlan:
     """For the other ranks: take in what a plan changes."""
 
     plan: SchedulerOutput
 
 
-RankOrder: TypeAlias = TakePart | FollowPlan | Snapshot
+RankCommand: TypeAlias = ExecutePlan | ApplyPlan | Snapshot
 
 
-class Runner(RankRunner):
+class ModelRunner(RankRunner):
     """The first rank of a model, or its only one: it draws tokens too, and pools.
 
     draft: the model that proposes tokens where a plan asks for it, or the model's prediction layer. persisted: where blocks that
@@ -63,57 +63,59 @@ class Runner(RankRunner):
     def __init__(
         self,
         decoder: Decoder,
-        cache: KVStorage,
+        cache: KVCache,
         tables: RotaryTables,
         sampler: Sampler,
         block_size: int,
         draft: DraftModel | None = None,
         adapters: LoadedAdapters | None = None,
-        persisted: BlockPages | None = None,
-        tell: Callable[[RankOrder], None] | None = None,
+        persisted: BlockTransfer | None = None,
+        send_command: Callable[[RankCommand], None] | None = None,
     ) -> None:
         super().__init__(decoder, cache, tables, block_size, adapters, persisted)
         self.sampler = sampler
         vocab_size = decoder.spec.vocab_size
-        self.drafter: Drafter | Predictor | None = None
-        if draft is not None and draft.decoder.spec.joined is not None:
-            self.drafter = Predictor(draft, self.sequences, block_size)
+        self.proposer: DraftModelProposer | MTPProposer | None = None
+        if draft is not None and draft.decoder.spec.mtp_input is not None:
+            self.proposer = MTPProposer(draft, self.sequences, block_size)
         elif draft is not None:
-            self.drafter = Drafter(draft, self.sequences, vocab_size, block_size)
+            self.proposer = DraftModelProposer(draft, self.sequences, vocab_size, block_size)
         self._pooler = Pooler(decoder)
-        self._tell = tell
-        self._passes = PassesOnDevice(self.sequences, vocab_size)
-        self._followed: int | None = None  # the step whose computing has begun
+        self._send_command = send_command
+        self._launcher = DeviceStepLauncher(self.sequences, vocab_size)
+        self._applied_step: int | None = None  # the step whose computing has begun
 
     def execute(self, plan: SchedulerOutput) -> list[StepResult]:
         """Carry out a plan and draw what it asks for. Raises MissedPlanError unless it follows the last one."""
         return self.start(plan).results()
 
     @torch.inference_mode()
-    def start(self, plan: SchedulerOutput) -> StartedStep:
+    def start(self, plan: SchedulerOutput) -> StepFuture:
         """Begin to carry out a plan; whoever holds what is returned asks it for the results.
 
         What a plan changes once has been done by then: books, rotary rows, pages. Its tokens have been computed and drawn
-        too, unless a device does that by itself: then it may still be at it (`under_way`), and a plan that is `ahead` can be
+        too, unless a device does that by itself: then it may still be at it (`in_flight`), and a plan that is `ahead` can be
         begun behind it. Such a plan takes a device like that; every other one waits until the device is done with the last.
         Raises MissedPlanError unless the plan follows the last one, RankEndedError, and what a step raises: after which
-        `can_repeat` says whether the rest of it may be tried again.
+        `can_retry` says whether the rest of it may be tried again.
         """
-        self._followed = None
-        if self._tell is not None and self.drafter is None:
-            self._tell(TakePart(plan))
+        self._applied_step = None
+        if self._send_command is not None and self.proposer is None:
+            self._send_command(ExecutePlan(plan))
         if not plan.ahead:
             self.join()
-        self._follow(plan)
-        self._followed = plan.step
-        self._check_turned()
-        under_way = None if self.graphs is None or self.drafter is not None else self._passes.start(plan, self.graphs)
-        if under_way is None:
-            results = self._compute_and_draw(plan)
+        self._apply(plan)
+        self._applied_step = plan.step
+        self._check_rerotations()
+        in_flight = (
+            None if self.graphs is None or self.proposer is not None else self._launcher.start(plan, self.graphs)
+        )
+        if in_flight is None:
+            results = self._compute_and_sample(plan)
             self._check_ranks()
-            return StartedStep(results)
+            return StepFuture(results)
         self.positions_computed += plan.num_tokens
-        return under_way
+        return in_flight
 
     def _check_ranks(self) -> None:
         """RankEndedError where a rank is gone: a device goes on with whatever numbers it has, and nobody may see them."""
@@ -121,40 +123,42 @@ class Runner(RankRunner):
         if ranks is not None and ranks.fault is not None:
             raise RankEndedError(ranks.fault)
 
-    def can_repeat(self, plan: SchedulerOutput) -> bool:
+    def can_retry(self, plan: SchedulerOutput) -> bool:
         """Whether a failed `start` of this plan had done all that is done once, and other ranks are not in the middle of it."""
-        return self._followed == plan.step and self._tell is None
+        return self._applied_step == plan.step and self._send_command is None
 
     @property
     def has_changed_states(self) -> bool:
         """Whether layers may have changed states in a step that failed, which would change them again if it were repeated."""
-        return self.decoder.spec.state_group is not None and not self.unturned
+        return self.decoder.spec.state_group is not None and not self.failed_rerotations
 
     @torch.inference_mode()
-    def repeat(self, plan: SchedulerOutput) -> list[StepResult]:
-        """`execute` what is left of a plan that `can_repeat` and is not `ahead`: some of its sequences, all as they were planned.
+    def retry(self, plan: SchedulerOutput) -> list[StepResult]:
+        """`execute` what is left of a plan that `can_retry` and is not `ahead`: some of its sequences, all as they were planned.
 
         The keys and values that were written before it failed are written again, to the same slots.
         """
-        self.unturned = frozenset()  # those whose keys they are have no part in it, and its layers do change states
+        self.failed_rerotations = (
+            frozenset()
+        )  # those whose keys they are have no part in it, and its layers do change states
         for item in plan.sequences:
             del self.sequences.by_id[item.seq_id].token_ids[item.num_known_tokens :]  # what its first passes drew
             for seq_id in item.samples:
                 self.sampler.forget(seq_id)  # its counts may be half done, and follow from the tokens
-        return self._compute_and_draw(plan)
+        return self._compute_and_sample(plan)
 
-    def _compute_and_draw(self, plan: SchedulerOutput) -> list[StepResult]:
-        if self.drafter is not None:
-            plan = self.drafter.propose(plan) if plan.sequences else plan
-            if self._tell is not None:  # with what is proposed
-                self._tell(TakePart(plan))
+    def _compute_and_sample(self, plan: SchedulerOutput) -> list[StepResult]:
+        if self.proposer is not None:
+            plan = self.proposer.propose(plan) if plan.sequences else plan
+            if self._send_command is not None:  # with what is proposed
+                self._send_command(ExecutePlan(plan))
         if not plan.sequences:
             return []
-        if plan.passes > 1:
-            return self._burst(plan)
+        if plan.num_passes > 1:
+            return self._run_multi_step(plan)
         self._prepare(plan)
-        hidden, made = self._forward(plan)
-        results = {result.seq_id: result for result in self._sample(plan, hidden, made)}
+        hidden, outputs = self._forward(plan)
+        results = {result.seq_id: result for result in self._sample(plan, hidden, outputs)}
         for seq_id, logprobs in self._prompt_logprobs(plan, hidden):
             result = results.get(seq_id, StepResult(seq_id))
             if isinstance(logprobs, EngineError):
@@ -162,75 +166,75 @@ class Runner(RankRunner):
             else:
                 results[seq_id] = replace(result, prompt_logprobs=logprobs)
         if self.sequences.pooled:
-            results |= self._pooled(plan, hidden)
-        if isinstance(self.drafter, Predictor):
-            self.drafter.observe(plan, hidden)
+            results |= self._pool(plan, hidden)
+        if isinstance(self.proposer, MTPProposer):
+            self.proposer.observe(plan, hidden)
         return list(results.values())
 
-    def _burst(self, plan: SchedulerOutput) -> list[StepResult]:
+    def _run_multi_step(self, plan: SchedulerOutput) -> list[StepResult]:
         """All passes of a plan; no more of them once any sequence has ended or failed."""
-        drawn = self._largest_of_passes(plan)
-        if drawn is not None and len(drawn):
-            self.positions_computed += drawn.size
-            of_each = zip(plan.sequences, drawn.T.tolist(), strict=True)
+        sampled = self._greedy_multi_step(plan)
+        if sampled is not None and len(sampled):
+            self.positions_computed += sampled.size
+            of_each = zip(plan.sequences, sampled.T.tolist(), strict=True)
             return [StepResult(item.seq_id, tuple(token_ids)) for item, token_ids in of_each]
-        burst = Burst(plan, self.sequences)
-        while burst.goes_on:
+        burst = MultiStepState(plan, self.sequences)
+        while burst.has_next:
             self._prepare(burst.next_pass)
-            hidden, made = self._forward(burst.next_pass)
-            burst.take(self._sample(burst.next_pass, hidden, made))
+            hidden, outputs = self._forward(burst.next_pass)
+            burst.add(self._sample(burst.next_pass, hidden, outputs))
         return burst.results()
 
-    def _largest_of_passes(self, plan: SchedulerOutput) -> NDArray[np.int64] | None:
+    def _greedy_multi_step(self, plan: SchedulerOutput) -> NDArray[np.int64] | None:
         """The ids [P, B] that the passes of a plan draw, where each draws the largest logit and the kernels go on by themselves.
 
         None, or of no pass, where they do not: then nothing has been drawn.
         """
         slots = [self.sequences.by_id[item.seq_id].slot for item in plan.sequences]
-        if not all(takes_largest(slot) and slot.sampling.logprobs is None for slot in slots):
+        if not all(is_greedy(slot) and slot.sampling.logprobs is None for slot in slots):
             return None
         batch = self.batches.build(plan.sequences)
-        ahead = self.batches.ahead(batch, plan.passes)
+        ahead = self.batches.ahead(batch, plan.num_passes)
         if ahead is None:
             return None
-        return self.replay.draw_passes(batch, ahead, plan.passes, [slot.stop_ids for slot in slots])
+        return self.replay.draw_passes(batch, ahead, plan.num_passes, [slot.stop_ids for slot in slots])
 
     @torch.inference_mode()
     def hidden_states(self, plan: SchedulerOutput) -> Tensor:
         """Carry out a plan without drawing: the normed hidden states [T, hidden] of its rows, until the next step."""
-        self._follow(plan)
-        self._check_turned()
-        return self._forward(plan, whole=True)[0]
+        self._apply(plan)
+        self._check_rerotations()
+        return self._forward(plan, all_rows=True)[0]
 
-    def follow(self, plan: SchedulerOutput) -> None:
-        """See `RankRunner.follow`."""
-        if self._tell is not None:
-            self._tell(FollowPlan(plan))
-        super().follow(plan)
+    def apply(self, plan: SchedulerOutput) -> None:
+        """See `RankRunner.apply`."""
+        if self._send_command is not None:
+            self._send_command(ApplyPlan(plan))
+        super().apply(plan)
 
-    def _follow(self, plan: SchedulerOutput) -> None:
-        super()._follow(plan)
+    def _apply(self, plan: SchedulerOutput) -> None:
+        super()._apply(plan)
         for seq_id in plan.removed:
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
-        if self.drafter is not None:
-            self.drafter.pages.follow(plan)
+        if self.proposer is not None:
+            self.proposer.pages.apply(plan)
 
     def _park(self, plan: SchedulerOutput) -> None:
         super()._park(plan)
-        if self.drafter is not None:
-            self.drafter.pages.park(plan)
+        if self.proposer is not None:
+            self.proposer.pages.swap_out(plan)
 
     def restore(self, snapshot: Snapshot) -> None:
         """See `RankRunner.restore`."""
-        if self._tell is not None:
-            self._tell(snapshot)
+        if self._send_command is not None:
+            self._send_command(snapshot)
         for seq_id in self.sequences:
             self.sampler.forget(seq_id)
             self._pooler.forget(seq_id)
         super().restore(snapshot)
-        if self.drafter is not None:
-            self.drafter.pages.restore((row.row, row.specs) for row in snapshot.rotary_rows)
+        if self.proposer is not None:
+            self.proposer.pages.restore((row.row, row.specs) for row in snapshot.rotary_rows)
 
     def _prepare(self, plan: SchedulerOutput) -> None:
         """Tell the sampler what it will be asked for, so that it can work while the model does."""
@@ -241,20 +245,20 @@ class Runner(RankRunner):
             slots += own + [own[0].after(item.draft[:i]) for i in range(1, len(item.draft) + 1)]
         self.sampler.prepare(slots)
 
-    def _sample(self, plan: SchedulerOutput, hidden: Tensor, made: StepTensors | None) -> list[StepResult]:
+    def _sample(self, plan: SchedulerOutput, hidden: Tensor, outputs: StepOutputs | None) -> list[StepResult]:
         """made: what is known of every row already."""
         rows: list[int] = []
-        wanted: list[Draws] = []
+        wanted: list[SamplingRequest] = []
         live = self.sequences.by_id
-        for item, of_item in self._drawn_rows(plan):
-            wanted.append(Draws(len(rows), tuple([live[seq_id].slot for seq_id in item.samples]), item.draft))
+        for item, of_item in self._sampled_rows(plan):
+            wanted.append(SamplingRequest(len(rows), tuple([live[seq_id].slot for seq_id in item.samples]), item.draft))
             rows += of_item
         if not wanted:
             return []
-        maxima = made.maxima if made is not None and len(rows) == len(made.logits) else None
-        return draw_tokens(self.sampler, self._logits_of(rows, hidden, made), wanted, maxima)
+        maxima = outputs.maxima if outputs is not None and len(rows) == len(outputs.logits) else None
+        return sample_and_accept(self.sampler, self._row_logits(rows, hidden, outputs), wanted, maxima)
 
-    def _pooled(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
+    def _pool(self, plan: SchedulerOutput, hidden: Tensor) -> dict[int, StepResult]:
         """By sequence id: of every prompt that is pooled and ends in this step, and of those that cannot be."""
         results: dict[int, StepResult] = {}
         answers = self._answer_logits(plan, hidden)
@@ -266,7 +270,7 @@ class Runner(RankRunner):
                 rows = hidden[end - item.num_tokens : end]
                 try:
                     known = item.num_known_tokens
-                    pooled = self._pooler.take(item.seq_id, rule, rows, item.start, known, answers.get(item.seq_id))
+                    pooled = self._pooler.add(item.seq_id, rule, rows, item.start, known, answers.get(item.seq_id))
                 except EngineError as error:
                     results[item.seq_id] = StepResult(item.seq_id, error=error)
                     continue
@@ -275,7 +279,7 @@ class Runner(RankRunner):
                 ) as error:  # what was kept of the others' chunks is changed: none of it is done again
                     if not is_out_of_memory(error):
                         raise
-                    results[item.seq_id] = StepResult(item.seq_id, error=DeviceMemoryError(NO_MEMORY))
+                    results[item.seq_id] = StepResult(item.seq_id, error=DeviceMemoryError(OUT_OF_MEMORY))
                     continue
                 if pooled is not None:
                     results[item.seq_id] = StepResult(item.seq_id, pooled=pooled)

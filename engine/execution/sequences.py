@@ -21,7 +21,7 @@ from windlass.engine.scheduling.plan import NewSequence, SchedulerOutput, Snapsh
 _FIRST_COLUMNS = 64
 
 
-def columns_for(blocks: int) -> int:
+def table_width(blocks: int) -> int:
     """Columns of tables that hold so many blocks, where memory is kept for tables as they grow."""
     return max(_FIRST_COLUMNS, 1 << (blocks - 1).bit_length())
 
@@ -31,7 +31,7 @@ class MissedPlanError(RuntimeError):
 
 
 @dataclass(slots=True)
-class LiveSequence:
+class RunnerSequence:
     """slot: its settings, and `token_ids`, the tokens known so far. row: of its tables in the array.
 
     layout: which slots hold which positions. window, sinks, adapter: see `NewSequence`.
@@ -51,7 +51,7 @@ class LiveSequence:
     num_dropped: list[int]
 
 
-class LiveSequences:
+class InputBatch:
     """num_groups: KV groups. num_rows: rows held at first; there are always as many as sequences. has_states: behind the KV
     groups there is one of states."""
 
@@ -59,9 +59,9 @@ class LiveSequences:
         self._num_groups = num_groups
         # [2K, R, blocks]: of every group, and behind those of every group for far keys.
         self._tables = np.full((2 * (num_groups + has_states), num_rows, _FIRST_COLUMNS), -1, dtype=np.int32)
-        self._divide()
+        self._split_tables()
         self._free = list(range(num_rows - 1, -1, -1))
-        self.by_id: dict[int, LiveSequence] = {}  # read by many, changed here alone
+        self.by_id: dict[int, RunnerSequence] = {}  # read by many, changed here alone
         self.pooled: dict[int, PoolingRule] = {}  # those of them that are pooled
         self.step = 0
 
@@ -87,12 +87,14 @@ class LiveSequences:
         for fork in plan.forks:
             parent = self.by_id[fork.parent]
             token_ids = list(parent.token_ids)
-            slot, kept = parent.slot, len(self._tables)
+            slot, num_tables = parent.slot, len(self._tables)
             child = SampleSlot(
                 fork.seq_id, fork.index, slot.sampling, slot.seed, slot.num_prompt_tokens, token_ids, slot.stop_ids
             )
             row, rule = self._take_row(), (parent.layout, parent.window, parent.sinks, parent.adapter)
-            self.by_id[fork.seq_id] = LiveSequence(child, token_ids, row, -1, *rule, [0] * kept, [0] * kept)
+            self.by_id[fork.seq_id] = RunnerSequence(
+                child, token_ids, row, -1, *rule, [0] * num_tables, [0] * num_tables
+            )
         for item in plan.sequences:
             live = self.by_id[item.seq_id]
             if item.token_ids:
@@ -107,7 +109,7 @@ class LiveSequences:
             if item.layout is not None:
                 live.layout = item.layout
             if item.tables.groups:
-                self._change(live, item.tables)
+                self._update_tables(live, item.tables)
 
     def restore(self, snapshot: Snapshot) -> None:
         """Forget everything and start from a snapshot."""
@@ -129,16 +131,16 @@ class LiveSequences:
         """
         if columns > self._tables.shape[2]:
             self._reserve(0, columns)
-        return self._own
+        return self._tables_by_group
 
-    def states(self, rows: abc.Sequence[int]) -> NDArray[np.int64]:
+    def state_blocks(self, rows: abc.Sequence[int]) -> NDArray[np.int64]:
         """The block of states of each of these rows, [B]. Raises IndexError where there is none."""
         found = self._states[0, list(rows)].astype(np.int64)
         if found.size and found.min() < 0:
             raise IndexError("a scheduled sequence has no state to change")
         return found
 
-    def kept_states(self, live: LiveSequence) -> NDArray[np.int32]:
+    def draft_state_blocks(self, live: RunnerSequence) -> NDArray[np.int32]:
         """The blocks of the states behind the last known token and those proposed behind it, but for the last one; a view."""
         return self._tables[self._num_groups, live.row, 1 : live.num_blocks[self._num_groups]]
 
@@ -151,17 +153,17 @@ class LiveSequences:
             self._reserve(0, max_blocks)
         first, count = rows[0], len(rows)
         if rows == list(range(first, first + count)):
-            return self._own[:, first : first + count, :max_blocks]
-        return self._own[:, rows, :max_blocks]
+            return self._tables_by_group[:, first : first + count, :max_blocks]
+        return self._tables_by_group[:, rows, :max_blocks]
 
-    def tables_behind_far_keys(self, sequences: abc.Sequence[tuple[int, int]], max_blocks: int) -> NDArray[np.int32]:
+    def tables_with_second_keys(self, sequences: abc.Sequence[tuple[int, int]], max_blocks: int) -> NDArray[np.int32]:
         """[K, B, max_blocks] of these (row, leading blocks of far keys that come first); entries past the last are -1."""
-        groups, _, held = self._own.shape
+        groups, _, held = self._tables_by_group.shape
         tables = np.full((groups, len(sequences), max_blocks), -1, dtype=np.int32)
-        for b, (row, far) in enumerate(sequences):
-            kept, own = min(far, held), min(max_blocks - far, held)
-            tables[:, b, :kept] = self._far[:, row, :kept]
-            tables[:, b, far : far + own] = self._own[:, row, :own]
+        for b, (row, second_blocks) in enumerate(sequences):
+            num_tables, own = min(second_blocks, held), min(max_blocks - second_blocks, held)
+            tables[:, b, :num_tables] = self._second_tables[:, row, :num_tables]
+            tables[:, b, second_blocks : second_blocks + own] = self._tables_by_group[:, row, :own]
         return tables
 
     def _add(self, new: NewSequence) -> None:
@@ -172,11 +174,11 @@ class LiveSequences:
         token_ids, groups = list(new.token_ids), len(self._tables)
         slot = SampleSlot(new.seq_id, new.index, new.sampling, new.seed, new.num_prompt_tokens, token_ids, new.stop_ids)
         row, rule = self._take_row(), (new.layout, new.window, new.sinks, new.adapter)
-        live = LiveSequence(slot, token_ids, row, new.rotary_id, *rule, [0] * groups, [0] * groups)
+        live = RunnerSequence(slot, token_ids, row, new.rotary_id, *rule, [0] * groups, [0] * groups)
         self.by_id[new.seq_id] = live
         if new.pooling is not None:
             self.pooled[new.seq_id] = new.pooling
-        self._change(live, new.tables)
+        self._update_tables(live, new.tables)
 
     def _remove(self, seq_id: int) -> None:
         self.pooled.pop(seq_id, None)
@@ -184,7 +186,7 @@ class LiveSequences:
         if live is not None:
             self._free.append(live.row)
 
-    def _change(self, live: LiveSequence, changes: TableChanges) -> None:
+    def _update_tables(self, live: RunnerSequence, changes: TableChanges) -> None:
         for group, change in enumerate(changes.groups):
             end = change.length + len(change.appended)
             if end > self._tables.shape[2]:
@@ -201,10 +203,10 @@ class LiveSequences:
                 table[dropped : change.num_dropped] = -1
             live.num_blocks[group], live.num_dropped[group] = end, change.num_dropped
 
-    def _divide(self) -> None:
+    def _split_tables(self) -> None:
         """The parts of the tables: [K, R, blocks] of sequences' own keys and of their far keys, and those of states."""
-        own, far = np.split(self._tables, 2)
-        self._own, self._far = own[: self._num_groups], far[: self._num_groups]
+        own, second_blocks = np.split(self._tables, 2)
+        self._tables_by_group, self._second_tables = own[: self._num_groups], second_blocks[: self._num_groups]
         self._states = own[self._num_groups :, :, 0]  # [1, R], or none
 
     def _take_row(self) -> int:
@@ -220,5 +222,5 @@ class LiveSequences:
         grown = np.full((groups, grown_rows, grown_columns), -1, dtype=np.int32)
         grown[:, :have_rows, :have_columns] = self._tables
         self._tables = grown
-        self._divide()
+        self._split_tables()
         self._free = [*range(grown_rows - 1, have_rows - 1, -1), *self._free]

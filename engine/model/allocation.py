@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.storage import StoragePlan, StoredPart, form_name, is_blocks
+from windlass.engine.model.storage import StoragePlan, StoredPart, is_block_format, split_block_format
 from windlass.engine.model.weight_spec import WeightSpec
 
 if TYPE_CHECKING:
@@ -19,22 +19,22 @@ def allocate(backend: Backend, specs: Iterable[WeightSpec], plan: StoragePlan) -
 
     plan: of the weights with rows and columns; what it does not name is of the backend's weight dtype.
     """
-    return {spec.name: _one(backend, spec, plan.get(spec.name)) for spec in specs}
+    return {spec.name: _allocate_weight(backend, spec, plan.get(spec.name)) for spec in specs}
 
 
-def storage_of(name: str) -> Storage:
+def kernel_storage(name: str) -> Storage:
     """What the kernels call a storage of a plan."""
-    if not is_blocks(name):
+    if not is_block_format(name):
         import torch
 
         return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]
     from windlass.kernels import FORMS
 
-    form, supers = form_name(name)
+    form, supers = split_block_format(name)
     return FORMS[form] if supers is None else replace(FORMS[form], super_groups=supers)
 
 
-def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
+def _allocate_weight(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | None) -> Weight:
     import torch
 
     if spec.kind in ("norm", "shift", "number", "score"):
@@ -46,10 +46,10 @@ def _one(backend: Backend, spec: WeightSpec, parts: tuple[StoredPart, ...] | Non
         "table": backend.table,
         "wide table": backend.table,
         "heads": backend.table,
-        "table and head": backend.table_and_head,
+        "table and head": backend.tied_embedding,
     }
     make = tables.get(spec.kind, backend.matrix)
     if parts is None:
         return make(rows, columns, backend.weight_dtype)
-    made = [make(part.rows, columns, storage_of(part.storage)) for part in parts]
-    return made[0] if len(made) == 1 else backend.stack(made)
+    stacked = [make(part.rows, columns, kernel_storage(part.storage)) for part in parts]
+    return stacked[0] if len(stacked) == 1 else backend.stack(stacked)

@@ -7,21 +7,21 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from windlass.engine.model.adapters.adapter import AdapterRows
-from windlass.kernels import Prompts, StateRows
+from windlass.engine.model.adapters.adapter import BatchAdapters
+from windlass.kernels import PrefillTotals, StateRows
 
 
 @dataclass(slots=True)
-class QueryVersions:
+class RotatedQueryCopies:
     """What a step's queries meet in parts of their sequences: R ranges of slots, V turned versions, W kinds of windows.
 
-    anchor_cos, anchor_sin, every_query: how the queries themselves are turned first, where scores depend on where the
+    anchor_cos, anchor_sin, query_indices: how the queries themselves are turned first, where scores depend on where the
     context begins.
     """
 
     ends: Tensor  # [B, R] int64, see `AttentionCall`
     rows: Tensor  # [B, R] int64
-    plain_rows: Tensor  # [B, R] int64, for layers that do not rotate
+    unrotated_rows: Tensor  # [B, R] int64, for layers that do not rotate
     reaches: Tensor  # [W, B, R] int64
     gaps: Tensor  # [B, R] int64, what distances are more than the slots between query and key
     sources: Tensor  # [V] int64, the query that each version is of
@@ -29,12 +29,12 @@ class QueryVersions:
     sin: Tensor  # [G, V, rotary_dim / 2] float32
     anchor_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32
     anchor_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
-    every_query: Tensor | None = None  # [T] int64, 0 to T - 1
-    far_slots: Tensor | None = (
+    query_indices: Tensor | None = None  # [T] int64, 0 to T - 1
+    second_key_slots: Tensor | None = (
         None  # [K, T] int64, where keys are kept a second time, as they seem from far away; -1: not
     )
-    far_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32, of those
-    far_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
+    second_key_cos: Tensor | None = None  # [G, T, rotary_dim / 2] float32, of those
+    second_key_sin: Tensor | None = None  # [G, T, rotary_dim / 2] float32
 
 
 @dataclass(slots=True)
@@ -43,9 +43,9 @@ class ForwardBatch:
 
     versions: None where every query meets all keys as it is, within the layers' windows. lasting: the next batch of as many
     rows stands in the same tensors, which nothing else overwrites. adapters: None where no row has one. token_types: which text
-    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_ends: of each sequence nobody asks
+    of a pair each token belongs to; None: all to the first. prompts: see `AttentionCall`. only_last_tokens: of each sequence nobody asks
     for more than the last hidden state; only where there are no versions. state_blocks, state_starts, state_lengths,
-    state_kept: see `StateRows`; None where no layer carries a state. hidden: of a prediction layer's rows, what is joined
+    state_snapshots: see `StateRows`; None where no layer carries a state. hidden: of a prediction layer's rows, what is joined
     with their tokens.
     """
 
@@ -61,19 +61,23 @@ class ForwardBatch:
     sin: Tensor  # [G, T, rotary_dim / 2] float32
     q_scale: Tensor  # [G, T] float32, on the rotary slice of the query
     score_scale: Tensor  # [T] float32, on the whole query; 1 before the model has applied its own
-    versions: QueryVersions | None = None
-    lasting: bool = False
-    adapters: AdapterRows | None = None
+    query_copies: RotatedQueryCopies | None = None
+    persistent: bool = False
+    adapters: BatchAdapters | None = None
     token_types: Tensor | None = None  # [T] int64
-    growth: Tensor | None = None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
-    prompts: Prompts | None = None
-    layer_inputs: Tensor | None = None  # [T, layers * size], what layers are given of tokens, as it is looked up
+    pre_norm_scale: Tensor | None = (
+        None  # [G, T] float32, on queries and keys in front of norms that follow the rotation
+    )
+    prompts: PrefillTotals | None = None
+    per_layer_embeddings: Tensor | None = (
+        None  # [T, layers * size], what layers are given of tokens, as it is looked up
+    )
     unrotated_score_scale: Tensor | None = None  # [T] float32, that of layers that do not rotate, where it is another
-    only_ends: bool = False
+    only_last_tokens: bool = False
     state_blocks: Tensor | None = None  # [S] int64
     state_starts: Tensor | None = None  # [S + 1] int64
     state_lengths: Tensor | None = None  # [S] int64
-    state_kept: Tensor | None = None  # [T] int64
+    state_snapshots: Tensor | None = None  # [T] int64
     hidden: Tensor | None = None  # [T, hidden]
 
     @property
@@ -81,14 +85,14 @@ class ForwardBatch:
         """Whose states the tokens change."""
         if self.state_blocks is None or self.state_starts is None or self.state_lengths is None:
             return None
-        return StateRows(self.state_blocks, self.state_starts, self.state_lengths, self.state_kept)
+        return StateRows(self.state_blocks, self.state_starts, self.state_lengths, self.state_snapshots)
 
     @property
     def ends(self) -> Tensor:
         """The last token of each sequence, [B] int64."""
         return self.query_start[1:] - 1
 
-    def of_ends(self) -> ForwardBatch:
+    def last_tokens_batch(self) -> ForwardBatch:
         """The last token of each sequence, as a batch of single tokens."""
         ends = self.ends
 
@@ -107,12 +111,12 @@ class ForwardBatch:
             sin=self.sin[:, ends],
             q_scale=self.q_scale[:, ends],
             score_scale=self.score_scale[ends],
-            lasting=False,
+            persistent=False,
             adapters=None if self.adapters is None else self.adapters.at(ends),
             token_types=some(self.token_types),
-            growth=None if self.growth is None else self.growth[:, ends],
+            pre_norm_scale=None if self.pre_norm_scale is None else self.pre_norm_scale[:, ends],
             prompts=None,
-            layer_inputs=None,  # layers have been given theirs
+            per_layer_embeddings=None,  # layers have been given theirs
             unrotated_score_scale=some(self.unrotated_score_scale),
-            only_ends=False,
+            only_last_tokens=False,
         )

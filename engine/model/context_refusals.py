@@ -6,7 +6,7 @@ from typing import TypedDict
 
 from windlass.engine.model.spec import ModelSpec
 
-_WHOLE = "every token of this model sees the whole text, of which none can be left out"
+_BIDIRECTIONAL = "every token of this model sees the whole text, of which none can be left out"
 _CHUNKS = "layers of this model see chunks that begin at fixed positions, so that none of its tokens can move"
 _LEARNED = "the positions of this model are learned and part of every key and value, none of which can move"
 _SINKS = (
@@ -30,12 +30,12 @@ class ContextRefusals(TypedDict):
 def context_refusals(spec: ModelSpec) -> ContextRefusals:
     """Why no sequence of this model may drop tokens, take up passages that stood elsewhere, have an attention window, or sinks
     beside it."""
-    whole = _WHOLE if spec.sees_whole_texts else None
-    chunks = _CHUNKS if spec.has_chunks else None
-    fixed = whole or chunks or (_LEARNED if spec.positions else None)
+    bidirectional = _BIDIRECTIONAL if spec.is_bidirectional else None
+    chunks = _CHUNKS if spec.has_chunked_attention else None
+    fixed = bidirectional or chunks or (_LEARNED if spec.positions else None)
     return ContextRefusals(
         shift_refusal=fixed,
         reuse_refusal=fixed or (None if spec.state_group is None else _STATES),
-        window_refusal=whole or chunks,
-        sinks_refusal=whole or chunks or (_SINKS if spec.loses_by_distance else None),
+        window_refusal=bidirectional or chunks,
+        sinks_refusal=bidirectional or chunks or (_SINKS if spec.uses_alibi else None),
     )

@@ -12,39 +12,39 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.errors import RequestError
-from windlass.engine.model.adapters.adapter import LayerChanges
+from windlass.engine.model.adapters.adapter import LayerLoRA
 from windlass.engine.model.allocation import allocate
 from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.model.feed_forward.beside import ExpertsBeside
-from windlass.engine.model.feed_forward.experts import ExpertsFeedForward
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated import GatedFeedForward
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.feed_forward.plain import PlainFeedForward
+from windlass.engine.model.feed_forward.beside import ParallelExperts
+from windlass.engine.model.feed_forward.experts import MoEFeedForward
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated import GatedMLP
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.feed_forward.plain import PlainMLP
 from windlass.engine.model.head import ClassificationHead
-from windlass.engine.model.joined_input import JoinedInput
-from windlass.engine.model.layer_inputs import LayerInput, LayerInputs
-from windlass.engine.model.mixers.attention import Attention, AttentionInputs, SharedAttention
+from windlass.engine.model.joined_input import MTPInput
+from windlass.engine.model.layer_inputs import PerLayerEmbeddings, PerLayerProjection
+from windlass.engine.model.mixers.attention import Attention, AttentionMetadata, AttentionMetadataBuilder
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta import GatedDelta
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
+from windlass.engine.model.mixers.delta import GatedDeltaNet
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent import LatentAttention
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution import ShortConvolution
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_beside import StateBeside
+from windlass.engine.model.mixers.state_beside import ParallelStateSpace
 from windlass.engine.model.mixers.state_space import StateSpace
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, StateMixerSpec
+from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, RecurrentMixerSpec
 from windlass.engine.model.storage import StoragePlan
 from windlass.engine.model.weight_spec import WeightSpec
 from windlass.kernels import Backend, BlockWeight, Weight
 
-FeedForward: TypeAlias = GatedFeedForward | PlainFeedForward | ExpertsFeedForward
-StateMixer: TypeAlias = GatedDelta | ShortConvolution | StateSpace
+FeedForward: TypeAlias = GatedMLP | PlainMLP | MoEFeedForward
+RecurrentMixer: TypeAlias = GatedDeltaNet | ShortConvolution | StateSpace
 
 
 @dataclass(slots=True)
@@ -58,7 +58,7 @@ class DecoderLayer:
     """
 
     mixer_norm: Norm
-    mixer: Attention | LatentAttention | StateMixer | None
+    mixer: Attention | LatentAttention | RecurrentMixer | None
     mixer_output_norm: Norm
     feed_forward_norm: Norm | None
     feed_forward: FeedForward | None
@@ -66,10 +66,10 @@ class DecoderLayer:
     parallel: bool
     pages: int
     output_norm: Norm | None = None
-    beside: ExpertsBeside | None = None
-    input: LayerInput | None = None
+    parallel_experts: ParallelExperts | None = None
+    input: PerLayerProjection | None = None
     scalar: Tensor | None = None  # [1] float32
-    state: StateBeside | None = None
+    state: ParallelStateSpace | None = None
 
 
 class Decoder:
@@ -79,11 +79,11 @@ class Decoder:
     """
 
     def __init__(
-        self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None, predicts_for: Decoder | None = None
+        self, spec: ModelSpec, backend: Backend, plan: StoragePlan | None = None, base_model: Decoder | None = None
     ) -> None:
         """Allocate uninitialised weights; `weights.load_weights` or `random_weights.randomize_weights` fills them.
 
-        plan: how they are stored; None: all in the backend's weight dtype. predicts_for: of a prediction layer, the model whose
+        plan: how they are stored; None: all in the backend's weight dtype. base_model: of a prediction layer, the model whose
         embedding and head it shares.
         """
         self.spec, self.backend = spec, backend
@@ -94,15 +94,15 @@ class Decoder:
         self.embedding: Tensor | BlockWeight
         self.head: Weight
         self._head_bias: Tensor | None  # [V]
-        self._joined: JoinedInput | None = None
-        if predicts_for is None:
+        self._mtp_input: MTPInput | None = None
+        if base_model is None:
             self.embedding = weights["embedding"]
-            self.head = weights["head"] if "head" in weights else self._rows_of_head(self.embedding)
+            self.head = weights["head"] if "head" in weights else self._own_head_rows(self.embedding)
             self._head_bias = weights.get("head_bias")
         else:
-            self.embedding, head, self._head_bias = predicts_for.ends
+            self.embedding, head, self._head_bias = base_model.ends
             self.head = weights.get("head", head)
-            self._joined = JoinedInput(spec.norm, weights, spec.hidden_size, spec.norm_eps, backend)
+            self._mtp_input = MTPInput(spec.norm, weights, spec.hidden_size, spec.norm_eps, backend)
         self._classes = None if spec.head is None else ClassificationHead(spec.head, weights, spec.norm_eps, backend)
         self._final_norm = none if spec.names.final_norm is None else self._norm(weights, "final_norm")
         self._embedding_norm = none
@@ -111,16 +111,18 @@ class Decoder:
             self._embedding_norm = Norm.of(form, weights, "embedding_norm", hidden, spec.norm_eps, backend)
         self._token_types: Tensor | None = weights.get("token_types")  # [kinds, hidden]
         self._positions: Tensor | None = weights.get("positions")  # [most, hidden]
-        self.layer_inputs: LayerInputs | None = None
-        if spec.layer_inputs is not None:
-            self.layer_inputs = LayerInputs(spec.layer_inputs, weights, spec.hidden_size, spec.norm_eps, backend)
-        self.first_reader = spec.first_reader
+        self.per_layer_embeddings: PerLayerEmbeddings | None = None
+        if spec.per_layer_embeddings is not None:
+            self.per_layer_embeddings = PerLayerEmbeddings(
+                spec.per_layer_embeddings, weights, spec.hidden_size, spec.norm_eps, backend
+            )
+        self.first_kv_sharing_layer = spec.first_kv_sharing_layer
         rotary_dims = [group.base.rotary_dim for group in spec.rotary_groups]
-        self._attention = SharedAttention([mixer.kind for mixer in spec.attention.values()], rotary_dims)
-        self._kinds = dict(zip(spec.attention, self._attention.kind_of_layer, strict=True))
+        self._attention = AttentionMetadataBuilder([mixer.kind for mixer in spec.attention.values()], rotary_dims)
+        self._kinds = dict(zip(spec.attention, self._attention.kind_by_layer, strict=True))
         self.layers = [self._layer(index, layer, weights) for index, layer in enumerate(spec.layers)]
 
-    def _rows_of_head(self, embedding: Tensor | BlockWeight) -> Weight:
+    def _own_head_rows(self, embedding: Tensor | BlockWeight) -> Weight:
         """Those of an embedding that is the head too."""
         own = self.spec.vocabulary
         if own is None:
@@ -133,15 +135,19 @@ class Decoder:
         none = Norm(self.spec.norm, None, None, eps, backend)
         norms = {name: self._norm(norm_weights, name) for name in layer.norms.stored}
         shares_norm = layer.norms.parallel and layer.norms.feed_forward is None
-        beside = given = state = None
+        parallel_experts = given = state = None
         if layer.state is not None:
-            state = StateBeside(layer.state, select_weights(weights, prefix, layer.state.weights(hidden)), backend)
-        if layer.beside is not None:
-            of_experts = select_weights(weights, prefix, layer.beside.weights(hidden))
-            beside = ExpertsBeside(layer.beside, of_experts, eps, backend)
+            state = ParallelStateSpace(
+                layer.state, select_weights(weights, prefix, layer.state.weights(hidden)), backend
+            )
+        if layer.parallel_experts is not None:
+            of_experts = select_weights(weights, prefix, layer.parallel_experts.weights(hidden))
+            parallel_experts = ParallelExperts(layer.parallel_experts, of_experts, eps, backend)
         if layer.input is not None:
-            given = LayerInput(layer.input, select_weights(weights, prefix, layer.input.weights(hidden)), eps, backend)
-        owner = layer.mixer.keys_of if isinstance(layer.mixer, AttentionSpec) else None
+            given = PerLayerProjection(
+                layer.input, select_weights(weights, prefix, layer.input.weights(hidden)), eps, backend
+            )
+        owner = layer.mixer.kv_source_layer if isinstance(layer.mixer, AttentionSpec) else None
         return DecoderLayer(
             mixer_norm=norms.get("mixer_norm", none),
             mixer=self._mixer(index, layer.mixer, weights),
@@ -152,20 +158,20 @@ class Decoder:
             parallel=layer.norms.parallel,
             pages=index if owner is None else owner,
             output_norm=norms.get("output_norm"),
-            beside=beside,
+            parallel_experts=parallel_experts,
             input=given,
             scalar=None if layer.scalar is None else weights[f"{prefix}scalar"],
             state=state,
         )
 
     def _mixer(
-        self, index: int, spec: AttentionSpec | LatentSpec | StateMixerSpec | None, weights: Mapping[str, Any]
-    ) -> Attention | LatentAttention | StateMixer | None:
+        self, index: int, spec: AttentionSpec | LatentSpec | RecurrentMixerSpec | None, weights: Mapping[str, Any]
+    ) -> Attention | LatentAttention | RecurrentMixer | None:
         if spec is None:
             return None
         weights = select_weights(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
-        if isinstance(spec, GatedDeltaSpec):
-            return GatedDelta(spec, weights, self.spec.norm_eps, self.backend)
+        if isinstance(spec, GatedDeltaNetSpec):
+            return GatedDeltaNet(spec, weights, self.spec.norm_eps, self.backend)
         if isinstance(spec, ShortConvolutionSpec):
             return ShortConvolution(spec, weights, self.backend)
         if isinstance(spec, StateSpaceSpec):
@@ -178,11 +184,11 @@ class Decoder:
         if spec is None:
             return None
         weights = select_weights(weights, f"layers.{index}.", spec.weights(self.spec.hidden_size))
-        if isinstance(spec, GatedSpec):
-            return GatedFeedForward(spec, weights, self.spec.norm_eps, self.backend)
-        if isinstance(spec, ExpertsSpec):
-            return ExpertsFeedForward(spec, weights, self.spec.norm_eps, self.backend)
-        return PlainFeedForward(spec, weights, self.backend)
+        if isinstance(spec, GatedMLPSpec):
+            return GatedMLP(spec, weights, self.spec.norm_eps, self.backend)
+        if isinstance(spec, MoESpec):
+            return MoEFeedForward(spec, weights, self.spec.norm_eps, self.backend)
+        return PlainMLP(spec, weights, self.backend)
 
     def _norm(self, weights: Mapping[str, Any], name: str) -> Norm:
         return Norm.of(self.spec.norm, weights, name, self.spec.hidden_size, self.spec.norm_eps, self.backend)
@@ -192,7 +198,7 @@ class Decoder:
         """The embedding, the head, and its bias if it has one."""
         return self.embedding, self.head, self._head_bias
 
-    def forward(self, batch: ForwardBatch, cache: KVStorage) -> Tensor:
+    def forward(self, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """Append the batch's keys and values to `cache` and return the normed hidden states [T, hidden].
 
         Where the batch asks for the last of each sequence only, others may be zeros: layers at the end that read the keys of
@@ -211,13 +217,13 @@ class Decoder:
         if self._positions is not None:
             self.backend.add(x, self.backend.embed(self._positions, batch.positions))
         x = self._embedding_norm(x)
-        if self._joined is not None:
+        if self._mtp_input is not None:
             assert batch.hidden is not None
-            x = self._joined.forward(x, batch.hidden)
-        if self.layer_inputs is not None:
-            batch = replace(batch, layer_inputs=self.layer_inputs.looked_up(batch.input_ids))
+            x = self._mtp_input.forward(x, batch.hidden)
+        if self.per_layer_embeddings is not None:
+            batch = replace(batch, per_layer_embeddings=self.per_layer_embeddings.lookup(batch.input_ids))
         if self.spec.norms_follow_rotation:  # what makes rotated dims longer is applied in front of the norm
-            batch = replace(batch, growth=batch.q_scale.sqrt(), q_scale=torch.ones_like(batch.q_scale))
+            batch = replace(batch, pre_norm_scale=batch.q_scale.sqrt(), q_scale=torch.ones_like(batch.q_scale))
         if self.spec.temperature is not None:
             beta, length = self.spec.temperature
             growth = 1 + beta * self.backend.log1p(batch.context_positions // length)  # [T]
@@ -228,58 +234,63 @@ class Decoder:
             batch = replace(batch, unrotated_score_scale=batch.score_scale * growth)
         return x, batch
 
-    def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVStorage) -> Tensor:
+    def run_layers(self, x: Tensor, batch: ForwardBatch, cache: KVCache) -> Tensor:
         """The rest of `forward`. x: [T, hidden] as `embed` gave it; it is overwritten."""
-        inputs = self._attention.inputs(batch)
+        metadata = self._attention.metadata(batch)
         given: tuple[Tensor, ...] = ()
-        if self.layer_inputs is not None and batch.layer_inputs is not None:
-            outer = None if batch.adapters is None else batch.adapters.around_layers(self.backend)
-            given = self.layer_inputs.of_layers(x, batch.layer_inputs, outer)
+        if self.per_layer_embeddings is not None and batch.per_layer_embeddings is not None:
+            outer = None if batch.adapters is None else batch.adapters.for_outer_weights(self.backend)
+            given = self.per_layer_embeddings.for_layers(x, batch.per_layer_embeddings, outer)
         normed = self.layers[0].mixer_norm(x)
         following = [layer.mixer_norm for layer in self.layers[1:]] + [self._final_norm]
-        tokens, ends = x.shape[0], batch.ends if batch.only_ends and self.first_reader is not None else None
+        tokens, ends = (
+            x.shape[0],
+            batch.ends if batch.only_last_tokens and self.first_kv_sharing_layer is not None else None,
+        )
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            if ends is not None and index == self.first_reader:
-                batch = batch.of_ends()
-                inputs = self._attention.inputs(batch)
+            if ends is not None and index == self.first_kv_sharing_layer:
+                batch = batch.last_tokens_batch()
+                metadata = self._attention.metadata(batch)
                 x, normed, given = x[ends], normed[ends], tuple([one[ends] for one in given])
-            changes = None if batch.adapters is None else batch.adapters.of_layer(index, self.backend)
+            lora = None if batch.adapters is None else batch.adapters.for_layer(index, self.backend)
             if layer.mixer is None:
                 assert layer.feed_forward is not None
-                normed = next_norm.after_adding(x, self._summed(layer.feed_forward.forward(normed, changes)))
+                normed = next_norm.add_and_norm(x, self._all_reduce(layer.feed_forward.forward(normed, lora)))
                 continue
-            y = layer.mixer_output_norm(self._summed(_mixed(layer, index, normed, batch, inputs, cache, changes)))
+            y = layer.mixer_output_norm(
+                self._all_reduce(_run_mixer(layer, index, normed, batch, metadata, cache, lora))
+            )
             if layer.feed_forward is None:
-                normed = next_norm.after_adding(x, y)
+                normed = next_norm.add_and_norm(x, y)
                 continue
             if layer.output_norm is not None:
                 assert layer.feed_forward_norm is not None
-                x = layer.feed_forward_norm.after_adding(x, y)
-                x = normed = layer.output_norm.after_adding(x, self._summed(layer.feed_forward.forward(x, changes)))
+                x = layer.feed_forward_norm.add_and_norm(x, y)
+                x = normed = layer.output_norm.add_and_norm(x, self._all_reduce(layer.feed_forward.forward(x, lora)))
                 continue
             if layer.parallel:
                 own = layer.feed_forward_norm
-                z = self._summed(layer.feed_forward.forward(normed if own is None else own(x), changes))
+                z = self._all_reduce(layer.feed_forward.forward(normed if own is None else own(x), lora))
                 self.backend.add(x, layer.feed_forward_output_norm(z))
             else:
                 assert layer.feed_forward_norm is not None
-                normed = layer.feed_forward_norm.after_adding(x, y)
-                y = self._summed(layer.feed_forward.forward(normed, changes))
-                if layer.beside is not None:
-                    y = layer.beside.joined(y, self._summed(layer.beside.forward(x)))
+                normed = layer.feed_forward_norm.add_and_norm(x, y)
+                y = self._all_reduce(layer.feed_forward.forward(normed, lora))
+                if layer.parallel_experts is not None:
+                    y = layer.parallel_experts.combine(y, self._all_reduce(layer.parallel_experts.forward(x)))
                 y = layer.feed_forward_output_norm(y)
             if layer.input is not None:
                 self.backend.add(x, y)
-                y = layer.input.forward(x, given[index], changes)
+                y = layer.input.forward(x, given[index], lora)
             if layer.scalar is not None:
                 self.backend.add(x, y)
                 self.backend.multiply(x, layer.scalar)
                 normed = next_norm(x)
                 continue
-            normed = next_norm.after_adding(x, y)
+            normed = next_norm.add_and_norm(x, y)
         return normed if ends is None else normed.new_zeros(tokens, normed.shape[1]).index_copy_(0, ends, normed)
 
-    def _summed(self, y: Tensor) -> Tensor:
+    def _all_reduce(self, y: Tensor) -> Tensor:
         """What a part of a layer gives [T, hidden], from what every rank has of it."""
         self.backend.sum_over_ranks(y)
         return y
@@ -320,24 +331,24 @@ def select_weights(weights: Mapping[str, Any], prefix: str, specs: Iterable[Weig
     return {spec.name: weights[prefix + spec.name] for spec in specs}
 
 
-def _mixed(
+def _run_mixer(
     layer: DecoderLayer,
     index: int,
     normed: Tensor,
     batch: ForwardBatch,
-    inputs: AttentionInputs,
-    cache: KVStorage,
-    changes: LayerChanges | None,
+    metadata: AttentionMetadata,
+    cache: KVCache,
+    lora: LayerLoRA | None,
 ) -> Tensor:
     """What the mixer of the layer of this index makes of its input, both [T, hidden]."""
     assert layer.mixer is not None
-    if isinstance(layer.mixer, StateMixer):
+    if isinstance(layer.mixer, RecurrentMixer):
         rows = batch.state_rows
         assert rows is not None
-        return layer.mixer.forward(normed, rows, cache.states(index), changes)
-    y = layer.mixer.forward(normed, inputs, cache.pages(layer.pages), changes)
+        return layer.mixer.forward(normed, rows, cache.states(index), lora)
+    y = layer.mixer.forward(normed, metadata, cache.pages(layer.pages), lora)
     if layer.state is None:
         return y
     rows = batch.state_rows
     assert rows is not None
-    return layer.state.joined(y, normed, rows, cache.states(index), changes)
+    return layer.state.combine(y, normed, rows, cache.states(index), lora)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.head_spec import HeadActivation, HeadSpec
+from windlass.engine.model.head_spec import ClassificationHeadSpec, HeadActivation
 from windlass.engine.model.norm import Norm
 
 if TYPE_CHECKING:
@@ -29,9 +29,11 @@ def _activate(name: HeadActivation, x: Tensor) -> Tensor:
 
 
 class ClassificationHead:
-    """weights: those that `HeadSpec.weights` lists, by name. norm_eps: of its norm."""
+    """weights: those that `ClassificationHeadSpec.weights` lists, by name. norm_eps: of its norm."""
 
-    def __init__(self, spec: HeadSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+    def __init__(
+        self, spec: ClassificationHeadSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend
+    ) -> None:
         self.spec = spec
         self._out, self._out_bias = weights["score"], weights.get("score_bias")  # [classes, hidden], [classes]
         self._dense, self._dense_bias = weights.get("head_dense"), weights.get("head_dense_bias")

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from windlass.engine.api.model_heads import ClassifierInfo
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 
 # Which states a text's classes come from: its last token's, its first one's, the mean of all; "late": the mean of the logits that
@@ -19,7 +19,7 @@ HeadActivation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]
 
 
 @dataclass(frozen=True, slots=True)
-class HeadNames:
+class ClassificationHeadNames:
     """Of a checkpoint's tensors. out: the rows of classes. dense, norm: of what stands before them, None where nothing does."""
 
     out: str = "score"
@@ -28,19 +28,19 @@ class HeadNames:
 
 
 @dataclass(frozen=True, slots=True)
-class HeadSpec:
+class ClassificationHeadSpec:
     """out(norm(activation(dense(state)))), or out(state).
 
     pooling is not looked at where the classes are those of each token (`ClassifierInfo.per_token`).
     """
 
     classes: ClassifierInfo
-    names: HeadNames = field(default_factory=HeadNames)
+    names: ClassificationHeadNames = field(default_factory=ClassificationHeadNames)
     pooling: HeadPooling = "last"
     out_bias: bool = False
     dense_bias: bool = False
     activation: HeadActivation = "gelu"
-    norm_form: NormForm = field(default_factory=NormForm)
+    norm_form: NormSpec = field(default_factory=NormSpec)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """In the order in which they are used; all float32, whatever the model is stored in."""

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -14,11 +14,11 @@ if TYPE_CHECKING:
     from windlass.kernels import Backend, Weight
 
 
-class JoinedInput:
-    """See `JoinedInputSpec`."""
+class MTPInput:
+    """See `MTPInputSpec`."""
 
     def __init__(
-        self, form: NormForm, weights: Mapping[str, Any], hidden_size: int, eps: float, backend: Backend
+        self, form: NormSpec, weights: Mapping[str, Any], hidden_size: int, eps: float, backend: Backend
     ) -> None:
         """form: of the norms. weights: those that the spec lists. eps: of the norms."""
         self._backend = backend

@@ -8,12 +8,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
 
 
 @dataclass(frozen=True, slots=True)
-class JoinedInputSpec:
+class MTPInputSpec:
     """matrix @ [norm(embedding of the next token), norm(hidden state of a token)], both [hidden].
 
     The state is the model's behind its final norm. Names are those of the tensors, whole, without their ".weight".
@@ -23,7 +23,7 @@ class JoinedInputSpec:
     state_norm: str
     matrix: str
 
-    def weights(self, hidden_size: int, form: NormForm) -> tuple[WeightSpec, ...]:
+    def weights(self, hidden_size: int, form: NormSpec) -> tuple[WeightSpec, ...]:
         """The two norms and the matrix [hidden, 2 * hidden]."""
         return (
             *form.weights("joined_embedding_norm", self.embedding_norm, hidden_size),

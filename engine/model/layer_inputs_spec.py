@@ -12,7 +12,7 @@ from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, pr
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputsSpec:
+class PerLayerEmbeddingsSpec:
     """Of all layers: the table's row of a token and what is projected from its embedding, normed, are added, `size` numbers for
     each layer. rows: of the table. Names are those of tensors beside the embedding."""
 
@@ -35,7 +35,7 @@ class LayerInputsSpec:
 
 
 @dataclass(frozen=True, slots=True)
-class LayerInputSpec:
+class PerLayerProjectionSpec:
     """Of one layer: x + norm(out(activation(gate(x)) * input)), behind its other parts. size: of the input."""
 
     size: int

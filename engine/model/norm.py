@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -21,12 +21,12 @@ class Norm:
     """
 
     def __init__(
-        self, form: NormForm, weight: Tensor | None, bias: Tensor | None, eps: float, backend: Backend
+        self, form: NormSpec, weight: Tensor | None, bias: Tensor | None, eps: float, backend: Backend
     ) -> None:
         self._form, self._weight, self._bias, self._eps, self._backend = form, weight, bias, eps, backend
 
     @classmethod
-    def of(cls, form: NormForm, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend) -> Norm:
+    def of(cls, form: NormSpec, weights: Mapping[str, Any], name: str, size: int, eps: float, backend: Backend) -> Norm:
         """The norm over `size` elements whose weights are those of this name and "<name>_bias"."""
         import torch
 
@@ -41,7 +41,7 @@ class Norm:
             return self._backend.layer_norm(x, self._weight, self._bias, self._eps)
         return self._backend.rms_norm(x, self._weight, self._eps)
 
-    def after_adding(self, residual: Tensor, x: Tensor) -> Tensor:
+    def add_and_norm(self, residual: Tensor, x: Tensor) -> Tensor:
         """Add x to `residual` in place and return the norm of the sum. Both [T, hidden]."""
         if self._weight is not None and not self._form.centered:
             return self._backend.add_rms_norm(residual, x, self._weight, self._eps)
@@ -49,10 +49,10 @@ class Norm:
         return self(residual)
 
 
-class HeadNorm:
+class PerHeadNorm:
     """A norm of every head by weights of its own, without biases. weight: [H * D] float32."""
 
-    def __init__(self, form: NormForm, weight: Tensor, heads: int, eps: float, backend: Backend) -> None:
+    def __init__(self, form: NormSpec, weight: Tensor, heads: int, eps: float, backend: Backend) -> None:
         size = weight.shape[0] // heads
         self._norm = Norm.of(replace(form, weight=False, bias=False), {}, "", size, eps, backend)
         self._weight = weight.view(heads, size)

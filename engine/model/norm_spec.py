@@ -8,7 +8,7 @@ from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, We
 
 
 @dataclass(frozen=True, slots=True)
-class NormForm:
+class NormSpec:
     """centered: the mean is taken off first (LayerNorm, 1607.06450), else the norm is by the root mean square (1910.07467).
 
     weight: what it gives is multiplied by one.

@@ -17,7 +17,7 @@ from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 Recipe: TypeAlias = Callable[[WeightSpec, StoredTensor, ModelSpec], str | None]
 
 
-def eight_bits(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
+def int8_recipe(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
     """A signed byte each, with a scale for every 32. A table of its own is only gathered from, a row per token."""
     return None if weight.kind == "table" else "q8_0"
 
@@ -30,7 +30,7 @@ _NARROW_MATRICES = {"q": "q5_k", "k": "q6_k", "v": "q6_k", "q k v": "q6_k", "gat
 _WIDE_MATRICES = {"v": "q6_k", "q k v": "q5_k"}
 
 
-def four_bits(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
+def int4_recipe(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str | None:
     """4 bits where that costs little, more where it costs much; no more bytes than llama.cpp's Q4_K_M has."""
     if weight.kind == "table":
         return None
@@ -39,15 +39,15 @@ def four_bits(weight: WeightSpec, tensor: StoredTensor, spec: ModelSpec) -> str 
         return "q8_0" if narrow else "q6_k"
     if narrow:
         return _NARROW_MATRICES.get(tensor.role, "q5_k")
-    if tensor.role == "down" and _counts_more(int(weight.name.split(".")[1]), len(spec.layers)):
+    if tensor.role == "down" and _is_sensitive_layer(int(weight.name.split(".")[1]), len(spec.layers)):
         return "q5_k"
     return _WIDE_MATRICES.get(tensor.role, "q4_k")
 
 
-def _counts_more(layer: int, layers: int) -> bool:
+def _is_sensitive_layer(layer: int, layers: int) -> bool:
     """The first and the last eighth of the layers and every third between, as llama.cpp has it in its mixtures."""
     eighth = layers // 8
     return layer < eighth or layer >= layers - eighth or (layer - eighth) % 3 == 2
 
 
-RECIPES: dict[str, Recipe] = {"int8": eight_bits, "int4": four_bits}
+RECIPES: dict[str, Recipe] = {"int8": int8_recipe, "int4": int4_recipe}

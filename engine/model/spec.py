@@ -12,26 +12,26 @@ from typing import TypeAlias
 
 from windlass.engine.api.model_heads import ClassifierInfo
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
-from windlass.engine.model.feed_forward.beside_spec import BesideSpec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainSpec
-from windlass.engine.model.head_spec import HeadSpec
-from windlass.engine.model.joined_input_spec import JoinedInputSpec
-from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
+from windlass.engine.model.feed_forward.beside_spec import ParallelExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPSpec
+from windlass.engine.model.head_spec import ClassificationHeadSpec
+from windlass.engine.model.joined_input_spec import MTPInputSpec
+from windlass.engine.model.layer_inputs_spec import PerLayerEmbeddingsSpec, PerLayerProjectionSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_beside_spec import StateBesideSpec
+from windlass.engine.model.mixers.state_beside_spec import ParallelStateSpaceSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 from windlass.engine.rotary.groups import RotaryGroup
 
-FeedForwardSpec: TypeAlias = GatedSpec | PlainSpec | ExpertsSpec
+FeedForwardSpec: TypeAlias = GatedMLPSpec | PlainMLPSpec | MoESpec
 # What carries a state from token to token.
-StateMixerSpec: TypeAlias = GatedDeltaSpec | ShortConvolutionSpec | StateSpaceSpec
+RecurrentMixerSpec: TypeAlias = GatedDeltaNetSpec | ShortConvolutionSpec | StateSpaceSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,7 +48,7 @@ class LayerNorms:
     mixer_output: str | None = None
     feed_forward: str | None = "post_attention_layernorm"
     feed_forward_output: str | None = None
-    form: NormForm = field(default_factory=NormForm)
+    form: NormSpec = field(default_factory=NormSpec)
     parallel: bool = False
     output: str | None = None
 
@@ -80,13 +80,13 @@ class LayerSpec:
     the name of a tensor of one number by which the stream is multiplied at the end. state: a memory beside attention.
     """
 
-    mixer: AttentionSpec | LatentSpec | StateMixerSpec | None
+    mixer: AttentionSpec | LatentSpec | RecurrentMixerSpec | None
     feed_forward: FeedForwardSpec | None
     norms: LayerNorms = LayerNorms()
-    beside: BesideSpec | None = None
-    input: LayerInputSpec | None = None
+    parallel_experts: ParallelExpertsSpec | None = None
+    input: PerLayerProjectionSpec | None = None
     scalar: str | None = None
-    state: StateBesideSpec | None = None
+    state: ParallelStateSpaceSpec | None = None
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """Every weight of the layer, about in the order in which they are used."""
@@ -95,7 +95,7 @@ class LayerSpec:
         rest = [norm for norm in norms if norm not in first]
         further = tuple(
             weight
-            for part in (self.state, self.beside, self.input)
+            for part in (self.state, self.parallel_experts, self.input)
             if part is not None
             for weight in part.weights(hidden_size)
         )
@@ -140,12 +140,12 @@ class ModelSpec:
     unrotated_temperature: the same of layers that do not rotate alone, with positions that count from 1.
     unused: beginnings of names of tensors that predict further tokens, which the model does without.
     vocabulary: of a part of a model that several ranks hold, the first token it forms logits of, and how many; None: of all.
-    layer_inputs: what every layer is given of a token beside the stream; None where that is nothing.
+    per_layer_embeddings: what every layer is given of a token beside the stream; None where that is nothing.
     state_group: of the layers that carry a state from token to token; None where none does.
     factored: weights hold factors that nobody tells: what an adapter adds to them would lack these.
     predicting: the layer in the same files that predicts a token further; None where there is none, or none that can be used.
     joined: of such a layer, what it is given; its embedding is the model's, and so is its head.
-    own_head: of such a layer, the name of the head's tensor, where it has a copy; None: it has none.
+    mtp_head: of such a layer, the name of the head's tensor, where it has a copy; None: it has none.
     own: beginnings of names of the tensors that are this model's, where the files hold another's too; empty: all but the unused.
     """
 
@@ -164,28 +164,28 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...] = ()
     temperature: tuple[float, int] | None = None
     unrotated_temperature: tuple[float, int] | None = None
-    head: HeadSpec | None = None
+    head: ClassificationHeadSpec | None = None
     generates: bool = True
     notices: tuple[str, ...] = ()
     logit_scale: float = 1.0
-    norm: NormForm = field(default_factory=NormForm)
+    norm: NormSpec = field(default_factory=NormSpec)
     head_bias: bool = False
-    embedding_norm: NormForm | None = None
+    embedding_norm: NormSpec | None = None
     token_types: int = 0
     positions: int = 0
     unit_head: bool = False
     names: OuterNames = field(default_factory=OuterNames)
     unused: tuple[str, ...] = ()
     vocabulary: tuple[int, int] | None = None
-    layer_inputs: LayerInputsSpec | None = None
+    per_layer_embeddings: PerLayerEmbeddingsSpec | None = None
     state_group: StateGroupSpec | None = None
     factored: bool = False
-    predicting: ModelSpec | None = None
-    joined: JoinedInputSpec | None = None
-    own_head: str | None = None
+    mtp: ModelSpec | None = None
+    mtp_input: MTPInputSpec | None = None
+    mtp_head: str | None = None
     own: tuple[str, ...] = ()
 
-    def leaves(self, name: str) -> bool:
+    def ignores(self, name: str) -> bool:
         """Whether the model does without a tensor that its files hold."""
         return name.startswith(self.unused) or (bool(self.own) and not name.startswith(self.own))
 
@@ -200,7 +200,7 @@ class ModelSpec:
         return None if self.head is None else self.head.classes
 
     @property
-    def sees_whole_texts(self) -> bool:
+    def is_bidirectional(self) -> bool:
         """Whether tokens see those behind them too, so that a text has to be computed as one."""
         return any(isinstance(layer.mixer, AttentionSpec) and not layer.mixer.causal for layer in self.layers)
 
@@ -210,7 +210,7 @@ class ModelSpec:
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.qk_norm == "after" for layer in self.layers)
 
     @property
-    def changes_scales(self) -> bool:
+    def scales_queries(self) -> bool:
         """Whether a step begins with numbers of its own for the scales of queries."""
         temperatures = self.temperature, self.unrotated_temperature
         return self.norms_follow_rotation or any(one is not None for one in temperatures)
@@ -222,12 +222,12 @@ class ModelSpec:
         return {index: mixer for index, mixer in mixers.items() if isinstance(mixer, AttentionSpec | LatentSpec)}
 
     @property
-    def has_chunks(self) -> bool:
+    def has_chunked_attention(self) -> bool:
         """Whether layers see chunks that begin at multiples of a length."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.chunked for layer in self.layers)
 
     @property
-    def loses_by_distance(self) -> bool:
+    def uses_alibi(self) -> bool:
         """Whether scores lose by the distance of their keys, which need no rotation for that (ALiBi)."""
         return any(isinstance(layer.mixer, AttentionSpec) and layer.mixer.alibi for layer in self.layers)
 
@@ -239,15 +239,15 @@ class ModelSpec:
     @property
     def has_experts(self) -> bool:
         """Whether layers have experts, as their feed-forward or beside it."""
-        return any(isinstance(one.feed_forward, ExpertsSpec) or one.beside is not None for one in self.layers)
+        return any(isinstance(one.feed_forward, MoESpec) or one.parallel_experts is not None for one in self.layers)
 
     @property
-    def first_reader(self) -> int | None:
+    def first_kv_sharing_layer(self) -> int | None:
         """The first of the layers at the end that all read the keys of earlier ones; None where the last has its own."""
         found = None
         for index in reversed(range(len(self.layers))):
             mixer = self.layers[index].mixer
-            if not isinstance(mixer, AttentionSpec) or mixer.keys_of is None:
+            if not isinstance(mixer, AttentionSpec) or mixer.kv_source_layer is None:
                 break
             found = index
         return found
@@ -276,7 +276,7 @@ class ModelSpec:
     def _adapted(self, layer: LayerSpec) -> tuple[WeightSpec, ...]:
         """The weights of a layer among which are those that adapters may change."""
         found = layer.weights(self.hidden_size)
-        if not isinstance(layer.mixer, GatedDeltaSpec) or not layer.mixer.in_turns:
+        if not isinstance(layer.mixer, GatedDeltaNetSpec) or not layer.mixer.tiled_heads:
             return found
         own = layer.mixer.weights(self.hidden_size)
         return tuple(weight for weight in found if weight not in own)
@@ -285,10 +285,10 @@ class ModelSpec:
         """Those around the layers. A head that is the embedding is not listed beside it."""
         hidden, vocab, names = self.hidden_size, self.vocab_size, self.names
         final_norm = () if names.final_norm is None else self.norm.weights("final_norm", names.final_norm, hidden)
-        if self.joined is not None:
-            return *self._copied_head(), *self.joined.weights(hidden, self.norm), *final_norm
+        if self.mtp_input is not None:
+            return *self._mtp_head(), *self.mtp_input.weights(hidden, self.norm), *final_norm
         table = (StoredTensor(f"{self.names.embedding}.weight", vocab),)
-        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._beside_the_embedding())
+        own = (WeightSpec("embedding", "table", (vocab, hidden), table), *self._embedding_extras())
         if not self.generates:
             return *own, *(() if self.head is None else self.head.weights(hidden)), *final_norm
         name = names.head
@@ -302,14 +302,14 @@ class ModelSpec:
         )
         return own[0], head, *more
 
-    def _copied_head(self) -> tuple[WeightSpec, ...]:
+    def _mtp_head(self) -> tuple[WeightSpec, ...]:
         """That of a prediction layer, a matrix like any other, as nothing but proposals hangs on its digits."""
-        if self.own_head is None:
+        if self.mtp_head is None:
             return ()
-        stored = StoredTensor(self.own_head, self.vocab_size, unit_rows=self.unit_head)
+        stored = StoredTensor(self.mtp_head, self.vocab_size, unit_rows=self.unit_head)
         return (WeightSpec("head", "matrix", (self.vocab_size, self.hidden_size), (stored,)),)
 
-    def _beside_the_embedding(self) -> tuple[WeightSpec, ...]:
+    def _embedding_extras(self) -> tuple[WeightSpec, ...]:
         """What is added to it, and its norm."""
         found: tuple[WeightSpec, ...] = ()
         tables = {
@@ -320,8 +320,8 @@ class ModelSpec:
             if rows:
                 table = (StoredTensor(f"{stored}.weight", rows),)
                 found += (WeightSpec(name, "heads", (rows, self.hidden_size), table),)
-        if self.layer_inputs is not None:
-            found += self.layer_inputs.weights(self.hidden_size, len(self.layers), self.names.embedding)
+        if self.per_layer_embeddings is not None:
+            found += self.per_layer_embeddings.weights(self.hidden_size, len(self.layers), self.names.embedding)
         if self.embedding_norm is not None:
             found += self.embedding_norm.weights("embedding_norm", self.names.embedding_norm, self.hidden_size)
         return found
@@ -330,7 +330,7 @@ class ModelSpec:
 @lru_cache(maxsize=4)  # loading asks ten times, and experts are thousands
 def _weights(spec: ModelSpec) -> tuple[WeightSpec, ...]:
     return spec.outer_weights() + tuple(
-        weight.below(f"layers.{index}.", spec.names.layer(index))
+        weight.with_prefix(f"layers.{index}.", spec.names.layer(index))
         for index, layer in enumerate(spec.layers)
         for weight in layer.weights(spec.hidden_size)
     )

@@ -62,11 +62,11 @@ class StoredPart:
 StoragePlan: TypeAlias = Mapping[str, tuple[StoredPart, ...]]
 
 
-def is_blocks(storage: str) -> bool:
-    return form_name(storage)[0] in BLOCK_SIZES
+def is_block_format(storage: str) -> bool:
+    return split_block_format(storage)[0] in BLOCK_SIZES
 
 
-def form_name(storage: str) -> tuple[str, int | None]:
+def split_block_format(storage: str) -> tuple[str, int | None]:
     """The name of a form and its number of groups to a common scale, None for the form's own."""
     name, _, supers = storage.partition(":")
     return name, int(supers) if supers else None
@@ -92,7 +92,7 @@ def plan_storage(
         if len(weight.shape) < 2 or weight.kind == "score":
             continue
         parts: list[StoredPart] = []
-        in_blocks = all(is_blocks(kept.get(tensor.name, weight_dtype)) for tensor in weight.stored)
+        in_blocks = all(is_block_format(kept.get(tensor.name, weight_dtype)) for tensor in weight.stored)
         for tensor in weight.stored:
             storage = recipe(weight, tensor, spec) if recipe is not None else kept.get(tensor.name)
             storage = (storage if weight.kind != "heads" else heads if in_blocks else None) or weight_dtype
@@ -109,7 +109,7 @@ def plan_bytes(spec: ModelSpec, plan: StoragePlan) -> int:
     return sum(part.rows * _row_bytes(weight, part) for weight in spec.weights() for part in plan.get(weight.name, ()))
 
 
-def all_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -> int:
+def total_weight_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -> int:
     """Bytes of every weight: of what is planned with its rows of padding, of norms, numbers, scores and biases."""
     total = 0
     for weight in spec.weights():
@@ -119,13 +119,13 @@ def all_bytes(spec: ModelSpec, plan: StoragePlan, compute_dtype: str) -> int:
             total += prod(weight.shape) * item
             continue
         for part in parts:
-            rows = -(-part.rows // _PANEL) * _PANEL if is_blocks(part.storage) else part.rows
+            rows = -(-part.rows // _PANEL) * _PANEL if is_block_format(part.storage) else part.rows
             total += rows * _row_bytes(weight, part)
     return total
 
 
 def _row_bytes(weight: WeightSpec, part: StoredPart) -> int:
-    name, supers = form_name(part.storage)
+    name, supers = split_block_format(part.storage)
     if name in _PLAIN_BYTES:
         return weight.shape[1] * _PLAIN_BYTES[name]
     size = BLOCK_SIZES[name]
@@ -134,11 +134,11 @@ def _row_bytes(weight: WeightSpec, part: StoredPart) -> int:
     return size.row_bytes(weight.shape[1])
 
 
-def block_storages(spec: ModelSpec, plan: StoragePlan) -> list[str]:
+def block_formats(spec: ModelSpec, plan: StoragePlan) -> list[str]:
     """The forms of blocks in a plan, that of most weights first."""
     counts: Counter[str] = Counter()
     for weight in spec.weights():
         for part in plan.get(weight.name, ()):
-            if is_blocks(part.storage):
-                counts[form_name(part.storage)[0]] += part.rows * weight.shape[1]
+            if is_block_format(part.storage):
+                counts[split_block_format(part.storage)[0]] += part.rows * weight.shape[1]
     return [name for name, _ in counts.most_common()]

@@ -77,13 +77,13 @@ class FusedHeads:
 
 
 @dataclass(frozen=True, slots=True)
-class PartsByTurns:
+class InterleavedParts:
     """Parts that a tensor holds by turns, where the decoder has each of them as one, in their order.
 
-    They are in `turns` turns, each of sizes[i] rows of part i.
+    They are in `repeats` turns, each of sizes[i] rows of part i.
     """
 
-    turns: int
+    repeats: int
     sizes: tuple[int, ...]
 
 
@@ -107,7 +107,7 @@ class StoredTensor:
     alternating: bool = False
     by_head: int | None = None
     rotary_last: RotaryLast | None = None
-    by_turns: PartsByTurns | None = None
+    interleaved_parts: InterleavedParts | None = None
     channels: bool = False
     made: Literal["exp", "negative"] | None = None
 
@@ -121,7 +121,7 @@ class WeightSpec:
     shape: tuple[int, ...]
     stored: tuple[StoredTensor, ...]
 
-    def below(self, name: str, stored: str) -> WeightSpec:
+    def with_prefix(self, name: str, stored: str) -> WeightSpec:
         """The same with its own name and those of its tensors put behind these prefixes."""
         tensors = tuple(replace(tensor, name=stored + tensor.name) for tensor in self.stored)
         return replace(self, name=name + self.name, stored=tensors)

@@ -24,7 +24,7 @@ from windlass.engine.model.loading.weights import Progress
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan
 from windlass.engine.rotary.scaling import RopeScaling
 
-_MOST_WAITING, _MOST_TOKENS = 1 << 20, 1 << 40  # given at once; who gives them bounds them
+_MAX_WAITING, _MAX_WAITING_TOKENS = 1 << 20, 1 << 40  # given at once; who gives them bounds them
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class BatchScorer:
 
     def __init__(self, core: EngineCore) -> None:
         self._core = core
-        self._alone = Scorer(core.runner.decoder, getattr(torch, core.info.kv_cache_dtype))
+        self._scorer = Scorer(core.runner.decoder, getattr(torch, core.info.kv_cache_dtype))
         self.identity = f"{core.info.fingerprint} {core.info.kv_cache_dtype}"
 
     @classmethod
@@ -69,7 +69,7 @@ class BatchScorer:
             cache=CacheConfig(dtype=kv_cache_dtype, memory=kv_cache_memory),
             # No stream waits for these steps, so they need not be short.
             scheduling=SchedulerConfig(
-                max_waiting=_MOST_WAITING, max_waiting_tokens=_MOST_TOKENS, target_step_seconds=0.0
+                max_waiting=_MAX_WAITING, max_waiting_tokens=_MAX_WAITING_TOKENS, target_step_seconds=0.0
             ),
         )
         return cls(EngineCore(config, progress))
@@ -117,7 +117,7 @@ class BatchScorer:
         finally:
             for index in range(len(texts)):
                 core.abort(str(index))
-        for group in self._alike([(index, texts[index]) for index in windowed]):
+        for group in self._group_by_plan([(index, texts[index]) for index in windowed]):
             yield from self._windowed(group, computed)
 
     def _windowed(
@@ -126,20 +126,20 @@ class BatchScorer:
         """Of texts under one rule and scaling: what they begin with alike passes through the model once."""
         text = group[0][1]
         plan = self._core.plan_rotation(_request("plan", text))
-        shared = _shared([text.token_ids for _, text in group])
-        behind = [(index, text) for index, text in group if shared <= text.first]
+        shared = _common_prefix_len([text.token_ids for _, text in group])
+        endings_group = [(index, text) for index, text in group if shared <= text.first]
         for part in ([(index, text)] for index, text in group if shared > text.first):
-            yield from self._behind(part, part[0][1].first, plan, computed)
-        yield from self._behind(behind, shared, plan, computed)
+            yield from self._score_after(part, part[0][1].first, plan, computed)
+        yield from self._score_after(endings_group, shared, plan, computed)
 
-    def _alike(self, texts: list[tuple[int, TextToScore]]) -> list[list[tuple[int, TextToScore]]]:
+    def _group_by_plan(self, texts: list[tuple[int, TextToScore]]) -> list[list[tuple[int, TextToScore]]]:
         """Those under one rule and the same frequencies that begin with the same token, together, in order."""
         groups: dict[tuple[ContextRule, str, int], list[tuple[int, TextToScore]]] = {}
         for index, text in texts:
             groups.setdefault((text.context, self.fingerprint(text), text.token_ids[0]), []).append((index, text))
         return list(groups.values())
 
-    def _behind(
+    def _score_after(
         self,
         group: list[tuple[int, TextToScore]],
         start: int,
@@ -150,12 +150,12 @@ class BatchScorer:
             return
         endings = [text.token_ids[start:] for _, text in group]
         first = group[0][1]
-        found = self._alone.endings(first.token_ids[:start], endings, plan, context=first.context, computed=computed)
+        found = self._scorer.endings(first.token_ids[:start], endings, plan, context=first.context, computed=computed)
         for (index, text), entries in zip(group, found, strict=True):
             yield index, entries[text.first - start :]
 
 
-def _shared(texts: Sequence[tuple[int, ...]]) -> int:
+def _common_prefix_len(texts: Sequence[tuple[int, ...]]) -> int:
     """Leading tokens that all of them have."""
     low, high = min(texts), max(texts)  # in the order of tuples; what these two share, those between them share
     return next(

@@ -17,8 +17,8 @@ from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.fields import INVALID
 
-SHORTEST_CHUNK = 16  # tokens; each chunk of a prompt is a row of its own in a step
-USUAL_GROUP = 4  # tokens that Self-Extend takes for one
+MIN_CHUNK_TOKENS = 16  # tokens; each chunk of a prompt is a row of its own in a step
+DEFAULT_GROUP_SIZE = 4  # tokens that Self-Extend takes for one
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Distances:
     @property
     def is_plain(self) -> bool:
         """Whether the rule changes nothing."""
-        return self == PLAIN
+        return self == PLAIN_DISTANCES
 
     @property
     def changes_distances(self) -> bool:
@@ -53,7 +53,7 @@ class Distances:
         return self.chunk is not None or self.near is not None
 
     @property
-    def keeps_far_keys(self) -> bool:
+    def has_second_keys(self) -> bool:
         """Whether every key is kept a second time, as it seems from far away."""
         return self.near is not None
 
@@ -71,10 +71,10 @@ class Distances:
         return shown
 
 
-PLAIN = Distances()
+PLAIN_DISTANCES = Distances()
 
 
-def distances_of(rope_type: str, given: Mapping[str, Any], trained: int, length: int, param: str) -> Distances:
+def resolve_distances(rope_type: str, given: Mapping[str, Any], trained: int, length: int, param: str) -> Distances:
     """The rule of a scaling. given: its fields. trained: L. length: of the request, in tokens, as far as it may grow.
 
     Raises RequestError naming the field where chunks do not fit the trained length.
@@ -85,11 +85,11 @@ def distances_of(rope_type: str, given: Mapping[str, Any], trained: int, length:
         case "dual_chunk":
             return _dual_chunk(given, trained, length, param)
         case "self_extend" | "rerope":
-            return _far_keys(rope_type, given, trained, param)
-    return PLAIN
+            return _two_range_distances(rope_type, given, trained, param)
+    return PLAIN_DISTANCES
 
 
-def _far_keys(rope_type: str, given: Mapping[str, Any], trained: int, param: str) -> Distances:
+def _two_range_distances(rope_type: str, given: Mapping[str, Any], trained: int, param: str) -> Distances:
     grouped = rope_type == "self_extend"
     near = int(given.get("window") or max(trained // (4 if grouped else 2), 1))
     if near > trained:
@@ -100,7 +100,7 @@ def _far_keys(rope_type: str, given: Mapping[str, Any], trained: int, param: str
         )
     log_base = trained if given.get("log_n") else None
     if grouped:
-        return Distances(near=near, group=int(given.get("group_size", USUAL_GROUP)), log_base=log_base)
+        return Distances(near=near, group=int(given.get("group_size", DEFAULT_GROUP_SIZE)), log_base=log_base)
     return Distances(near=near, slope=1 / given["factor"] if "factor" in given else 0.0, log_base=log_base)
 
 
@@ -115,9 +115,9 @@ def _dual_chunk(given: Mapping[str, Any], trained: int, length: int, param: str)
             f"{param}.chunk_size",
             INVALID,
         )
-    if most - local < SHORTEST_CHUNK:
+    if most - local < MIN_CHUNK_TOKENS:
         raise RequestError(
-            f"{param}.local_size {local} leaves {most - local} of chunk_size {most} to a chunk, at least {SHORTEST_CHUNK} are "
+            f"{param}.local_size {local} leaves {most - local} of chunk_size {most} to a chunk, at least {MIN_CHUNK_TOKENS} are "
             "needed: use a smaller local_size or a larger chunk_size",
             f"{param}.local_size",
             INVALID,

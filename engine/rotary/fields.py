@@ -85,7 +85,7 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
         written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
-        meant = "" if written is None else f" (did you mean it by {shown(written)}?)"
+        meant = "" if written is None else f" (did you mean it by {format_value(written)}?)"
         raise RequestError(
             f"{param}.rope_type is missing{meant}: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING
         )
@@ -95,7 +95,7 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
             raise RequestError(
-                f"{param}.{key} {shown(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
+                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
                 f"{param}.{key}",
                 INVALID,
             )
@@ -124,9 +124,9 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
             )
         if key not in known:
             raise RequestError(
-                f"{param}.{shown_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
+                f"{param}.{format_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
                 f"{_listed(known)}",
-                f"{param}.{shown_key(key)}",
+                f"{param}.{format_key(key)}",
                 UNKNOWN,
             )
     values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
@@ -183,61 +183,65 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
 
 def _number(value: Any, param: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{param} must be a number, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be a number, got {format_value(value)}", param, INVALID)
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{param} must be a finite number, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be a finite number, got {format_value(value)}", param, INVALID)
     return number
 
 
 def _positive(value: Any, param: str) -> float:
     number = _number(value, param)
     if number <= 0:
-        raise RequestError(f"{param} must be greater than 0, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be greater than 0, got {format_value(value)}", param, INVALID)
     return number
 
 
 def _not_negative(value: Any, param: str) -> float:
     number = _number(value, param)
     if number < 0:
-        raise RequestError(f"{param} must not be negative, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must not be negative, got {format_value(value)}", param, INVALID)
     return number
 
 
 def _theta(value: Any, param: str) -> float:
     number = _number(value, param)
     if number <= 1:
-        raise RequestError(f"{param} must be greater than 1, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be greater than 1, got {format_value(value)}", param, INVALID)
     return number
 
 
 def _length(value: Any, param: str) -> int:
     number = _number(value, param)
     if number != int(number) or not 2 <= number < 2**53:
-        raise RequestError(f"{param} must be a whole number of tokens, at least 2, got {shown(value)}", param, INVALID)
+        raise RequestError(
+            f"{param} must be a whole number of tokens, at least 2, got {format_value(value)}", param, INVALID
+        )
     return int(number)
 
 
 def _tokens(value: Any, param: str) -> int:
     number = _number(value, param)
     if number != int(number) or not 1 <= number < 2**53:
-        raise RequestError(f"{param} must be a whole number of tokens, at least 1, got {shown(value)}", param, INVALID)
+        raise RequestError(
+            f"{param} must be a whole number of tokens, at least 1, got {format_value(value)}", param, INVALID
+        )
     return int(number)
 
 
 def _group(value: Any, param: str) -> int:
     number = _number(value, param)
     if number != int(number) or not 2 <= number < 2**31:
-        raise RequestError(f"{param} must be a whole number, at least 2, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be a whole number, at least 2, got {format_value(value)}", param, INVALID)
     return int(number)
 
 
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must be a list of pair counts, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be a list of pair counts, got {format_value(value)}", param, INVALID)
     counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
     if any(count != int(count) or count < 0 for count in counts):
         raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param, INVALID)
@@ -246,13 +250,13 @@ def _sections(value: Any, param: str) -> tuple[float, ...]:
 
 def _flag(value: Any, param: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{param} must be true or false, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be true or false, got {format_value(value)}", param, INVALID)
     return value
 
 
 def _positives(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{param} must be a list of numbers, got {shown(value)}", param, INVALID)
+        raise RequestError(f"{param} must be a list of numbers, got {format_value(value)}", param, INVALID)
     if not 1 <= len(value) <= _MAX_LIST:
         raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param, INVALID)
     return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
@@ -290,7 +294,7 @@ def _listed(names: Any) -> str:
     return ", ".join(names)
 
 
-def shown(value: Any) -> str:
+def format_value(value: Any) -> str:
     """A value as a short piece of a message, in JSON's names and however large it is."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
@@ -306,7 +310,7 @@ def shown(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-def shown_key(key: Any) -> str:
+def format_key(key: Any) -> str:
     """A key as a short piece of a message, what cannot be printed escaped."""
     text = str(key)
     text = text if len(text) <= 60 else text[:57] + "..."

@@ -11,7 +11,7 @@ from typing import Any
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.fields import INVALID, KINDS
-from windlass.engine.rotary.scaling import FULL_ATTENTION, OF_DISTANCES, RopeScaling, RotaryBase, check, resolve
+from windlass.engine.rotary.scaling import DISTANCE_KINDS, FULL_ATTENTION, RopeScaling, RotaryBase, check, resolve
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,7 +29,7 @@ class RotaryGroup:
         given.pop("rope_type")
         if self.base.unrotated is not None:
             return given
-        if self.scaling.rope_type in OF_DISTANCES:  # whose sizes nobody can tell from the model's length by heart
+        if self.scaling.rope_type in DISTANCE_KINDS:  # whose sizes nobody can tell from the model's length by heart
             sizes = resolve(self.scaling, self.base, 1).distances.described()
             given |= {name: size for name, size in sizes.items() if name in KINDS[self.scaling.rope_type]}
         # Learned frequencies follow from no base.

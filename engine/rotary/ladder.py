@@ -18,7 +18,7 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary import frequencies
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
 from windlass.engine.rotary.scaling import (
-    OF_DISTANCES,
+    DISTANCE_KINDS,
     RopeScaling,
     RotaryBase,
     effective_length,
@@ -32,7 +32,7 @@ MAX_STEPS = 64
 
 
 @dataclass(frozen=True, slots=True)
-class LadderStep:
+class ScalingThreshold:
     """One step: what requests of up to `up_to` tokens run under (None: of any length).
 
     scaling: None for the model's own. profile: the name under which an operator gave it, if any.
@@ -44,18 +44,18 @@ class LadderStep:
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryLadder:
+class AutoScalingThresholds:
     """Steps in order of length. groups: the model's own rotary groups."""
 
     groups: tuple[RotaryGroup, ...]
-    steps: tuple[LadderStep, ...]
+    steps: tuple[ScalingThreshold, ...]
 
     @property
     def end(self) -> int | None:
         """The longest request that any step holds; None: there is no such bound."""
         return self.steps[-1].up_to
 
-    def step(self, length: int) -> LadderStep:
+    def step(self, length: int) -> ScalingThreshold:
         """The first step that holds `length` tokens. Raises RequestError where none does."""
         for step in self.steps:
             if step.up_to is None or length <= step.up_to:
@@ -67,26 +67,28 @@ class RotaryLadder:
             "context_length_exceeded",
         )
 
-    def groups_under(self, step: LadderStep) -> tuple[RotaryGroup, ...]:
+    def groups_under(self, step: ScalingThreshold) -> tuple[RotaryGroup, ...]:
         """The model's rotary groups under a step."""
         return apply_scaling(self.groups, step.scaling)
 
 
-def own_ladder(groups: tuple[RotaryGroup, ...], longest: int) -> RotaryLadder:
+def model_thresholds(groups: tuple[RotaryGroup, ...], longest: int) -> AutoScalingThresholds:
     """A model's own steps, as many as requests of up to `longest` tokens need."""
     main = main_group(groups)
-    if main.scaling.depends_on_length or main.scaling.rope_type in OF_DISTANCES:
-        return RotaryLadder(groups, (LadderStep(None),))
-    least, growing, reach = _beginning(main.scaling, main.base)
-    steps = [LadderStep(reach, least)]
+    if main.scaling.depends_on_length or main.scaling.rope_type in DISTANCE_KINDS:
+        return AutoScalingThresholds(groups, (ScalingThreshold(None),))
+    least, growing, reach = _first_threshold(main.scaling, main.base)
+    steps = [ScalingThreshold(reach, least)]
     while reach < longest and len(steps) < MAX_STEPS:
         reach *= 2
         growing = _doubled(growing)
-        steps.append(LadderStep(reach, growing))
-    return RotaryLadder(groups, tuple(steps))
+        steps.append(ScalingThreshold(reach, growing))
+    return AutoScalingThresholds(groups, tuple(steps))
 
 
-def checked_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep], param: str) -> RotaryLadder:
+def checked_thresholds(
+    groups: tuple[RotaryGroup, ...], steps: Sequence[ScalingThreshold], param: str
+) -> AutoScalingThresholds:
     """An operator's steps on a model. Raises LoadError, naming the step as `param`, for steps that cannot be one ladder."""
     if not 1 <= len(steps) <= MAX_STEPS:
         raise LoadError(f"{param} has {len(steps)} steps: give 1 to {MAX_STEPS}")
@@ -103,7 +105,7 @@ def checked_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep],
             raise LoadError(error.message) from None
         main = main_group(scaled)
         stretch = _stretch(main.scaling, main.base, step.up_to)
-        if main.scaling.rope_type in OF_DISTANCES:  # which reach further at no factor at all
+        if main.scaling.rope_type in DISTANCE_KINDS:  # which reach further at no factor at all
             stretch = max(stretch, factor)
         if stretch < factor * (1 - 1e-9):
             raise LoadError(
@@ -111,19 +113,19 @@ def checked_ladder(groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep],
                 "longer request needs no less"
             )
         before, factor = before if step.up_to is None else step.up_to, max(stretch, factor)
-    return RotaryLadder(groups, tuple(steps))
+    return AutoScalingThresholds(groups, tuple(steps))
 
 
-def make_ladder(
-    groups: tuple[RotaryGroup, ...], steps: Sequence[LadderStep], longest: int, param: str
-) -> RotaryLadder | None:
+def make_thresholds(
+    groups: tuple[RotaryGroup, ...], steps: Sequence[ScalingThreshold], longest: int, param: str
+) -> AutoScalingThresholds | None:
     """The operator's ladder, or the model's own where he gave none; None for a model that does not rotate. Raises LoadError."""
     if not steps and main_group(groups).base.unrotated is not None:
         return None
-    return checked_ladder(groups, steps, param) if steps else own_ladder(groups, longest)
+    return checked_thresholds(groups, steps, param) if steps else model_thresholds(groups, longest)
 
 
-def _beginning(own: RopeScaling, base: RotaryBase) -> tuple[RopeScaling | None, RopeScaling, int]:
+def _first_threshold(own: RopeScaling, base: RotaryBase) -> tuple[RopeScaling | None, RopeScaling, int]:
     """(the scaling of the first step, what is doubled from there on, the tokens that the first step holds)."""
     trained = base.trained_len
     if own.rope_type in ("default", "learned"):

@@ -17,23 +17,23 @@ from typing import Any, Literal
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.ladder import AUTO, LadderStep, RotaryLadder
+from windlass.engine.rotary.ladder import AUTO, AutoScalingThresholds, ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
 
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
 # Kinds that rotate keys elsewhere than where they stand.
-_KEYS_ELSEWHERE = ("dual_chunk", "self_extend", "rerope")
+_KEY_MOVING_KINDS = ("dual_chunk", "self_extend", "rerope")
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
 
 
 @dataclass(frozen=True, slots=True)
-class RotaryChoice:
+class AutoScalingChoice:
     """A scaling chosen by length. length: tokens it was chosen for, None where it follows the context as that stands. step: of
     the ladder. up_to: tokens for which the choice is the same, None for any longer ones.
     """
 
     length: int | None
-    step: LadderStep
+    step: ScalingThreshold
     up_to: int | None
 
     def described(self) -> dict[str, Any]:
@@ -55,7 +55,7 @@ class RotaryStage:
     last_length: int | None
     effective_lengths: tuple[float | None, ...]
     single_length: bool = False
-    choice: RotaryChoice | None = None
+    choice: AutoScalingChoice | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,7 +91,7 @@ class RotaryPlan:
     policy: RopeUpdate
     longest: int
     exact: bool = False
-    ladder: RotaryLadder | None = None
+    ladder: AutoScalingThresholds | None = None
 
     def stage(self, length: int) -> RotaryStage:
         """The specs of a context of `length` tokens; of more than `longest`, those of `longest`."""
@@ -114,7 +114,7 @@ class RotaryPlan:
             single |= self.exact and scaling.rope_type == "dynamic" and lengths[-1] == length > base.trained_len
         end = min((end for end in ends if end is not None), default=None)
         last = end if end is not None and end < self.longest and self.policy != "frozen" else None
-        choice = None if step is None else RotaryChoice(length if self.policy == "frozen" else None, step, end)
+        choice = None if step is None else AutoScalingChoice(length if self.policy == "frozen" else None, step, end)
         return RotaryStage(tuple(specs), last, tuple(lengths), single, choice)
 
     def groups_in(self, stage: RotaryStage) -> tuple[RotaryGroup, ...]:
@@ -164,7 +164,7 @@ def make_plan(
 
 
 def make_auto_plan(
-    ladder: RotaryLadder, longest: int, rope_update: RopeUpdate | None, *, exact: bool = False
+    ladder: AutoScalingThresholds, longest: int, rope_update: RopeUpdate | None, *, exact: bool = False
 ) -> RotaryPlan:
     """The plan of a request of at most `longest` tokens whose scaling is chosen by length.
 
@@ -185,7 +185,7 @@ def _moves_keys(scaling: RopeScaling | None) -> bool:
     """Whether a scaling rotates keys elsewhere than where they stand."""
     if scaling is None:
         return False
-    return scaling.rope_type in _KEYS_ELSEWHERE or any(_moves_keys(inner) for _, inner in scaling.groups)
+    return scaling.rope_type in _KEY_MOVING_KINDS or any(_moves_keys(inner) for _, inner in scaling.groups)
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +199,7 @@ class RotaryPlanner:
 
     groups: tuple[RotaryGroup, ...]
     update: RopeUpdate | None = None
-    ladder: RotaryLadder | None = None
+    ladder: AutoScalingThresholds | None = None
     auto: bool = False
 
     def chooses(self, scaling: RopeScaling | None) -> bool:

@@ -15,8 +15,17 @@ from typing import Any, cast
 
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.distances import PLAIN, Distances, distances_of
-from windlass.engine.rotary.fields import INVALID, KINDS, UNKNOWN, Value, read_fields, read_rope_type, shown, shown_key
+from windlass.engine.rotary.distances import PLAIN_DISTANCES, Distances, resolve_distances
+from windlass.engine.rotary.fields import (
+    INVALID,
+    KINDS,
+    UNKNOWN,
+    Value,
+    format_key,
+    format_value,
+    read_fields,
+    read_rope_type,
+)
 
 FULL_ATTENTION = "full_attention"
 SLIDING_ATTENTION = "sliding_attention"
@@ -26,7 +35,7 @@ NESTED = "nested"  # `rope_type` of an object that names groups
 # Kinds that change the base, which learned frequencies do not have.
 _NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
 # Kinds that change how far keys seem, which needs layers that see as far as there are keys.
-OF_DISTANCES = ("dual_chunk", "self_extend", "rerope", "log_n")
+DISTANCE_KINDS = ("dual_chunk", "self_extend", "rerope", "log_n")
 
 # Beyond these a request could only produce infinities or noise, never text.
 _MAX_FREQUENCY = 1e6
@@ -51,7 +60,7 @@ class RopeScaling:
         """Read a flat object, or one nested by group name; raises RequestError naming the field as `param`.field."""
         if not isinstance(obj, Mapping):
             raise RequestError(
-                f'{param} must be an object such as {{"rope_type": "yarn", "factor": 4}}, got {shown(obj)}',
+                f'{param} must be an object such as {{"rope_type": "yarn", "factor": 4}}, got {format_value(obj)}',
                 param,
                 INVALID,
             )
@@ -66,8 +75,8 @@ class RopeScaling:
         for key in obj:
             if key not in GROUP_NAMES:
                 raise RequestError(
-                    f"{param}.{shown_key(key)} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
-                    f"{param}.{shown_key(key)}",
+                    f"{param}.{format_key(key)} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
+                    f"{param}.{format_key(key)}",
                     UNKNOWN,
                 )
         groups = []
@@ -118,7 +127,7 @@ class RotaryBase:
     rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate at all; None: all of them.
     inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
     been read from the checkpoint.
-    own_distances: why this model's distances are not to be changed, None where they may be.
+    fixed_distances_reason: why this model's distances are not to be changed, None where they may be.
     scales_scores: YaRN's `mscale_all_dim` multiplies whole scores too, as it does with latent attention.
     unrotated: what tells positions apart in a model none of whose layers rotates; None where some do.
     """
@@ -129,7 +138,7 @@ class RotaryBase:
     trained_len: int
     rotating_pairs: int | None = None
     inv_freq: tuple[float, ...] | None = None
-    own_distances: str | None = None
+    fixed_distances_reason: str | None = None
     scales_scores: bool = False
     unrotated: str | None = None
 
@@ -164,7 +173,7 @@ class RotarySpec:
 
     inv_freq: tuple[float, ...]
     rotary_scale: float = 1.0
-    distances: Distances = PLAIN
+    distances: Distances = PLAIN_DISTANCES
     score_scale: float = 1.0
 
     @property
@@ -251,7 +260,7 @@ def resolve(
             f"{param}.mscale_all_dim",
             INVALID,
         )
-    distances = distances_of(
+    distances = resolve_distances(
         scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
     )
     return RotarySpec(inv_freq, rotary_scale, distances, score_scale)
@@ -297,10 +306,10 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             f"{param}.rope_type",
             INVALID,
         )
-    if scaling.rope_type in OF_DISTANCES and base.own_distances is not None:
+    if scaling.rope_type in DISTANCE_KINDS and base.fixed_distances_reason is not None:
         raise RequestError(
-            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.own_distances}: use one of "
-            f"{', '.join(kind for kind in kinds if kind not in OF_DISTANCES)}",
+            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
+            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
             f"{param}.rope_type",
             INVALID,
         )
@@ -323,7 +332,7 @@ def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     if sections is not None and sum(sections) != base.rotary_dim // 2:
         raise RequestError(
             f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
-            f"got {shown(sum(sections))}",
+            f"got {format_value(sum(sections))}",
             f"{param}.mrope_section",
             INVALID,
         )

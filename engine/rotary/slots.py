@@ -7,7 +7,7 @@ from typing import Protocol
 from windlass.engine.rotary.scaling import RotarySpec
 
 
-class RotarySlots(Protocol):
+class RotaryRows(Protocol):
     """Rows of the rotary tables. There are enough for `max_num_seqs` sequences."""
 
     def acquire(self, specs: tuple[RotarySpec, ...], /) -> int: ...

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.engine.rotary.distances import PLAIN, Distances
+from windlass.engine.rotary.distances import PLAIN_DISTANCES, Distances
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec
 from windlass.kernels import Backend
 
@@ -48,7 +48,7 @@ class RotaryTables:
         self.inv_freq = torch.zeros(groups, num_rows, half, dtype=torch.float64, device=self._device)  # [G, R, D/2]
         self.q_scale = torch.ones(groups, num_rows, dtype=torch.float32, device=self._device)  # [G, R]
         self.score_scale = torch.ones(num_rows, dtype=torch.float32, device=self._device)  # [R]
-        self.distances: list[Distances] = [PLAIN] * num_rows
+        self.distances: list[Distances] = [PLAIN_DISTANCES] * num_rows
         self._row_of: dict[tuple[str, ...], int] = {}
         self._key_of: dict[int, tuple[str, ...]] = {}
         self._content: dict[int, tuple[str, ...]] = {}  # what was written to each row last

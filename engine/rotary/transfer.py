@@ -13,12 +13,12 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.rotary.distances import PLAIN, Distances
+from windlass.engine.rotary.distances import PLAIN_DISTANCES, Distances
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RotaryBase, RotarySpec, resolve
 
 
-class RotationTransfer:
+class DraftRotaryMapper:
     """From the specs of a model to those of its draft model. source, target: their rotary groups without a request's scaling."""
 
     def __init__(self, source: Sequence[RotaryGroup], target: Sequence[RotaryGroup]) -> None:
@@ -35,19 +35,21 @@ class RotationTransfer:
         """
         found = []
         for group, origin, default in zip(self._target, self._origin, self._default, strict=True):
-            distances, spec = specs[origin].distances, replace(specs[origin], distances=PLAIN)
-            own = spec == replace(self._own[origin], distances=PLAIN)
-            moved = default if own else _transferred(spec, self._source[origin].base, group.base, default)
-            found.append(replace(moved, distances=distances if _can_follow(group.base, distances) else PLAIN))
+            distances, spec = specs[origin].distances, replace(specs[origin], distances=PLAIN_DISTANCES)
+            own = spec == replace(self._own[origin], distances=PLAIN_DISTANCES)
+            moved = default if own else _map_spec(spec, self._source[origin].base, group.base, default)
+            found.append(
+                replace(moved, distances=distances if _supports_distances(group.base, distances) else PLAIN_DISTANCES)
+            )
         return tuple(found)
 
 
-def _can_follow(base: RotaryBase, distances: Distances) -> bool:
+def _supports_distances(base: RotaryBase, distances: Distances) -> bool:
     """Whether the rule of the model makes sense on its draft model too, which otherwise goes on by its own distances."""
-    return base.own_distances is None and max(distances.most, distances.near or 0) <= base.trained_len
+    return base.fixed_distances_reason is None and max(distances.most, distances.near or 0) <= base.trained_len
 
 
-def _transferred(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:
+def _map_spec(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:
     if source.inv_freq is not None or target.inv_freq is not None:
         return default  # learned frequencies have no scale in common
     known = sorted(
@@ -57,15 +59,15 @@ def _transferred(spec: RotarySpec, source: RotaryBase, target: RotaryBase, defau
     )
     if not known:
         return default
-    places, ratios = [place for place, _ in known], [ratio for _, ratio in known]
-    scaled = tuple(f * _between(math.log(f), places, ratios) if f > 0 else f for f in target.unscaled())
+    log_frequencies, ratios = [log_frequency for log_frequency, _ in known], [ratio for _, ratio in known]
+    scaled = tuple(f * _interpolate(math.log(f), log_frequencies, ratios) if f > 0 else f for f in target.unscaled())
     return RotarySpec(scaled, spec.rotary_scale)
 
 
-def _between(place: float, places: Sequence[float], ratios: Sequence[float]) -> float:
+def _interpolate(log_frequency: float, log_frequencies: Sequence[float], ratios: Sequence[float]) -> float:
     """The ratio at a place, on the line between its neighbours; at and past the ends that of the end."""
-    at = bisect_left(places, place)
-    if at == 0 or at == len(places):
+    at = bisect_left(log_frequencies, log_frequency)
+    if at == 0 or at == len(log_frequencies):
         return ratios[0] if at == 0 else ratios[-1]
-    share = (place - places[at - 1]) / (places[at] - places[at - 1])
+    share = (log_frequency - log_frequencies[at - 1]) / (log_frequencies[at] - log_frequencies[at - 1])
     return ratios[at - 1] + share * (ratios[at] - ratios[at - 1])

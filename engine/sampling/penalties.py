@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.grammar.mask import Mask
-from windlass.engine.sampling.repeats import Repeats
+from windlass.engine.sampling.grammar.mask import GrammarMask
+from windlass.engine.sampling.repeats import DryPenalty
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.thinking import forced_token
 from windlass.kernels import LogitsChanges, Penalties
@@ -28,11 +28,11 @@ def changes_logits(sampling: SamplingParams) -> bool:
         or sampling.bad_words
         or sampling.thinking is not None
         or sampling.grammar is not None
-        or penalises(sampling)
+        or uses_penalties(sampling)
     )
 
 
-def penalises(sampling: SamplingParams) -> bool:
+def uses_penalties(sampling: SamplingParams) -> bool:
     """Whether a row depends on what is kept of the tokens before it from row to row."""
     return _counts(sampling) or sampling.repeats is not None
 
@@ -60,9 +60,9 @@ class LogitsProcessor:
         self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
         self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
         self._counts = TokenCounts(device) if _counts(sampling) else None
-        self._repeats = None if sampling.repeats is None else Repeats(sampling.repeats)
+        self._repeats = None if sampling.repeats is None else DryPenalty(sampling.repeats)
 
-    def changes(self, slot: SampleSlot, mask: Mask | None = None) -> LogitsChanges:
+    def changes(self, slot: SampleSlot, mask: GrammarMask | None = None) -> LogitsChanges:
         """What is to be done to the slot's row of logits now. The tensors are those of the next call too. mask: its grammar's."""
         counted, in_output = self._nothing, self._no_numbers
         if self._counts is not None:
@@ -109,41 +109,41 @@ class TokenCounts:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._start_over()
+        self._reset()
 
-    def _start_over(self) -> None:
-        self._place: dict[int, int] = {}
-        self._seen = 0
+    def _reset(self) -> None:
+        self._index_of: dict[int, int] = {}
+        self._num_counted = 0
         self._used = 0
         self._ids = torch.zeros(0, dtype=torch.int64, device=self._device)
         self._in_output = torch.zeros(0, dtype=torch.float32, device=self._device)
 
     def update(self, token_ids: Sequence[int], num_prompt_tokens: int) -> None:
         """Count what lies beyond the tokens counted before; a shorter list starts over."""
-        if len(token_ids) < self._seen:
-            self._start_over()
-        if len(token_ids) == self._seen:
+        if len(token_ids) < self._num_counted:
+            self._reset()
+        if len(token_ids) == self._num_counted:
             return
-        if len(token_ids) == self._seen + 1 and self._device.type == "cpu":  # a step's token, most often
-            place = self._place.get(token_ids[-1])
-            if place is not None:
-                self._in_output.numpy()[place] += self._seen >= num_prompt_tokens
-                self._seen += 1
+        if len(token_ids) == self._num_counted + 1 and self._device.type == "cpu":  # a step's token, most often
+            index = self._index_of.get(token_ids[-1])
+            if index is not None:
+                self._in_output.numpy()[index] += self._num_counted >= num_prompt_tokens
+                self._num_counted += 1
                 return
         added: dict[int, int] = {}
-        for position in range(self._seen, len(token_ids)):
+        for position in range(self._num_counted, len(token_ids)):
             token = token_ids[position]
             added[token] = added.get(token, 0) + (position >= num_prompt_tokens)
-        self._seen = len(token_ids)
-        fresh = [token for token in added if token not in self._place]
+        self._num_counted = len(token_ids)
+        fresh = [token for token in added if token not in self._index_of]
         if fresh:
-            self._place.update(zip(fresh, range(self._used, self._used + len(fresh)), strict=True))
+            self._index_of.update(zip(fresh, range(self._used, self._used + len(fresh)), strict=True))
             self._reserve(self._used + len(fresh))
             self._ids[self._used : self._used + len(fresh)] = torch.tensor(fresh, device=self._device)
             self._used += len(fresh)
-        places = torch.tensor([self._place[token] for token in added], device=self._device)
+        indices = torch.tensor([self._index_of[token] for token in added], device=self._device)
         counts = torch.tensor(list(added.values()), dtype=torch.float32, device=self._device)
-        self._in_output.index_add_(0, places, counts)
+        self._in_output.index_add_(0, indices, counts)
 
     def tensors(self) -> tuple[Tensor, Tensor]:
         """(distinct token ids [n] int64, their number in the output [n] float32)."""

@@ -1,6 +1,6 @@
 """What a backend's draws are told of each live sequence, kept from step to step.
 
-Responsible for turning sample slots into `kernels.Draw`: settings are written once per sequence, a step adds the row, the
+Responsible for turning sample slots into `kernels.SamplingRow`: settings are written once per sequence, a step adds the row, the
 uniform number and what its processor has to say. It computes no logits and knows nothing of scheduling.
 """
 
@@ -12,12 +12,12 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.grammar.mask import Mask
+from windlass.engine.sampling.grammar.mask import GrammarMask
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.penalties import LogitsProcessor, changes_logits, penalties_of
 from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.uniform import exclusion_chance, uniform
-from windlass.kernels import Backend, Draw, Filters
+from windlass.engine.sampling.uniform import uniform, xtc_uniform
+from windlass.kernels import Backend, Filters, SamplingRow
 
 
 def filters_of(sampling: SamplingParams, vocab_size: int) -> Filters:
@@ -27,74 +27,74 @@ def filters_of(sampling: SamplingParams, vocab_size: int) -> Filters:
 
 
 @dataclass(slots=True)
-class _Prepared:
+class _SequenceSampling:
     """call: the last call that used it, so that two slots of one sequence in one call do not share it."""
 
     slot: SampleSlot
-    draw: Draw
+    draw: SamplingRow
     processor: LogitsProcessor | None
     call: int = -1
 
 
-class PreparedDraws:
+class SamplingState:
     """Draws from rows of `vocab_size` logits. masks: of the samples that have a grammar."""
 
     def __init__(self, vocab_size: int, backend: Backend, masks: GrammarMasks | None) -> None:
         self._masks = masks
         self._vocab_size, self._device = vocab_size, backend.device
-        self._drawer = backend.drawer(vocab_size)
-        self._kept: dict[int, _Prepared] = {}
+        self._drawer = backend.token_sampler(vocab_size)
+        self._entries: dict[int, _SequenceSampling] = {}
         self._calls = 0
 
     def __len__(self) -> int:
-        return len(self._kept)
+        return len(self._entries)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
-        self._kept.pop(seq_id, None)
+        self._entries.pop(seq_id, None)
 
-    def draw(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[tuple[int, int]]:
-        """(token id, or -1; `DrawStatus`) of each slot; arguments as of `Sampler.sample`, logits float32."""
+    def sample(self, logits: Tensor, slots: Sequence[tuple[int, SampleSlot]]) -> list[tuple[int, int]]:
+        """(token id, or -1; `SamplingStatus`) of each slot; arguments as of `Sampler.sample`, logits float32."""
         self._calls += 1
         draws = []
         for row, slot in slots:
-            kept = self._prepared(slot)
-            one = kept.draw
+            entry = self._sampling_state(slot)
+            one = entry.draw
             one.row = row
             drawn = len(slot.token_ids) - slot.num_prompt_tokens
             if slot.sampling.temperature > 0:
                 one.uniform = uniform(slot.seed, slot.index, drawn)
                 if slot.sampling.xtc_probability > 0:
-                    excludes = exclusion_chance(slot.seed, slot.index, drawn) < slot.sampling.xtc_probability
+                    excludes = xtc_uniform(slot.seed, slot.index, drawn) < slot.sampling.xtc_probability
                     one.exclude_from = slot.sampling.xtc_threshold if excludes else 1.0
-            if kept.processor is None and drawn < slot.sampling.min_tokens:
-                kept.processor = LogitsProcessor(slot, self._device)
-            if kept.processor is not None:
-                one.change(kept.processor.changes(slot, self._mask(slot)))
+            if entry.processor is None and drawn < slot.sampling.min_tokens:
+                entry.processor = LogitsProcessor(slot, self._device)
+            if entry.processor is not None:
+                one.change(entry.processor.changes(slot, self._mask(slot)))
             draws.append(one)
-        self._drawer.draw(logits, draws)
+        self._drawer.sample(logits, draws)
         return [(one.token, one.status) for one in draws]
 
-    def _mask(self, slot: SampleSlot) -> Mask | None:
+    def _mask(self, slot: SampleSlot) -> GrammarMask | None:
         if slot.sampling.grammar is None or self._masks is None:
             return None
         return self._masks.mask(slot)
 
-    def _prepared(self, slot: SampleSlot) -> _Prepared:
-        kept = self._kept.get(slot.seq_id)
-        if kept is not None and kept.call == self._calls:
+    def _sampling_state(self, slot: SampleSlot) -> _SequenceSampling:
+        entry = self._entries.get(slot.seq_id)
+        if entry is not None and entry.call == self._calls:
             return self._prepare(slot)  # another slot of a sequence that this call has met
-        if kept is None:
-            kept = self._kept[slot.seq_id] = self._prepare(slot)
-        elif kept.slot is not slot:
-            same = kept.slot.sampling is slot.sampling or kept.slot.sampling == slot.sampling
-            if not same or kept.slot.stop_ids != slot.stop_ids:
-                kept = self._kept[slot.seq_id] = self._prepare(slot)
-            kept.slot = slot
-        kept.call = self._calls
-        return kept
+        if entry is None:
+            entry = self._entries[slot.seq_id] = self._prepare(slot)
+        elif entry.slot is not slot:
+            same = entry.slot.sampling is slot.sampling or entry.slot.sampling == slot.sampling
+            if not same or entry.slot.stop_ids != slot.stop_ids:
+                entry = self._entries[slot.seq_id] = self._prepare(slot)
+            entry.slot = slot
+        entry.call = self._calls
+        return entry
 
-    def _prepare(self, slot: SampleSlot) -> _Prepared:
+    def _prepare(self, slot: SampleSlot) -> _SequenceSampling:
         s = slot.sampling
         draw = self._drawer.new(filters_of(s, self._vocab_size), penalties_of(s))
-        return _Prepared(slot, draw, LogitsProcessor(slot, self._device) if changes_logits(s) else None)
+        return _SequenceSampling(slot, draw, LogitsProcessor(slot, self._device) if changes_logits(s) else None)

@@ -16,11 +16,11 @@ from numpy.typing import NDArray
 from windlass.engine.api.request import MAX_REPEAT_WINDOW, RepeatPenalty
 
 # More is taken off no logit, so that none becomes infinite by it.
-MOST = 1e38
+MAX_DECREASE = 1e38
 _BITS = MAX_REPEAT_WINDOW.bit_length()  # of a length
 
 
-class Repeats:
+class DryPenalty:
     """Keeps, for every distance back, how long the text before that place equals the text's end.
 
     A new token lengthens the runs of the distances at which it stands, and ends the others: a step costs a few passes over at
@@ -33,10 +33,10 @@ class Repeats:
         self._lengths = sorted({len(sequence) for sequence in self._breaking})
         self._last_ids = frozenset(sequence[0] for sequence in self._breaking)
         self._window = settings.last_n + max(self._lengths, default=0)  # a breaker may begin before the last tokens
-        self._start_over()
+        self._reset()
 
-    def _start_over(self) -> None:
-        self._seen = 0
+    def _reset(self) -> None:
+        self._num_tokens = 0
         self._text: NDArray[np.int64] = np.zeros(0, np.int64)
         self._runs: NDArray[np.int32] = np.zeros(0, np.int32)  # at d - 1 the run of distance d
         self._start = 0
@@ -44,14 +44,14 @@ class Repeats:
 
     def update(self, token_ids: Sequence[int]) -> None:
         """Take in what lies beyond the tokens seen before; a shorter list starts over."""
-        if len(token_ids) < self._seen:
-            self._start_over()
-        if self._seen == 0:
-            self._take_all(token_ids)
+        if len(token_ids) < self._num_tokens:
+            self._reset()
+        if self._num_tokens == 0:
+            self._load(token_ids)
         else:
-            for position in range(self._seen, len(token_ids)):
+            for position in range(self._num_tokens, len(token_ids)):
                 self._append(token_ids[position])
-        self._seen = len(token_ids)
+        self._num_tokens = len(token_ids)
 
     def decreases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
         """(ids, what each loses), each id once."""
@@ -77,14 +77,14 @@ class Repeats:
             distinct, longest = distinct[others], longest[others]
         with np.errstate(over="ignore"):
             amounts = s.multiplier * np.float64(s.base) ** (longest - s.allowed_length)
-        return distinct, np.minimum(amounts, MOST).astype(np.float32)
+        return distinct, np.minimum(amounts, MAX_DECREASE).astype(np.float32)
 
     @property
     def _size(self) -> int:
         return len(self._text) - self._start
 
-    def _take_all(self, token_ids: Sequence[int]) -> None:
-        self._make_room(token_ids[-self._window :])
+    def _load(self, token_ids: Sequence[int]) -> None:
+        self._grow(token_ids[-self._window :])
         text = self._text[self._start :]
         size = min(len(text), self._settings.last_n)
         self._runs[:] = 0
@@ -96,7 +96,7 @@ class Repeats:
 
     def _append(self, token: int) -> None:
         if self._start == 0:
-            self._make_room(self._text[: self._window][::-1])
+            self._grow(self._text[: self._window][::-1])
         distances = min(self._size, self._settings.last_n - 1)
         runs = self._runs[:distances]
         runs += 1
@@ -106,7 +106,7 @@ class Repeats:
         ended = self._breaks(self._text, self._start)
         self._since_breaker = 0 if ended else self._since_breaker + 1
 
-    def _make_room(self, kept: Sequence[int] | NDArray[np.int64]) -> None:
+    def _grow(self, kept: Sequence[int] | NDArray[np.int64]) -> None:
         """Hold these tokens, in the order of the text, with at least as much room before them, so that moves are rare."""
         self._text = np.zeros(2 * max(len(kept), 128), np.int64)
         self._start = len(self._text) - len(kept)

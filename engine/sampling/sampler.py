@@ -18,26 +18,26 @@ from windlass.engine.errors import EngineError, RequestError
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.logprobs import BAD_LOGITS, token_logprobs
 from windlass.engine.sampling.penalties import changes_logits
-from windlass.engine.sampling.prepared_draws import PreparedDraws
+from windlass.engine.sampling.prepared_draws import SamplingState
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling.plan import StepResult
-from windlass.kernels import Backend, DrawStatus
+from windlass.kernels import Backend, SamplingStatus
 
-__all__ = ["Drawn", "Sampler", "token_logprobs"]
+__all__ = ["SampledToken", "Sampler", "token_logprobs"]
 
-_NOTHING_LEFT = (
+_NO_TOKEN_LEFT = (
     "no token is left to draw: the allowed ids, the grammar, bad_words, min_tokens and penalties of this request "
     "exclude everything, or the grammar has become too complex to follow"
 )
 _ERRORS: dict[int, str] = {
-    DrawStatus.BAD_LOGITS: BAD_LOGITS,
-    DrawStatus.NOTHING_LEFT: _NOTHING_LEFT,
-    DrawStatus.NO_SUCH_ID: "this request names a token id outside the vocabulary",
+    SamplingStatus.BAD_LOGITS: BAD_LOGITS,
+    SamplingStatus.NOTHING_LEFT: _NO_TOKEN_LEFT,
+    SamplingStatus.NO_SUCH_ID: "this request names a token id outside the vocabulary",
 }
 
 
 @dataclass(frozen=True, slots=True)
-class Drawn:
+class SampledToken:
     """What one slot drew. error: set when nothing could be drawn for it; then token_id is -1."""
 
     token_id: int
@@ -45,7 +45,7 @@ class Drawn:
     error: EngineError | None = None
 
 
-def takes_largest(slot: SampleSlot) -> bool:
+def is_greedy(slot: SampleSlot) -> bool:
     """Whether what it draws is the largest logit as it comes from the model."""
     sampling = slot.sampling
     if sampling.temperature > 0 or len(slot.token_ids) - slot.num_prompt_tokens < sampling.min_tokens:
@@ -53,7 +53,7 @@ def takes_largest(slot: SampleSlot) -> bool:
     return not changes_logits(sampling)
 
 
-def draws_alone(slot: SampleSlot) -> bool:
+def uses_filters_only(slot: SampleSlot) -> bool:
     """Whether its draws follow from its logits and `Filters` alone, from the next one on, by numbers that are known before."""
     sampling = slot.sampling
     if len(slot.token_ids) - slot.num_prompt_tokens < sampling.min_tokens or sampling.logprobs is not None:
@@ -61,9 +61,9 @@ def draws_alone(slot: SampleSlot) -> bool:
     return sampling.typical_p >= 1 and sampling.xtc_probability <= 0 and not changes_logits(sampling)
 
 
-def result_of(seq_id: int, tokens: Sequence[int], statuses: Sequence[int]) -> StepResult:
-    """What a sequence's passes drew, as far as they count. statuses: a `DrawStatus` of each."""
-    count = next((i for i, status in enumerate(statuses) if status != DrawStatus.OK), len(tokens))
+def multi_step_result(seq_id: int, tokens: Sequence[int], statuses: Sequence[int]) -> StepResult:
+    """What a sequence's passes drew, as far as they count. statuses: a `SamplingStatus` of each."""
+    count = next((i for i, status in enumerate(statuses) if status != SamplingStatus.OK), len(tokens))
     if count == 0:
         return StepResult(seq_id, error=_failure(_ERRORS.get(statuses[0])))
     return StepResult(seq_id, tuple(tokens[:count]))  # what fails after drawn tokens fails again when those are out
@@ -84,16 +84,16 @@ class Sampler:
 
     def __init__(self, vocab_size: int, backend: Backend, masks: GrammarMasks | None = None) -> None:
         self._vocab_size, self._backend, self._masks = vocab_size, backend, masks
-        self._prepared = PreparedDraws(vocab_size, backend, masks)
+        self._sampling_state = SamplingState(vocab_size, backend, masks)
 
     @property
     def num_tracked(self) -> int:
         """Sequences with state held here."""
-        return len(self._prepared)
+        return len(self._sampling_state)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
-        self._prepared.forget(seq_id)
+        self._sampling_state.forget(seq_id)
         if self._masks is not None:
             self._masks.forget(seq_id)
 
@@ -107,7 +107,7 @@ class Sampler:
         logits: Tensor,
         slots: Sequence[tuple[int, SampleSlot]],
         maxima: tuple[Tensor, Tensor] | None = None,
-    ) -> list[Drawn]:
+    ) -> list[SampledToken]:
         """Draw one token per slot.
 
         logits: [R, V] float32, left unchanged. slots: (row of logits, slot); several slots may share a row. maxima: the
@@ -122,17 +122,17 @@ class Sampler:
             logits = logits.float()
         tokens: list[int | None]
         errors: list[str | None]
-        if all(takes_largest(slot) for _, slot in slots):
+        if all(is_greedy(slot) for _, slot in slots):
             best_ids, highest = (found.tolist() for found in maxima or self._backend.row_maxima(logits))
             tokens = [best_ids[row] if math.isfinite(highest[row]) else None for row, _ in slots]
             errors = [None] * len(slots)
         else:
-            drawn = self._prepared.draw(logits, slots)
-            tokens = [token if status == DrawStatus.OK else None for token, status in drawn]
+            drawn = self._sampling_state.sample(logits, slots)
+            tokens = [token if status == SamplingStatus.OK else None for token, status in drawn]
             errors = [_ERRORS.get(status) for _, status in drawn]
         found = self._logprobs(logits, slots, tokens)
         return [
-            Drawn(-1, None, _failure(error)) if token is None else Drawn(token, found.get(i))
+            SampledToken(-1, None, _failure(error)) if token is None else SampledToken(token, found.get(i))
             for i, (token, error) in enumerate(zip(tokens, errors, strict=True))
         ]
 

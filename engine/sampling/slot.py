@@ -9,7 +9,7 @@ from typing import Self, overload
 from windlass.engine.api.request import SamplingParams
 
 
-class Extended(Sequence[int]):
+class ExtendedTokens(Sequence[int]):
     """Token ids followed by a few more, to be read as one list; nothing is copied."""
 
     __slots__ = ("_more", "_token_ids")
@@ -53,4 +53,4 @@ class SampleSlot:
 
     def after(self, more: Sequence[int]) -> Self:
         """The slot once these tokens stand behind its own."""
-        return replace(self, token_ids=Extended(self.token_ids, more))
+        return replace(self, token_ids=ExtendedTokens(self.token_ids, more))

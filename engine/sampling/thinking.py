@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from windlass.engine.api.request import ThinkingBudget
 
-_MOST_LEAD = 2  # tokens, of white space mostly, that may stand before an opening marker
-_MOST_DELAY = 3  # tokens that may finish a character whose first byte was the last of the budget
+_MAX_LEAD = 2  # tokens, of white space mostly, that may stand before an opening marker
+_MAX_DELAY = 3  # tokens that may finish a character whose first byte was the last of the budget
 
 
 def forced_token(budget: ThinkingBudget, token_ids: Sequence[int], num_prompt_tokens: int) -> int | None:
@@ -19,35 +19,35 @@ def forced_token(budget: ThinkingBudget, token_ids: Sequence[int], num_prompt_to
     Where something else came at its place, as a grammar had it, it must come at one of the next.
     """
     drawn = len(token_ids) - num_prompt_tokens
-    longest = _MOST_LEAD + max(map(len, budget.opens), default=0) + len(budget.close) + _MOST_DELAY
+    longest = _MAX_LEAD + max(map(len, budget.opens), default=0) + len(budget.close) + _MAX_DELAY
     if not budget.tokens <= drawn < longest + budget.tokens:
         return None  # as at nearly every step
     output = list(token_ids[num_prompt_tokens:])
-    begin = _begin(budget, output)
+    begin = _thinking_start(budget, output)
     if begin is None:
         return None
-    for tokens in range(budget.tokens, min(budget.tokens + _MOST_DELAY, drawn - begin) + 1):
+    for tokens in range(budget.tokens, min(budget.tokens + _MAX_DELAY, drawn - begin) + 1):
         thought, behind = output[begin : begin + tokens], output[begin + tokens :]
-        if any(_stands_in(thought, marker) for marker in (budget.close, *budget.closes)):
+        if any(_contains(thought, marker) for marker in (budget.close, *budget.closes)):
             return None
-        left = _left(budget.close, thought)
+        left = _remaining_marker(budget.close, thought)
         if len(behind) < len(left) and _starts(left, behind, 0):
             return left[len(behind)]
     return None
 
 
-def _left(close: Sequence[int], thought: list[int]) -> list[int]:
+def _remaining_marker(close: Sequence[int], thought: list[int]) -> list[int]:
     """What closes the thinking: it may have begun to close by itself, and what stands of the marker is not said twice."""
     most = min(len(close) - 1, len(thought))
     said = next(n for n in range(most, -1, -1) if thought[len(thought) - n :] == [*close[:n]])
     return [*close[said:]]
 
 
-def _begin(budget: ThinkingBudget, output: list[int]) -> int | None:
+def _thinking_start(budget: ThinkingBudget, output: list[int]) -> int | None:
     """Where the thinking begins; None where nothing opens it."""
     if not budget.opens:
         return 0
-    for lead in range(_MOST_LEAD + 1):
+    for lead in range(_MAX_LEAD + 1):
         ends = [lead + len(opening) for opening in budget.opens if _starts(output, opening, lead)]
         if ends:
             return max(ends)
@@ -58,5 +58,5 @@ def _starts(tokens: list[int], marker: Sequence[int], at: int) -> bool:
     return tokens[at : at + len(marker)] == [*marker]
 
 
-def _stands_in(tokens: list[int], marker: Sequence[int]) -> bool:
+def _contains(tokens: list[int], marker: Sequence[int]) -> bool:
     return any(_starts(tokens, marker, at) for at in range(len(tokens) - len(marker) + 1))

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import hashlib
 
-_EXCLUSION = b"exclusion"
+_XTC = b"exclusion"
 
 
-def exclusion_chance(seed: int, index: int, position: int) -> float:
+def xtc_uniform(seed: int, index: int, position: int) -> float:
     """The number that decides whether top choices are excluded: another one than the draw's at the same place."""
-    return _number(seed, index, position, _EXCLUSION)
+    return _number(seed, index, position, _XTC)
 
 
 def uniform(seed: int, index: int, position: int) -> float:

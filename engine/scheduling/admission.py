@@ -13,8 +13,8 @@ from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.scheduling.restoring import Restoring
-from windlass.engine.scheduling.reuse import PassageReuser
+from windlass.engine.scheduling.restoring import KVRestorer
+from windlass.engine.scheduling.reuse import NonPrefixReuse
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import ContextLimits
 
@@ -32,20 +32,24 @@ class Admission:
         config: SchedulerConfig,
         limits: ContextLimits,
         blocks: BlockManager,
-        reuse: PassageReuser,
-        restoring: Restoring | None = None,
+        reuse: NonPrefixReuse,
+        restoring: KVRestorer | None = None,
     ) -> None:
         self._reuse = reuse
         self._config = config
         self._limits = limits
         self._blocks = blocks
-        self._restoring = restoring
+        self._kv_restorer = restoring
         self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
 
     def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
         """Raise RequestError unless the request, alone in the engine, can run to its end."""
-        prompt, sampling, held = len(request.prompt_token_ids), request.sampling, self._limits.held(request.context)
-        limit = held.longest_prompt
+        prompt, sampling, context_limits = (
+            len(request.prompt_token_ids),
+            request.sampling,
+            self._limits.context_limits(request.context),
+        )
+        limit = context_limits.longest_prompt
         if prompt == 0:
             raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
         if sampling.n < 1:
@@ -57,19 +61,23 @@ class Admission:
                 f"the prompt has {prompt} tokens and the context holds {limit}, at least one of them for the output"
             )
             raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
-        if request.reuse is not None and request.reuse.takes_any and self._limits.reuse_refusal is not None:
+        if request.reuse is not None and request.reuse.is_enabled and self._limits.reuse_refusal is not None:
             raise RequestError(f"cache_reuse: {self._limits.reuse_refusal}", "cache_reuse", "unsupported_value")
         # The last output token is never computed, so it needs no slot.
-        longest = min(max(prompt, min(prompt + sampling.max_tokens, held.longest) - 1), held.most_slots(1))
+        longest = min(
+            max(prompt, min(prompt + sampling.max_tokens, context_limits.longest) - 1), context_limits.max_slots(1)
+        )
         stage = rotation.stage(prompt)
         last, final = stage.last_length, rotation.stage(longest)
-        far = any(spec.distances.keeps_far_keys for spec in (*stage.specs, *final.specs))
+        far = any(spec.distances.has_second_keys for spec in (*stage.specs, *final.specs))
         # Keys that are re-rotated stand in the cache twice, as computed and as re-rotated; and so do those that seem nearer
         # from far away.
         turns = rotation.policy == "rotate" and last is not None and longest > last
         copies = 2 if turns or far else 1
         for need, pool in zip(
-            self._blocks.min_blocks(longest, shifts=held.window is not None, sinks_window=held.sinks_window),
+            self._blocks.min_blocks(
+                longest, shifts=context_limits.window is not None, sinks_window=context_limits.sinks_window
+            ),
             self._blocks.pools,
             strict=True,
         ):
@@ -109,27 +117,27 @@ class Admission:
                 continue
             if running and self._was_just_blocked(seq, step):
                 return None
-            if seq.cache.is_parked:
-                if not running or self._has_room(seq, running):
+            if seq.cache.is_swapped_out:
+                if not running or self._has_free_blocks(seq, running):
                     return seq, False
                 self._blocked = (seq.seq_id, step, self._blocks.available())
                 return None
-            if self._restoring is not None and self._restoring.holds_back(seq):
+            if self._kv_restorer is not None and self._kv_restorer.should_wait(seq):
                 continue
             hit, full = 0, False
-            if not seq.needs_every_row:
+            if not seq.needs_full_prefill:
                 hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
             if self._find_prefix_source(seq, hit, running):
                 continue
             before = self._blocks.available()
             self._blocks.attach(seq.cache, hit)
             if not full:
-                self._reuse.look(seq)
-            if running and not self._has_room(seq, running):
+                self._reuse.find_passages(seq)
+            if running and not self._has_free_blocks(seq, running):
                 self._blocks.free(seq.cache)
                 self._blocked = (seq.seq_id, step, before)
                 return None
-            if self._restoring is not None and self._restoring.looks_again(seq, hit + full):
+            if self._kv_restorer is not None and self._kv_restorer.should_wait_again(seq, hit + full):
                 self._blocks.free(seq.cache)
                 continue
             return seq, full
@@ -143,25 +151,25 @@ class Admission:
         grown = any(now > then for now, then in zip(self._blocks.available(), before, strict=True))
         return not grown and step - blocked_at < _RETRY_STEPS
 
-    def _has_room(self, seq: Sequence, running: abc.Sequence[Sequence]) -> bool:
+    def _has_free_blocks(self, seq: Sequence, running: abc.Sequence[Sequence]) -> bool:
         """Whether all known tokens of `seq` fit beside what running sequences still need for theirs, with 1 % spare."""
         chunk = self._config.max_num_batched_tokens
         # Of states one is left to copy to, whoever comes to the end of a block.
         spare = [p.num_available - (int(p.holds_states) or p.num_blocks // 100) for p in self._blocks.pools]
         for other in (seq, *running):
-            slots = min(other.num_tokens + other.cache.final_slot_offset, other.held.most_slots(chunk))
-            need = self._blocks.blocks_to_come(other.cache, slots, chunk, rerotates=other.will_rerotate)
+            slots = min(other.num_tokens + other.cache.final_slot_offset, other.context_limits.max_slots(chunk))
+            need = self._blocks.blocks_still_needed(other.cache, slots, chunk, rerotates=other.will_rerotate)
             spare = [s - n for s, n in zip(spare, need, strict=True)]
         return min(spare) >= 0
 
     def _is_prefix_coming(self, seq: Sequence) -> bool:
         """Whether the sequence that `seq` waits for still runs and has not got there yet."""
-        if seq.waits_for is None:
+        if seq.awaited_prefix is None:
             return False
-        other, num_tokens = seq.waits_for
+        other, num_tokens = seq.awaited_prefix
         if other.status is SequenceStatus.RUNNING and other.cache.num_computed_tokens < num_tokens:
             return True
-        seq.waits_for = None
+        seq.awaited_prefix = None
         return False
 
     def _find_prefix_source(self, seq: Sequence, hit: int, running: abc.Sequence[Sequence]) -> bool:
@@ -170,7 +178,7 @@ class Admission:
         Waiting costs nothing then, as the other one is served first anyway, and requests that arrive together with the
         same long prompt compute it once.
         """
-        if not self._blocks.enable_prefix_caching or seq.needs_every_row or seq.cache.private:
+        if not self._blocks.enable_prefix_caching or seq.needs_full_prefill or seq.cache.private:
             return False
         size = self._blocks.block_size
         usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
@@ -180,6 +188,6 @@ class Admission:
             if other.num_uncomputed_tokens > 1 and not other.cache.private:
                 common = min(usable, seq.cache.chain.common_blocks(other.cache.chain))
                 if common > hit and other.cache.num_computed_tokens < common * size:
-                    seq.waits_for = (other, common * size)
+                    seq.awaited_prefix = (other, common * size)
                     return True
         return False

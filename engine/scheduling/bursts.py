@@ -15,11 +15,11 @@ from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep
 
-MOST_PASSES = 8  # what arrives meanwhile waits for the end
+MAX_PASSES = 8  # what arrives meanwhile waits for the end
 _SHARE = 0.25  # of the last step in what is known of a pass
 
 
-class Bursts:
+class MultiStepDecoding:
     """seconds: how long a step of several passes may last; 0: there are none."""
 
     def __init__(self, seconds: float, blocks: BlockManager) -> None:
@@ -28,36 +28,36 @@ class Bursts:
 
     def extend(self, step: PlannedStep) -> None:
         """Let a planned step go on for more passes, where it holds running streams and nothing else, from free blocks."""
-        if self._seconds <= 0 or not step.chunks or step.moves_pages:
+        if self._seconds <= 0 or not step.chunks or step.has_page_operations:
             return
-        passes = self._most_passes(len(step.chunks), self._seconds)
+        num_passes = self._max_passes(len(step.chunks), self._seconds)
         for chunk in step.chunks:
-            if passes < 2:
+            if num_passes < 2:
                 return
-            passes = min(passes, 1 + chunk.seq.num_tokens_ahead) if chunk.is_next_token else 1
+            num_passes = min(num_passes, 1 + chunk.seq.num_lookahead_tokens) if chunk.is_next_token else 1
         for chunk in step.chunks:
-            passes = min(passes, self._blocks.capacity(chunk.seq.cache, passes))
-            step.copies += self._blocks.allocate(chunk.seq.cache, passes)
-        step.passes = passes
+            num_passes = min(num_passes, self._blocks.capacity(chunk.seq.cache, num_passes))
+            step.copies += self._blocks.allocate(chunk.seq.cache, num_passes)
+        step.num_passes = num_passes
 
-    def extend_ahead(self, chunks: Sequence[PlannedChunk], ahead: int) -> int:
+    def extend_async(self, chunks: Sequence[PlannedChunk], ahead: int) -> int:
         """How many passes streams may have behind `ahead` others that are not over: their blocks are taken then. 0: none.
 
         What arrives waits for both, so each has half the time.
         """
-        passes = max(1, self._most_passes(len(chunks), self._seconds / 2))
+        num_passes = max(1, self._max_passes(len(chunks), self._seconds / 2))
         for chunk in chunks:
-            passes = min(passes, 1 + chunk.seq.num_tokens_ahead - ahead)
+            num_passes = min(num_passes, 1 + chunk.seq.num_lookahead_tokens - ahead)
         for chunk in chunks:
-            passes = min(passes, self._blocks.capacity(chunk.seq.cache, ahead + passes) - ahead)
-            if passes < 1:
+            num_passes = min(num_passes, self._blocks.capacity(chunk.seq.cache, ahead + num_passes) - ahead)
+            if num_passes < 1:
                 return 0
-            self._blocks.allocate(chunk.seq.cache, ahead + passes)
-        return passes
+            self._blocks.allocate(chunk.seq.cache, ahead + num_passes)
+        return num_passes
 
-    def _most_passes(self, rows: int, seconds: float) -> int:
+    def _max_passes(self, rows: int, seconds: float) -> int:
         known = self._pass_seconds.get(rows.bit_length())
-        return 1 if known is None else min(MOST_PASSES, int(seconds / known))
+        return 1 if known is None else min(MAX_PASSES, int(seconds / known))
 
     def observe(self, output: SchedulerOutput, seconds: float) -> None:
         """Learn from a finished step of running streams alone how long a pass takes."""
@@ -66,6 +66,6 @@ class Bursts:
             return
         if any(item.start + 1 < item.num_known_tokens for item in output.sequences):
             return
-        size, one = rows.bit_length(), seconds / output.passes
+        size, one = rows.bit_length(), seconds / output.num_passes
         known = self._pass_seconds.get(size, one)
         self._pass_seconds[size] = known + _SHARE * (one - known)

@@ -11,13 +11,13 @@ from dataclasses import dataclass
 
 
 @dataclass(frozen=True, slots=True)
-class ChunkCuts:
+class ChunkBoundaries:
     """fewest: new tokens of a sequence from which all are treated alike, 0 where any are. block: tokens of a cached block.
-    at_blocks: chunks end with blocks, the last one aside."""
+    align_to_blocks: chunks end with blocks, the last one aside."""
 
     fewest: int = 0
     block: int = 1
-    at_blocks: bool = False
+    align_to_blocks: bool = False
 
     def end(self, known: int) -> int:
         """Where the end of so many tokens begins: the cache is looked up in whole blocks, and the last token never."""
@@ -32,7 +32,7 @@ class ChunkCuts:
 
     def longest(self, start: int, due: int, tokens: int) -> int:
         """How many of the `due` tokens from `start` on a chunk takes that may take so many; perhaps none."""
-        if self.at_blocks:
+        if self.align_to_blocks:
             return self._to_end_of_block(start, due, tokens)
         if tokens >= due or not self.fewest:
             return min(tokens, due)
@@ -52,4 +52,4 @@ class ChunkCuts:
         return end - start if end - start >= max(1, self.fewest) else 0
 
 
-NO_CUTS = ChunkCuts()
+NO_BOUNDARIES = ChunkBoundaries()

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections import deque
 from dataclasses import dataclass, field
 
-from windlass.engine.api.request import MAX_SAMPLES, STEP_TOKENS, EngineStats
+from windlass.engine.api.request import MAX_TIMING_SAMPLES, STEP_TOKENS, EngineStats
 from windlass.engine.scheduling.sequence import Sequence
 
 _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reuse")
@@ -14,7 +14,7 @@ _RECOMPUTE_REASONS = ("preemption", "full_prefix_hit", "rope_update", "cache_reu
 
 @dataclass(slots=True)
 class SchedulerCounters:
-    """Counters that only grow, and per-request durations in seconds that wait to be drained: the last MAX_SAMPLES of each."""
+    """Counters that only grow, and per-request durations in seconds that wait to be drained: the last MAX_TIMING_SAMPLES of each."""
 
     num_steps: int = 0
     num_preemptions: int = 0
@@ -34,10 +34,10 @@ class SchedulerCounters:
     spec_decode_model_num_drafts: int = 0
     spec_decode_model_num_draft_tokens: int = 0
     spec_decode_model_num_accepted_tokens: int = 0
-    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
-    inference_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_SAMPLES))
+    queue_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    prefill_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    decode_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
+    inference_seconds: deque[float] = field(default_factory=lambda: deque(maxlen=MAX_TIMING_SAMPLES))
     step_tokens: list[int] = field(default_factory=lambda: [0] * (len(STEP_TOKENS) + 1))
     step_tokens_sum: int = 0
 
@@ -50,14 +50,16 @@ class SchedulerCounters:
     def count_chunk(self, seq: Sequence, num_tokens: int) -> None:
         """Book the next `num_tokens` tokens of `seq` as planned."""
         start = seq.cache.num_computed_tokens
-        if start == seq.num_seen_tokens and start >= seq.num_prompt_tokens and start >= seq.full_hit_end:
+        if start == seq.max_computed_tokens and start >= seq.num_prompt_tokens and start >= seq.full_hit_end:
             return  # a stream's next token, seen for the first time
         end = start + num_tokens
-        seen = min(max(start, seq.num_seen_tokens), end)
+        seen = min(max(start, seq.max_computed_tokens), end)
         self.recomputed_tokens[seq.recompute_reason] += seen - start
         self.recomputed_tokens["full_prefix_hit"] += max(0, min(end, seq.full_hit_end) - seen)
         # Those that came from the cache are counted here too, now that they are put to use.
-        self.prompt_tokens += max(0, min(end, seq.num_prompt_tokens) - min(seq.num_seen_tokens, seq.num_prompt_tokens))
+        self.prompt_tokens += max(
+            0, min(end, seq.num_prompt_tokens) - min(seq.max_computed_tokens, seq.num_prompt_tokens)
+        )
 
     def count_hit(self, seq: Sequence, full: bool, *, looked_up: bool) -> None:
         """Book that the tokens of `seq` computed by now, and those of passages to come, are from the cache.

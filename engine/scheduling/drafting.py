@@ -12,7 +12,7 @@ from windlass.engine.scheduling.ngram import NgramIndex
 _LONGEST_PAUSE = 64
 
 
-class Pace:
+class DraftLengthController:
     """How many tokens one sequence may propose next, learnt from what became of its earlier proposals.
 
     Proposals that are accepted double the next one; one that is rejected outright halves it. A sequence whose single
@@ -48,13 +48,13 @@ class Pace:
 
 
 @dataclass(slots=True)
-class Drafting:
+class DraftState:
     """What one sequence remembers of its own text and proposals. drafted: the pace of those of a draft model.
 
     behind: tokens that the draft model has not computed, since nobody asked it.
     """
 
     index: NgramIndex
-    pace: Pace
-    drafted: Pace
-    behind: int = 0
+    pace: DraftLengthController
+    drafted: DraftLengthController
+    draft_lag: int = 0

@@ -31,10 +31,10 @@ class NgramIndex:
     def extend(self, token_ids: Sequence[int], max_tokens: int) -> bool:
         """Take in up to `max_tokens` tokens not seen yet, and tell whether that was all. token_ids: the growing list."""
         n, latest, previous = self._min_match, self._latest, self._previous
-        for place in range(len(previous), min(len(token_ids), len(previous) + max_tokens)):
-            run = tuple(token_ids[place - n : place])
+        for position in range(len(previous), min(len(token_ids), len(previous) + max_tokens)):
+            run = tuple(token_ids[position - n : position])
             previous.append(latest.get(run, -1))
-            latest[run] = place
+            latest[run] = position
         return len(previous) >= len(token_ids)
 
     def propose(self, token_ids: Sequence[int], count: int) -> tuple[int, ...]:
@@ -46,25 +46,28 @@ class NgramIndex:
         length = len(token_ids)
         if length < self._min_match or count < 1:
             return ()
-        place = self._latest.get(tuple(token_ids[length - self._min_match :]), -1)
+        position = self._latest.get(tuple(token_ids[length - self._min_match :]), -1)
         best, longest = -1, 0
         for _ in range(_MAX_CANDIDATES):
-            if place < 0:
+            if position < 0:
                 break
-            agreed = self._agreement(token_ids, place)
+            agreed = self._agreement(token_ids, position)
             if agreed > longest:
-                best, longest = place, agreed
+                best, longest = position, agreed
             if agreed == self._max_match:
                 break
-            place = self._previous[place]
+            position = self._previous[position]
         if best < 0:
             return ()
         period = length - best
         return tuple(token_ids[best + i % period] for i in range(count))
 
-    def _agreement(self, token_ids: Sequence[int], place: int) -> int:
-        """How many tokens before `place` equal those before the end, min_match .. max_match."""
+    def _agreement(self, token_ids: Sequence[int], position: int) -> int:
+        """How many tokens before `position` equal those before the end, min_match .. max_match."""
         length, agreed = len(token_ids), self._min_match
-        while agreed < min(self._max_match, place) and token_ids[place - 1 - agreed] == token_ids[length - 1 - agreed]:
+        while (
+            agreed < min(self._max_match, position)
+            and token_ids[position - 1 - agreed] == token_ids[length - 1 - agreed]
+        ):
             agreed += 1
         return agreed

@@ -32,7 +32,7 @@ class _Average:
 
 
 @dataclass(slots=True)
-class _Streams:
+class _BatchSizeStats:
     """What is known of steps of about as many streams.
 
     skip_plain, skip_drafted: steps that are still not measured. wait: steps left of a pause; trial: steps left of a trial.
@@ -48,7 +48,7 @@ class _Streams:
     trial: int = 0
 
     @property
-    def loses(self) -> bool:
+    def is_slower(self) -> bool:
         """Whether tokens come slower with the draft model, once enough is known to tell."""
         plain, drafted = self.plain, self.drafted
         if plain.num_steps < _ENOUGH or drafted.num_steps < _ENOUGH:
@@ -56,12 +56,12 @@ class _Streams:
         return drafted.tokens * plain.seconds < plain.tokens * drafted.seconds
 
 
-class Payoff:
+class DraftPayoff:
     """Where drafting loses it pauses, 8, 16, … up to 256 steps, between trials of a few. Numbers of streams are told apart by
     powers of two."""
 
     def __init__(self) -> None:
-        self._known: dict[int, _Streams] = {}
+        self._known: dict[int, _BatchSizeStats] = {}
         self._last: tuple[_Average, int, float] | None = None  # a step whose accepted tokens are still coming
 
     def allows(self, num_streams: int) -> bool:
@@ -73,10 +73,10 @@ class Payoff:
         if found.trial > 0:
             found.trial -= 1
             return True
-        self.settle()
+        self.finish_step()
         if found.plain.num_steps < _ENOUGH:
             return False  # something to compare with
-        if found.loses:
+        if found.is_slower:
             found.pause = found.wait = min(_LONGEST_PAUSE, max(_SHORTEST_PAUSE, 2 * found.pause))
             # A trial is judged by itself; in its first step the draft model computes what it has missed meanwhile.
             found.trial, found.drafted, found.skip_drafted = _TRIAL, _Average(), 1
@@ -99,18 +99,18 @@ class Payoff:
         else:
             self._last = (found.drafted if drafted else found.plain), num_streams, seconds
 
-    def accept(self, num_tokens: int) -> None:
+    def add_accepted(self, num_tokens: int) -> None:
         """Add accepted tokens to the step that was observed last."""
         if self._last is not None:
             average, tokens, seconds = self._last
             self._last = average, tokens + num_tokens, seconds
 
-    def settle(self) -> None:
+    def finish_step(self) -> None:
         """Nothing more was accepted of the step that was observed last."""
         if self._last is not None:
             average, tokens, seconds = self._last
             self._last = None
             average.add(tokens, seconds)
 
-    def _of(self, num_streams: int) -> _Streams:
-        return self._known.setdefault(num_streams.bit_length(), _Streams(_Average(), _Average()))
+    def _of(self, num_streams: int) -> _BatchSizeStats:
+        return self._known.setdefault(num_streams.bit_length(), _BatchSizeStats(_Average(), _Average()))

@@ -9,30 +9,30 @@ from bisect import insort
 from collections import abc
 
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.rotary.slots import RotarySlots
+from windlass.engine.rotary.slots import RotaryRows
 from windlass.engine.scheduling.counters import SchedulerCounters
-from windlass.engine.scheduling.plan_writer import PlanWriter
-from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_of
-from windlass.engine.scheduling.stages import StageChanges
+from windlass.engine.scheduling.plan_writer import SchedulerOutputBuilder
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_key
+from windlass.engine.scheduling.stages import FrequencyChanges
 
 
-class Places:
+class SchedulerQueues:
     """max_num_seqs: sequences that run at once."""
 
     def __init__(
         self,
         max_num_seqs: int,
         blocks: BlockManager,
-        rotary: RotarySlots,
-        stages: StageChanges,
-        writer: PlanWriter,
+        rotary: RotaryRows,
+        frequency_changes: FrequencyChanges,
+        output_builder: SchedulerOutputBuilder,
         counters: SchedulerCounters,
     ) -> None:
         self._max_num_seqs = max_num_seqs
         self._blocks = blocks
         self._rotary = rotary
-        self._stages = stages
-        self._writer = writer
+        self._frequency_changes = frequency_changes
+        self._output_builder = output_builder
         self._counters = counters
         self._waiting: list[Sequence] = []
         self._running: list[Sequence] = []
@@ -48,18 +48,18 @@ class Places:
         return self._running
 
     @property
-    def is_free(self) -> bool:
+    def has_capacity(self) -> bool:
         """Whether one more sequence may run."""
         return len(self._running) < self._max_num_seqs
 
     def queue(self, seq: Sequence) -> None:
         """Let a sequence that holds nothing wait; its rank says where in the queue."""
         seq.status = SequenceStatus.WAITING
-        insort(self._waiting, seq, key=rank_of)
+        insort(self._waiting, seq, key=rank_key)
 
     def sort_waiting(self) -> None:
         """Bring those that wait in order, where ranks have become better meanwhile."""
-        self._waiting.sort(key=rank_of)
+        self._waiting.sort(key=rank_key)
 
     def start(self, seq: Sequence) -> None:
         """Let a sequence run, from the queue or as a new sample."""
@@ -67,38 +67,38 @@ class Places:
             self._waiting.remove(seq)
         seq.status = SequenceStatus.RUNNING
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)
-        insort(self._running, seq, key=rank_of)
+        insort(self._running, seq, key=rank_key)
 
-    def preempt(self, seq: Sequence, *, parks: bool = True) -> None:
+    def preempt(self, seq: Sequence, *, may_swap: bool = True) -> None:
         """Take everything but its tokens from a sequence, and let it wait.
 
         One that has dropped tokens would have to compute them all again: its pages are kept aside, as long as no more is
         than the pools hold. parks: they may be.
         """
-        park = (
-            parks
+        swap_out = (
+            may_swap
             and seq.cache.num_shifts > 0
             and not seq.cache.originals
             and bool(seq.cache.tables)
-            and self._may_park(seq)
+            and self._may_swap_out(seq)
         )
-        if park:
-            self._writer.park(seq.seq_id, self._blocks.park(seq.cache))
+        if swap_out:
+            self._output_builder.swap_out(seq.seq_id, self._blocks.swap_out(seq.cache))
         self._unlink(seq)
-        seq.waits_for = None
-        if not park:
-            self._stages.rewind(seq)
+        seq.awaited_prefix = None
+        if not swap_out:
+            self._frequency_changes.reset_after_preemption(seq)
         self.queue(seq)
         self._counters.num_preemptions += 1
 
-    def unpark(self, seq: Sequence) -> None:
+    def swap_in(self, seq: Sequence) -> None:
         """Let a parked sequence that has been started hold what it held; there is room for that."""
-        self._writer.unpark(seq.seq_id, self._blocks.unpark(seq.cache))
+        self._output_builder.swap_in(seq.seq_id, self._blocks.swap_in(seq.cache))
 
-    def _may_park(self, seq: Sequence) -> bool:
+    def _may_swap_out(self, seq: Sequence) -> bool:
         """Whether the pages of all parked sequences, with those of `seq`, are no more than the pools hold."""
-        handles = [seq.cache, *(other.cache for other in self._waiting if other.cache.is_parked)]
-        kept = [sum(counts) for counts in zip(*(handle.held_or_parked() for handle in handles), strict=True)]
+        handles = [seq.cache, *(other.cache for other in self._waiting if other.cache.is_swapped_out)]
+        kept = [sum(counts) for counts in zip(*(handle.held_or_swapped_out() for handle in handles), strict=True)]
         return all(count <= pool.num_blocks for count, pool in zip(kept, self._blocks.pools, strict=True))
 
     def leave(self, seq: Sequence) -> None:
@@ -115,7 +115,7 @@ class Places:
         elif seq.status is SequenceStatus.WAITING:
             self._waiting.remove(seq)
         seq.rerotations = []
-        self._writer.remove(seq.seq_id)
-        if seq.status is SequenceStatus.WAITING and seq.cache.is_parked:
-            self._writer.forget_parked(seq.seq_id)
+        self._output_builder.remove(seq.seq_id)
+        if seq.status is SequenceStatus.WAITING and seq.cache.is_swapped_out:
+            self._output_builder.discard_swapped(seq.seq_id)
         self._blocks.free(seq.cache)

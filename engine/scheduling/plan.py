@@ -15,15 +15,15 @@ from typing import NamedTuple
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import SamplingParams, TokenLogprobs
 from windlass.engine.cache.changes import (
-    UNCHANGED,
+    NO_TABLE_CHANGES,
     BlockCopy,
     KeyRerotation,
     LoadedBlock,
-    ParkedPages,
     SavedBlock,
+    SwappedPages,
     TableChanges,
 )
-from windlass.engine.cache.runs import PLAIN, SlotLayout
+from windlass.engine.cache.runs import PLAIN_LAYOUT, SlotLayout
 from windlass.engine.errors import EngineError
 from windlass.engine.rotary.scaling import RotarySpec
 
@@ -47,7 +47,7 @@ class NewSequence:
     token_ids: tuple[int, ...]
     tables: TableChanges
     rotary_id: int
-    layout: SlotLayout = PLAIN
+    layout: SlotLayout = PLAIN_LAYOUT
     window: int | None = None
     sinks: int = 0
     adapter: int | None = None
@@ -82,7 +82,7 @@ class ScheduledSequence(NamedTuple):
     num_tokens: int
     num_known_tokens: int
     token_ids: tuple[int, ...] = ()
-    tables: TableChanges = UNCHANGED
+    tables: TableChanges = NO_TABLE_CHANGES
     rotary_id: int | None = None
     samples: tuple[int, ...] = ()
     prompt_logprobs: int | None = None
@@ -114,7 +114,7 @@ class SchedulerOutput:
     parked, unparked, forgotten: pages of sequences that lose their places and will go on as they were, those that come
     back, and sequences whose parked pages nobody needs any more.
     loaded: blocks that were read from files or the host's memory; nobody may have been told of them before.
-    The rest in order: what is saved, what is parked, what is loaded, what is unparked, the copies, then `set_aside` (copies of
+    The rest in order: what is saved, what is parked, what is loaded, what is unparked, the copies, then `original_copies` (copies of
     originals), then `rerotations`, then one forward pass over all sequences. No target of one list is a source of the same list.
     passes: so many forward passes instead, where every sequence is a running stream: each computes the token that the one
     before it drew. `sequences` describes the first; the tables have room for all.
@@ -128,20 +128,20 @@ class SchedulerOutput:
     new: tuple[NewSequence, ...] = ()
     forks: tuple[ForkedSequence, ...] = ()
     saved: tuple[SavedBlock, ...] = ()
-    parked: tuple[ParkedPages, ...] = ()
-    unparked: tuple[ParkedPages, ...] = ()
-    forgotten: tuple[int, ...] = ()
+    swapped_out: tuple[SwappedPages, ...] = ()
+    swapped_in: tuple[SwappedPages, ...] = ()
+    discarded: tuple[int, ...] = ()
     loaded: tuple[LoadedBlock, ...] = ()
     copies: tuple[BlockCopy, ...] = ()
-    set_aside: tuple[KeyRerotation, ...] = ()
+    original_copies: tuple[KeyRerotation, ...] = ()
     rerotations: tuple[KeyRerotation, ...] = ()
     sequences: tuple[ScheduledSequence, ...] = ()
-    passes: int = 1
+    num_passes: int = 1
     ahead: int = 0
 
     @property
     def num_tokens(self) -> int:
-        return self.passes * sum(s.num_tokens for s in self.sequences)
+        return self.num_passes * sum(s.num_tokens for s in self.sequences)
 
     @property
     def num_draft_tokens(self) -> int:

@@ -10,12 +10,12 @@ from collections import abc
 from dataclasses import dataclass, field
 
 from windlass.engine.cache.changes import (
-    UNCHANGED,
+    NO_TABLE_CHANGES,
     BlockCopy,
     KeyRerotation,
     LoadedBlock,
-    ParkedPages,
     SavedBlock,
+    SwappedPages,
     TableChange,
     TableChanges,
 )
@@ -60,20 +60,20 @@ class PlannedStep:
 
     loaded: list[LoadedBlock] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
-    set_aside: list[KeyRerotation] = field(default_factory=list)
+    original_copies: list[KeyRerotation] = field(default_factory=list)
     rerotations: list[KeyRerotation] = field(default_factory=list)
     chunks: list[PlannedChunk] = field(default_factory=list)
-    passes: int = 1
+    num_passes: int = 1
     ahead: int = 0
 
     @property
-    def moves_pages(self) -> bool:
+    def has_page_operations(self) -> bool:
         """Whether more than the tables of sequences changes before its forward pass."""
-        return bool(self.loaded or self.set_aside or self.rerotations)
+        return bool(self.loaded or self.original_copies or self.rerotations)
 
 
 @dataclass(slots=True)
-class _Told:
+class _SentState:
     """What was said of a sequence. specs: of its rotary row. layout: None where nothing was said of it for sure."""
 
     num_tokens: int
@@ -82,39 +82,39 @@ class _Told:
     specs: tuple[RotarySpec, ...] = ()
 
 
-class PlanWriter:
+class SchedulerOutputBuilder:
     """One per scheduler. take_saved: the blocks that a plan has evicted and that are to be kept, once."""
 
     def __init__(self, take_saved: abc.Callable[[], list[SavedBlock]] = list) -> None:
         self._take_saved = take_saved
         self._step = 0
-        self._told: dict[int, _Told] = {}  # by sequence
+        self._sent: dict[int, _SentState] = {}  # by sequence
         self._removed: list[int] = []
-        self._parked: dict[int, ParkedPages] = {}  # by sequence
-        self._unparked: dict[int, ParkedPages] = {}
+        self._swapped_out: dict[int, SwappedPages] = {}  # by sequence
+        self._swapped_in: dict[int, SwappedPages] = {}
         self._forgotten: list[int] = []
         self._rows: dict[int, tuple[RotarySpec, ...]] = {}  # by row of the rotary tables
 
     def remove(self, seq_id: int) -> None:
         """The sequence has ended or gives up its place: the next plan says so, if any plan has named it."""
-        if self._told.pop(seq_id, None) is not None:
+        if self._sent.pop(seq_id, None) is not None:
             self._removed.append(seq_id)
 
-    def park(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+    def swap_out(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
         """The pages of a sequence that gives up its place are needed again; the next plan says so before anything else."""
-        if self._unparked.pop(seq_id, None) is None:  # else they have not come back yet
-            self._parked[seq_id] = ParkedPages(seq_id, blocks)
+        if self._swapped_in.pop(seq_id, None) is None:  # else they have not come back yet
+            self._swapped_out[seq_id] = SwappedPages(seq_id, blocks)
 
-    def unpark(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
+    def swap_in(self, seq_id: int, blocks: tuple[tuple[int, ...], ...]) -> None:
         """A sequence goes on with its parked pages in these blocks."""
-        self._unparked[seq_id] = ParkedPages(seq_id, blocks)
+        self._swapped_in[seq_id] = SwappedPages(seq_id, blocks)
 
-    def forget_parked(self, seq_id: int) -> None:
+    def discard_swapped(self, seq_id: int) -> None:
         """A parked sequence has ended."""
-        if self._parked.pop(seq_id, None) is None:
+        if self._swapped_out.pop(seq_id, None) is None:
             self._forgotten.append(seq_id)
 
-    def write(self, step: PlannedStep) -> SchedulerOutput:
+    def build(self, step: PlannedStep) -> SchedulerOutput:
         """The plan of a step, which is taken as said."""
         self._step += 1
         rows: list[RotaryRow] = []
@@ -124,37 +124,37 @@ class PlanWriter:
         for chunk in step.chunks:
             seq = chunk.seq
             token_ids: tuple[int, ...] = ()
-            tables = UNCHANGED
+            tables = NO_TABLE_CHANGES
             rotary_id = layout = None
-            told = self._told.get(seq.seq_id)
-            if told is None:
-                self._told[seq.seq_id] = told = _Told(seq.num_tokens, seq.cache.layout)
-                self._tell_row(seq, told, rows)
+            sent = self._sent.get(seq.seq_id)
+            if sent is None:
+                self._sent[seq.seq_id] = sent = _SentState(seq.num_tokens, seq.cache.layout)
+                self._send_rotary_row(seq, sent, rows)
                 new.append(_describe(seq, seq.cache.take_changes(whole=True)))
             else:
                 known = len(seq.token_ids)
-                if told.num_tokens < known:
-                    token_ids = tuple(seq.token_ids[told.num_tokens :])
-                    told.num_tokens = known
-                if told.rotary_id != seq.rotary_id or told.specs is not seq.stage.specs:
-                    self._tell_row(seq, told, rows)
+                if sent.num_tokens < known:
+                    token_ids = tuple(seq.token_ids[sent.num_tokens :])
+                    sent.num_tokens = known
+                if sent.rotary_id != seq.rotary_id or sent.specs is not seq.stage.specs:
+                    self._send_rotary_row(seq, sent, rows)
                     rotary_id = seq.rotary_id
-                if told.layout is not seq.cache.layout:
-                    told.layout = layout = seq.cache.layout
+                if sent.layout is not seq.cache.layout:
+                    sent.layout = layout = seq.cache.layout
                 tables = seq.cache.take_changes()
             samples: tuple[int, ...] = ()
             if chunk.samples:
                 samples = (seq.seq_id,)
                 for sample in chunk.samples[1:]:
                     samples += (sample.seq_id,)
-                    self._told[sample.seq_id] = _Told(sample.num_tokens, None)
+                    self._sent[sample.seq_id] = _SentState(sample.num_tokens, None)
                     forks.append(ForkedSequence(sample.seq_id, sample.index, seq.seq_id))
             sequences.append(
                 ScheduledSequence(  # its fields in their order: with their names it takes thrice as long, in every row of a step
                     seq.seq_id,
                     chunk.start,
                     chunk.num_tokens,
-                    told.num_tokens,
+                    sent.num_tokens,
                     token_ids,
                     tables,
                     rotary_id,
@@ -166,9 +166,9 @@ class PlanWriter:
                 )
             )
         removed, self._removed = self._removed, []
-        parked, self._parked = self._parked, {}
-        unparked, self._unparked = self._unparked, {}
-        forgotten, self._forgotten = self._forgotten, []
+        swapped_out, self._swapped_out = self._swapped_out, {}
+        swapped_in, self._swapped_in = self._swapped_in, {}
+        discarded, self._forgotten = self._forgotten, []
         return SchedulerOutput(
             step=self._step,
             removed=tuple(removed),
@@ -176,31 +176,31 @@ class PlanWriter:
             new=tuple(new),
             forks=tuple(forks),
             saved=tuple(self._take_saved()),
-            parked=tuple(parked.values()),
-            unparked=tuple(unparked.values()),
-            forgotten=tuple(forgotten),
+            swapped_out=tuple(swapped_out.values()),
+            swapped_in=tuple(swapped_in.values()),
+            discarded=tuple(discarded),
             loaded=tuple(step.loaded),
             copies=tuple(step.copies),
-            set_aside=tuple(step.set_aside),
+            original_copies=tuple(step.original_copies),
             rerotations=tuple(step.rerotations),
             sequences=tuple(sequences),
-            passes=step.passes,
+            num_passes=step.num_passes,
             ahead=step.ahead,
         )
 
     def snapshot(self, sequences: abc.Mapping[int, Sequence]) -> Snapshot:
         """All that was said so far of what still runs, as it stands now. sequences: the live ones by id."""
-        told = [sequences[seq_id] for seq_id in self._told]
+        sent = [sequences[seq_id] for seq_id in self._sent]
         # Rows that nobody holds now too: when somebody does again, no plan will say once more what stands in them.
         rows = tuple(RotaryRow(row, specs) for row, specs in self._rows.items())
-        return Snapshot(self._step, rows, tuple(_describe(seq, _whole(seq)) for seq in told))
+        return Snapshot(self._step, rows, tuple(_describe(seq, _whole(seq)) for seq in sent))
 
-    def _tell_row(self, seq: Sequence, told: _Told, rows: list[RotaryRow]) -> None:
+    def _send_rotary_row(self, seq: Sequence, sent: _SentState, rows: list[RotaryRow]) -> None:
         """Say what the rotary row of `seq` holds, unless another sequence's plan has."""
-        told.rotary_id, told.specs = seq.rotary_id, seq.stage.specs
-        if self._rows.get(seq.rotary_id) != told.specs:
-            self._rows[seq.rotary_id] = told.specs
-            rows.append(RotaryRow(seq.rotary_id, told.specs))
+        sent.rotary_id, sent.specs = seq.rotary_id, seq.stage.specs
+        if self._rows.get(seq.rotary_id) != sent.specs:
+            self._rows[seq.rotary_id] = sent.specs
+            rows.append(RotaryRow(seq.rotary_id, sent.specs))
 
 
 def _whole(seq: Sequence) -> TableChanges:

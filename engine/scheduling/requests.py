@@ -10,14 +10,16 @@ from collections import abc
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
 from windlass.engine.scheduling.deadlines import Deadlines
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
-from windlass.engine.scheduling.shifting import HeldContext
-from windlass.engine.scheduling.turns import CallerTurns
+from windlass.engine.scheduling.shifting import SequenceContextLimits
+from windlass.engine.scheduling.turns import FairQueue
 
-MOST_KEPT = 256  # requests that keep something at once: what is large stays bounded, and what is missing is made again
+MAX_RETAINED = (
+    256  # requests that keep something at once: what is large stays bounded, and what is missing is made again
+)
 
 
 class LiveRequests:
@@ -29,18 +31,18 @@ class LiveRequests:
         self,
         eos_token_ids: abc.Iterable[int],
         fresh_seed: abc.Callable[[], int],
-        new_handle: abc.Callable[[EngineRequest, RotaryStage], CacheHandle],
-        held: abc.Callable[[ContextRule], HeldContext],
-        turns: CallerTurns,
+        new_handle: abc.Callable[[EngineRequest, RotaryStage], SequenceCache],
+        context_limits: abc.Callable[[ContextRule], SequenceContextLimits],
+        fair_queue: FairQueue,
     ) -> None:
         self._eos_token_ids = frozenset(eos_token_ids)
         self._fresh_seed = fresh_seed
         self._new_handle = new_handle
-        self._held = held
-        self._turns = turns
+        self._context_limits = context_limits
+        self._fair_queue = fair_queue
         self._samples: dict[str, list[Sequence]] = {}  # live ones of each request, sample 0 first
         self._sequences: dict[int, Sequence] = {}
-        self._kept: dict[str, object] = {}  # what requests need again at each place they get
+        self._retained: dict[str, object] = {}  # what requests need again at each place they get
         self._deadlines = Deadlines()
         self._num_sequences = 0  # ever made
         self._num_requests = 0
@@ -61,7 +63,7 @@ class LiveRequests:
         """The live samples of a request, sample 0 first; none of an unknown one."""
         return list(self._samples.get(request_id, ()))
 
-    def add(self, request: EngineRequest, rotation: RotaryPlan, now: float, kept: object = None) -> Sequence:
+    def add(self, request: EngineRequest, rotation: RotaryPlan, now: float, retained: object = None) -> Sequence:
         """Sample 0 of a request that has arrived. kept: let go when its last sample ends; of so many requests at once."""
         sampling, stage = request.sampling, rotation.stage(len(request.prompt_token_ids))
         stop_ids = frozenset(sampling.stop_token_ids)
@@ -75,18 +77,18 @@ class LiveRequests:
             stage=stage,
             seed=self._fresh_seed() if sampling.seed is None else sampling.seed,
             cache=self._new_handle(request, stage),
-            held=self._held(request.context),
+            context_limits=self._context_limits(request.context),
             # A grammar lets eos come only where the output may end, and where it is complete nothing else.
             stop_ids=stop_ids if sampling.ignore_eos and sampling.grammar is None else stop_ids | self._eos_token_ids,
-            turn=self._turns.take(request.caller, _tokens_of(request), request.share),
+            queue_entry=self._fair_queue.enqueue(request.caller, _max_request_tokens(request), request.share),
             arrival_number=self._num_requests,
             arrival_time=now,
         )
         self._num_requests += 1
         self._sequences[seq.seq_id] = seq
         self._samples[request.request_id] = [seq]
-        if kept is not None and len(self._kept) < MOST_KEPT:
-            self._kept[request.request_id] = kept
+        if retained is not None and len(self._retained) < MAX_RETAINED:
+            self._retained[request.request_id] = retained
         if request.deadline is not None:
             self._deadlines.add(request.deadline, request.request_id, self._samples, len(self._samples))
         return seq
@@ -102,13 +104,13 @@ class LiveRequests:
     def forget(self, seq: Sequence) -> None:
         """A sample has ended; the last one takes its request along."""
         del self._sequences[seq.seq_id]
-        self._turns.give_back(seq.request.caller, seq.turn, _tokens_spared(seq), seq.request.share)
+        self._fair_queue.refund(seq.request.caller, seq.queue_entry, _unused_tokens(seq), seq.request.share)
         live = self._samples[seq.request.request_id]
         live.remove(seq)
         if not live:
             del self._samples[seq.request.request_id]
-            self._kept.pop(seq.request.request_id, None)
-            self._turns.leave(seq.request.caller)
+            self._retained.pop(seq.request.request_id, None)
+            self._fair_queue.request_ended(seq.request.caller)
 
     def overdue(self, now: float) -> abc.Iterator[Sequence]:
         """The first live sample of each request whose deadline lies before `now`."""
@@ -129,9 +131,9 @@ class LiveRequests:
             stage=parent.stage,
             seed=parent.seed,
             cache=self._new_handle(parent.request, parent.stage),
-            held=parent.held,
+            context_limits=parent.context_limits,
             stop_ids=parent.stop_ids,
-            turn=parent.turn,
+            queue_entry=parent.queue_entry,
             arrival_number=parent.arrival_number,
             arrival_time=parent.arrival_time,
             status=SequenceStatus.FORKING,
@@ -144,13 +146,13 @@ class LiveRequests:
         return self._num_sequences - 1
 
 
-def _tokens_of(request: EngineRequest) -> int:
+def _max_request_tokens(request: EngineRequest) -> int:
     """What a request may take: its prompt once, and the longest output of every sample."""
     return len(request.prompt_token_ids) + request.sampling.n * request.sampling.max_tokens
 
 
-def _tokens_spared(seq: Sequence) -> int:
+def _unused_tokens(seq: Sequence) -> int:
     """What a sample that ends was counted for and did not take; sample 0 speaks for the prompt, and for those never made."""
     num_samples = seq.request.sampling.n if seq.index == 0 and seq.children is None else 1
     spared = num_samples * seq.request.sampling.max_tokens - seq.num_output_tokens
-    return spared + (max(0, seq.num_prompt_tokens - seq.num_seen_tokens) if seq.index == 0 else 0)
+    return spared + (max(0, seq.num_prompt_tokens - seq.max_computed_tokens) if seq.index == 0 else 0)

@@ -6,14 +6,14 @@ streams run, and nobody holds them: they are what blocks of an ended request are
 with whatever is there; so a file that is gone, damaged or slow to read costs it a moment and nothing else.
 
 What a waiting sequence is to this, by the fields of `Sequence` that are written here alone (but that a preemption takes
-`has_looked` back):
+`restore_checked` back):
 
-| has_looked | fetch | num_seen_blocks | it |
+| restore_checked | fetch | num_expected_blocks | it |
 | --- | --- | --- | --- |
 | no | None | any | has not looked since it began to wait, or is to look again |
 | yes | set | blocks cached when it looked | steps aside until they are read |
 | yes | None | blocks cached when it looked or that came | may be admitted |
-| yes | set or None | `MISSED_ONCE` | the same, and is not held back for evicted blocks once more |
+| yes | set or None | `EVICTION_RETRIED` | the same, and is not held back for evicted blocks once more |
 """
 
 from __future__ import annotations
@@ -24,23 +24,25 @@ from typing import TYPE_CHECKING
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
 from windlass.engine.cache.prefix import first_visible_block, longest_hit
-from windlass.engine.cache.states import has_part, window_of
-from windlass.engine.scheduling.reuse import PassageReuser
-from windlass.engine.scheduling.sequence import MISSED_ONCE, Sequence
+from windlass.engine.cache.states import eviction_window, holds_blocks_of
+from windlass.engine.scheduling.reuse import NonPrefixReuse
+from windlass.engine.scheduling.sequence import EVICTION_RETRIED, Sequence
 
 if TYPE_CHECKING:
     from windlass.engine.cache.persist.store import BlockStore
 
-_PATIENCE = 1.0  # seconds that reading may take whatever comes of it
-_SLOWEST = 1000  # tokens a second that it has to bring from then on: few engines compute a prompt more slowly
+_GRACE_SECONDS = 1.0  # seconds that reading may take whatever comes of it
+_MIN_TOKENS_PER_SECOND = (
+    1000  # tokens a second that it has to bring from then on: few engines compute a prompt more slowly
+)
 
 
 @dataclass(frozen=True, slots=True)
-class _Present:
+class _CachedOrStored:
     """Blocks of a KV group that are cached or kept, by digest."""
 
     group: int
@@ -52,25 +54,25 @@ class _Present:
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class _Waiting:
-    """num_cached: blocks of its prefix that the cache held when it began to wait. is_anothers: it waits for what another wants,
+class _PendingRestore:
+    """num_cached: blocks of its prefix that the cache held when it began to wait. is_shared: it waits for what another wants,
     which may not be all that it lacks: it looks once more then.
     """
 
     seq: Sequence
     fetch: Fetch
     num_cached: int
-    is_anothers: bool
+    is_shared: bool
 
 
-class Restoring:
+class KVRestorer:
     """clock: seconds, as `Fetch` has them."""
 
     def __init__(
-        self, blocks: BlockManager, store: BlockStore, reuse: PassageReuser, clock: abc.Callable[[], float]
+        self, blocks: BlockManager, store: BlockStore, reuse: NonPrefixReuse, clock: abc.Callable[[], float]
     ) -> None:
         self._blocks, self._store, self._reuse, self._clock = blocks, store, reuse, clock
-        self._waiting: list[_Waiting] = []
+        self._waiting: list[_PendingRestore] = []
 
     @property
     def fetches(self) -> list[Fetch]:
@@ -81,62 +83,67 @@ class Restoring:
         """Until there is something to do for a sequence that waits; False if that takes longer."""
         return self._store.wait(self.fetches, seconds)
 
-    def holds_back(self, seq: Sequence) -> bool:
+    def should_wait(self, seq: Sequence) -> bool:
         """Whether `seq`, which is to be admitted, had better wait for what is being read."""
-        if not seq.has_looked:
-            seq.has_looked = True
+        if not seq.restore_checked:
+            seq.restore_checked = True
             cached, wanted = self._wanted(seq)
-            seq.num_seen_blocks = cached
+            seq.num_expected_blocks = cached
             if wanted:
                 same = next((fetch for fetch in self.fetches if wanted[0].key in fetch.keys), None)
                 if same is not None:
                     same.num_waiting += 1
                 seq.fetch = same or self._store.fetch(wanted)
-                self._waiting.append(_Waiting(seq, seq.fetch, cached, is_anothers=same is not None))
+                self._waiting.append(_PendingRestore(seq, seq.fetch, cached, is_shared=same is not None))
         return seq.fetch is not None
 
-    def looks_again(self, seq: Sequence, hit: int) -> bool:
+    def should_wait_again(self, seq: Sequence, hit: int) -> bool:
         """Whether `seq`, for which there is room and whose cached prefix has `hit` blocks, had better wait once more.
 
         It may have waited so long for room that blocks were evicted which were there when it looked; they are missed once.
         """
-        if hit >= seq.num_seen_blocks:
+        if hit >= seq.num_expected_blocks:
             return False
-        seq.has_looked = False
-        waits = self.holds_back(seq)
-        seq.num_seen_blocks = MISSED_ONCE
+        seq.restore_checked = False
+        waits = self.should_wait(seq)
+        seq.num_expected_blocks = EVICTION_RETRIED
         return waits
 
-    def bring_in(self, *, streams: bool) -> list[LoadedBlock]:
+    def take_loaded_blocks(self, *, streams: bool) -> list[LoadedBlock]:
         """Take blocks for what has arrived, up to a bound; what to put into them comes back, for the next plan."""
         loaded: list[LoadedBlock] = []
         if not self._waiting:
             return loaded
-        room = self._store.pages.beside_streams if streams else self._store.pages.alone
+        budget_bytes = self._store.pages.load_budget_streaming if streams else self._store.pages.load_budget_idle
         fetches = set(self.fetches)
-        before = [sum(fetch.num_brought[group] for fetch in fetches) for group in range(len(self._blocks.pools))]
+        before = [sum(fetch.num_loaded[group] for fetch in fetches) for group in range(len(self._blocks.pools))]
         for waiting in self._waiting:
             fetch = waiting.fetch
-            while fetch.arrived and room > 0:
+            while fetch.arrived and budget_bytes > 0:
                 block = fetch.take()
-                room -= block.num_bytes
-                loaded += self._take_in(fetch, block, before[block.key.group])
+                budget_bytes -= block.num_bytes
+                loaded += self._load_block(fetch, block, before[block.key.group])
         # Held until here, as none may be evicted for another of this plan: their rows would be put into one block.
         for one in reversed(loaded):
             self._blocks.pools[one.group].release(one.block)
         for waiting in list(self._waiting):
-            self._give_up_if_slow(waiting.fetch)
+            self._cancel_if_slow(waiting.fetch)
             if waiting.fetch.is_over:
-                self._let_go(waiting)
+                self._finish_restore(waiting)
         return loaded
 
-    def note_followed(self) -> None:
+    def note_applied(self) -> None:
         """What the last plan had brought in lies in its blocks."""
-        self._store.note_followed()
+        self._store.note_applied()
 
     def _wanted(self, seq: Sequence) -> tuple[int, list[WantedBlock]]:
         """Blocks of its prefix that the cache holds, and what is kept beside."""
-        if seq.needs_every_row or seq.cache.is_parked or not self._blocks.enable_prefix_caching or seq.cache.private:
+        if (
+            seq.needs_full_prefill
+            or seq.cache.is_swapped_out
+            or not self._blocks.enable_prefix_caching
+            or seq.cache.private
+        ):
             return 0, []
         size = self._blocks.block_size
         limit = min(seq.num_shareable_tokens, seq.num_tokens - 1) // size
@@ -152,14 +159,14 @@ class Restoring:
             chain = part.chain.digests[:present]
             for group in range(len(self._blocks.pools)) if chain else ():
                 self._store.note_use([BlockKey(group, digest) for digest in chain])
-            self._keep_longest(chain)  # what is brought in shall not evict what it follows
+            self._protect_chain(chain)  # what is brought in shall not evict what it follows
         return cached, wanted + self._passages(seq, present * size)
 
-    def _hit(self, parts: abc.Sequence[CacheHandle], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
+    def _hit(self, parts: abc.Sequence[SequenceCache], limit: int, there: abc.Sequence[abc.Container[bytes]]) -> int:
         """Leading blocks of all parts, given per KV group which blocks there are."""
         pools = list(zip(there, self._blocks.pools, strict=True))
         for part in parts:
-            groups = [(blocks, window_of(pool, part)) for blocks, pool in pools if has_part(pool, part)]
+            groups = [(blocks, eviction_window(pool, part)) for blocks, pool in pools if holds_blocks_of(pool, part)]
             limit = longest_hit(part.chain.digests, limit, groups, self._blocks.block_size)
         return limit
 
@@ -167,15 +174,15 @@ class Restoring:
         return [pool.cached for pool in self._blocks.pools]
 
     def _present(self) -> list[abc.Container[bytes]]:
-        return [_Present(group, pool.cached, self._store) for group, pool in enumerate(self._blocks.pools)]
+        return [_CachedOrStored(group, pool.cached, self._store) for group, pool in enumerate(self._blocks.pools)]
 
-    def _missing(self, handle: CacheHandle, num_blocks: int) -> abc.Iterator[WantedBlock]:
+    def _missing(self, handle: SequenceCache, num_blocks: int) -> abc.Iterator[WantedBlock]:
         """What the cache lacks of the first `num_blocks` blocks, as far as a query behind them sees them."""
         size = self._blocks.block_size
         for group, pool in enumerate(self._blocks.pools):
-            if not has_part(pool, handle):
+            if not holds_blocks_of(pool, handle):
                 continue
-            first = first_visible_block(num_blocks * size, window_of(pool, handle), size)
+            first = first_visible_block(num_blocks * size, eviction_window(pool, handle), size)
             for index in range(first, num_blocks):
                 digest = handle.chain.digests[index]
                 if digest not in pool.cached:
@@ -184,7 +191,7 @@ class Restoring:
     def _passages(self, seq: Sequence, start: int) -> list[WantedBlock]:
         """Blocks of the passages that are kept and not cached; the first group's last, which say what they are."""
         found: dict[bytes, None] = {}
-        search = self._reuse.search_of(seq)
+        search = self._reuse.search_for(seq)
         if search is not None and seq.cache.chain.scope is not None:
             for passage in self._store.search(
                 seq.cache.chain.scope,
@@ -199,7 +206,7 @@ class Restoring:
         keys = [BlockKey(group, digest) for group, pool in groups for digest in found if digest not in pool.cached]
         return [WantedBlock(key, None) for key in keys]
 
-    def _take_in(self, fetch: Fetch, block: ArrivedBlock, before: int) -> list[LoadedBlock]:
+    def _load_block(self, fetch: Fetch, block: ArrivedBlock, before: int) -> list[LoadedBlock]:
         """Let it be a cached block, unless it has become one meanwhile or there is no room. It is held for now.
 
         before: blocks of its group that earlier plans have brought those that wait. None shall evict what it follows.
@@ -212,7 +219,7 @@ class Restoring:
             return []
         taken = pool.take()
         pool.register(taken, digest)
-        fetch.num_brought[group] += 1
+        fetch.num_loaded[group] += 1
         self._store.note_loaded(group, taken)
         passage = block.passage
         if passage is not None and all(digest in other.cached for other in self._blocks.pools):
@@ -220,42 +227,42 @@ class Restoring:
                 self._blocks.passages.add(scope, digest, passage.parent, passage.token_ids, passage.position)
         return [LoadedBlock(group, taken, block.ticket)]
 
-    def _give_up_if_slow(self, fetch: Fetch) -> None:
-        seconds = fetch.busy_seconds(self._clock()) - _PATIENCE
-        if not fetch.is_done and seconds * _SLOWEST > fetch.tokens_read(self._blocks.block_size):
+    def _cancel_if_slow(self, fetch: Fetch) -> None:
+        seconds = fetch.busy_seconds(self._clock()) - _GRACE_SECONDS
+        if not fetch.is_done and seconds * _MIN_TOKENS_PER_SECOND > fetch.tokens_read(self._blocks.block_size):
             fetch.cancel()
 
-    def _let_go(self, waiting: _Waiting) -> None:
+    def _finish_restore(self, waiting: _PendingRestore) -> None:
         """Its sequence may be admitted, or has ended."""
         seq, fetch = waiting.seq, waiting.fetch
         self._waiting.remove(waiting)
         seq.fetch = None
-        seq.has_looked = fetch.is_cancelled or not waiting.is_anothers
+        seq.restore_checked = fetch.is_cancelled or not waiting.is_shared
         parts = _parts(seq)
         for part in parts:
-            self._keep_longest(part.chain.digests)
+            self._protect_chain(part.chain.digests)
         prefix = [block for block in fetch.wanted if block.index is not None]
         last = max((block.index or 0 for block in prefix), default=-1)
         there = self._hit(parts, last + 1, self._cached())
-        if seq.num_seen_blocks != MISSED_ONCE:
-            seq.num_seen_blocks = there
+        if seq.num_expected_blocks != EVICTION_RETRIED:
+            seq.num_expected_blocks = there
         restored = max(0, there - waiting.num_cached)
         passages = [key for key, index in ((b.key, b.index) for b in fetch.wanted) if index is None and key.group == 0]
         restored += sum(key.digest in self._blocks.pools[0].cached for key in passages)
         self._store.restored_tokens += restored * self._blocks.block_size
 
-    def _keep_longest(self, chain: abc.Sequence[bytes]) -> None:
+    def _protect_chain(self, chain: abc.Sequence[bytes]) -> None:
         """Let the idle blocks of a text be evicted after all others, its tail first; of its states the last alone."""
         for pool in self._blocks.pools:
             if pool.holds_states:
                 last = next((digest for digest in reversed(chain) if digest in pool.cached), None)
                 if last is not None:
-                    pool.refresh(last)
+                    pool.touch(last)
                 continue
             for digest in reversed(chain):
-                pool.refresh(digest)
+                pool.touch(digest)
 
 
-def _parts(seq: Sequence) -> list[CacheHandle]:
+def _parts(seq: Sequence) -> list[SequenceCache]:
     """What holds its keys: its far ones too, if there are any. Those first, as all of their beginnings can be taken."""
-    return [seq.cache] if seq.cache.far is None else [seq.cache.far, seq.cache]
+    return [seq.cache] if seq.cache.second_keys is None else [seq.cache.second_keys, seq.cache]

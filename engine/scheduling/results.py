@@ -10,35 +10,35 @@ from dataclasses import replace
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.scheduling.counters import SchedulerCounters
-from windlass.engine.scheduling.places import Places
+from windlass.engine.scheduling.places import SchedulerQueues
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.requests import LiveRequests
-from windlass.engine.scheduling.reuse import PassageReuser
+from windlass.engine.scheduling.reuse import NonPrefixReuse
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.speculation import Speculation
-from windlass.engine.scheduling.stages import StageChanges
+from windlass.engine.scheduling.stages import FrequencyChanges
 
 
-class ResultIntake:
+class ResultProcessor:
     def __init__(
         self,
         requests: LiveRequests,
-        places: Places,
+        queues: SchedulerQueues,
         blocks: BlockManager,
-        stages: StageChanges,
+        frequency_changes: FrequencyChanges,
         speculation: Speculation,
-        reuse: PassageReuser,
+        reuse: NonPrefixReuse,
         counters: SchedulerCounters,
     ) -> None:
         self._requests = requests
-        self._places = places
+        self._queues = queues
         self._blocks = blocks
-        self._stages = stages
+        self._frequency_changes = frequency_changes
         self._speculation = speculation
         self._reuse = reuse
         self._counters = counters
 
-    def take(self, output: SchedulerOutput, results: list[StepResult], now: float) -> list[RequestOutput]:
+    def process(self, output: SchedulerOutput, results: list[StepResult], now: float) -> list[RequestOutput]:
         """The outputs of a step. now: seconds on the scheduler's clock.
 
         Results of sequences that have ended since (an abort, a deadline) are ignored. Raises RuntimeError if a result
@@ -55,7 +55,7 @@ class ResultIntake:
                 self._speculation.observe(seq, item, len(result.token_ids) - 1)
                 outputs.append(self._take_tokens(seq, result, now, start=item.start))
                 continue
-            if output.passes > 1 or output.ahead:
+            if output.num_passes > 1 or output.ahead:
                 outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
                 continue
             self._settle(seq, item.start + item.num_tokens)
@@ -73,20 +73,20 @@ class ResultIntake:
         """Forget a sample and free what it holds; the last one ends its request."""
         if seq.fetch is not None:
             seq.fetch.leave()
-        self._places.leave(seq)
+        self._queues.leave(seq)
         self._requests.forget(seq)
 
     def _settle(self, seq: Sequence, num_computed_tokens: int) -> None:
         """Book that the keys of so many tokens are final."""
-        seq.num_seen_tokens = max(seq.num_seen_tokens, num_computed_tokens)
-        self._blocks.settle(seq.cache, seq.token_ids, num_computed_tokens, seq.num_planned_ahead)
-        self._reuse.take_up(seq)
+        seq.max_computed_tokens = max(seq.max_computed_tokens, num_computed_tokens)
+        self._blocks.mark_computed(seq.cache, seq.token_ids, num_computed_tokens, seq.num_inflight_tokens)
+        self._reuse.attach_passage(seq)
 
     def _take_tokens(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
         """`_append`, and what follows for the keys of a sequence that goes on."""
         output = self._append(seq, result, now, start)
         if output.finish_reason is None:
-            self._stages.start_over_if_outgrown(seq)
+            self._frequency_changes.recompute_if_stage_changed(seq)
         return output
 
     def _fork(
@@ -97,7 +97,7 @@ class ResultIntake:
         children = [child for child in planned if child.status is SequenceStatus.FORKING]
         for child in children:  # all of them before `seq` may finish and free its blocks
             self._blocks.fork(seq.cache, child.cache)
-            child.num_seen_tokens = seq.num_seen_tokens
+            child.max_computed_tokens = seq.max_computed_tokens
         samples = [seq, *children]
         if seq.index in seq.ended_samples:  # it has computed the prompt for the others
             self._note_first_token(seq, now)
@@ -107,13 +107,13 @@ class ResultIntake:
         for child in children:
             if child.status is not SequenceStatus.FORKING:
                 continue
-            if self._places.is_free and self._blocks.capacity(child.cache, 1):
-                self._places.start(child)
+            if self._queues.has_capacity and self._blocks.capacity(child.cache, 1):
+                self._queues.start(child)
             else:
-                self._places.preempt(child)
+                self._queues.preempt(child)
         for sample in samples:
             if sample.status is not SequenceStatus.FINISHED:
-                self._stages.start_over_if_outgrown(sample)
+                self._frequency_changes.recompute_if_stage_changed(sample)
         return outputs
 
     def _append(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
@@ -130,8 +130,8 @@ class ResultIntake:
         scheduled_at = seq.first_scheduled_time if seq.first_token_time is None else None
         self._note_first_token(seq, now)
         prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
-        dropped, seq.num_dropped_ahead = seq.num_dropped_ahead, 0
-        report = seq.held.report_of(seq.cache, dropped)
+        dropped, seq.num_dropped_early = seq.num_dropped_early, 0
+        report = seq.context_limits.context_report(seq.cache, dropped)
         if reason is not None:
             self._finish(seq, now)
         elif dropped:
@@ -154,7 +154,7 @@ class ResultIntake:
         """End a request that asked for no tokens, its prompt being computed; every sample is equally empty."""
         pooled = None if seq.request.pooling is None else _result(results, seq).pooled
         self._note_first_token(seq, now)
-        report = seq.held.report_of(seq.cache)
+        report = seq.context_limits.context_report(seq.cache)
         self._finish(seq, now)
         first = RequestOutput(
             seq.request.request_id,

@@ -10,7 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.reuse import FEWEST_TOKENS, ReuseLimits, hold_passages, take_up
+from windlass.engine.cache.reuse import MIN_PASSAGE_TOKENS, ReuseLimits, attach_passage, hold_passages
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.sequence import Sequence
 
@@ -25,12 +25,12 @@ class PassageSearch:
     spans: tuple[tuple[int, int], ...]
 
 
-class PassageReuser:
+class NonPrefixReuse:
     def __init__(self, blocks: BlockManager, counters: SchedulerCounters) -> None:
         self._blocks = blocks
         self._counters = counters
 
-    def look(self, seq: Sequence) -> None:
+    def find_passages(self, seq: Sequence) -> None:
         """Let a sequence that has just got its prefix, but not all of its tokens, hold the passages it will take up.
 
         Nothing is taken where prompt log-probabilities are asked for, where keys will be re-rotated, where tokens see a window of
@@ -40,28 +40,35 @@ class PassageReuser:
         if limits is not None and rule is not None:
             hold_passages(self._blocks, seq.cache, seq.token_ids, rule, limits)
 
-    def search_of(self, seq: Sequence) -> PassageSearch | None:
-        """What `look` will search for, beyond the prefix."""
+    def search_for(self, seq: Sequence) -> PassageSearch | None:
+        """What `find_passages` will search for, beyond the prefix."""
         limits, rule = self._limits_of(seq), seq.request.reuse
-        if limits is None or rule is None or not rule.takes_any:
+        if limits is None or rule is None or not rule.is_enabled:
             return None
-        return PassageSearch(limits.start, limits.end, max(rule.at_least, FEWEST_TOKENS), rule.passages)
+        return PassageSearch(limits.start, limits.end, max(rule.at_least, MIN_PASSAGE_TOKENS), rule.passages)
 
     def _limits_of(self, seq: Sequence) -> ReuseLimits | None:
-        rule, held = seq.request.reuse, seq.held
-        if rule is None or seq.needs_every_row or seq.prompt_logprobs is not None or held.seen is not None:
+        rule, context_limits = seq.request.reuse, seq.context_limits
+        if (
+            rule is None
+            or seq.needs_full_prefill
+            or seq.prompt_logprobs is not None
+            or context_limits.attention_window is not None
+        ):
             return None
         if seq.num_output_tokens:
             return None
         if seq.rotation.policy == "rotate" and seq.stage.last_length is not None:
             return None
-        longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, held.longest)
-        kept = held.kept_blocks * held.block_size  # that these are tokens and nothing else is what `shift` goes by
-        return ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, held.window)
+        longest = min(seq.num_prompt_tokens + seq.request.sampling.max_tokens, context_limits.longest)
+        kept = (
+            context_limits.retained_blocks * context_limits.block_size
+        )  # that these are tokens and nothing else is what `shift` goes by
+        return ReuseLimits(kept, seq.num_prompt_tokens - 1, longest, context_limits.window)
 
-    def take_up(self, seq: Sequence) -> None:
+    def attach_passage(self, seq: Sequence) -> None:
         """Take up what begins with the next token, if anything does."""
-        for passage in take_up(self._blocks, seq.cache, seq.token_ids):
+        for passage in attach_passage(self._blocks, seq.cache, seq.token_ids):
             self._counters.reused_passages += 1
             self._counters.reused_tokens += passage.num_tokens
             self._counters.recomputed_tokens["cache_reuse"] += passage.num_repeated

@@ -12,22 +12,22 @@ from enum import Enum, auto
 
 from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
 from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.persist.fetch import Fetch
 from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
-from windlass.engine.scheduling.drafting import Drafting
-from windlass.engine.scheduling.shifting import HeldContext
-from windlass.engine.scheduling.turns import CallerTurn
+from windlass.engine.scheduling.drafting import DraftState
+from windlass.engine.scheduling.shifting import SequenceContextLimits
+from windlass.engine.scheduling.turns import FairQueueEntry
 
-MISSED_ONCE = -1
+EVICTION_RETRIED = -1
 
 
 class SequenceStatus(Enum):
     """What a sequence may hold, and which of its fields go with it. `Places` changes it.
 
-    WAITING: no blocks and no rotary row, but for pages that are parked (`cache.is_parked`); `waits_for` and `fetch` may be set.
+    WAITING: no blocks and no rotary row, but for pages that are parked (`cache.is_swapped_out`); `awaited_prefix` and `fetch` may be set.
     FORKING: nothing yet, of a sample whose first token its parent's row draws.
-    RUNNING: blocks and a rotary row; `rerotations`, `num_planned_ahead` and `num_dropped_ahead` may be set.
+    RUNNING: blocks and a rotary row; `rerotations`, `num_inflight_tokens` and `num_dropped_early` may be set.
     FINISHED: nothing; nobody looks at it any more.
     """
 
@@ -42,39 +42,39 @@ class Sequence:
     """Tokens, sampling and status of one sample.
 
     Set when it is made (`LiveRequests`):
-    token_ids: the prompt followed by the output so far; grows in place, by what `ResultIntake` takes in.
+    token_ids: the prompt followed by the output so far; grows in place, by what `ResultProcessor` takes in.
     cache: what it holds in the cache; its computed length chases `num_tokens`. held: how much that may be.
     rotation: how frequencies depend on the length.
     turn: where its request stands among those of all callers (see `turns`).
     arrival_number: order of arrival among requests; (priority, where the turn starts, arrival_number, index) ranks sequences.
     arrival_time, and the other *_time: seconds on the scheduler's clock.
 
-    Its place (`Places`, `StageChanges`):
+    Its place (`Places`, `FrequencyChanges`):
     stage: the frequencies that the cached keys are under now. rotary_id: row of the rotary tables, -1 while not running.
     rerotations: those of its keys that are still to be done before it computes anything; it runs, and nothing is drawn.
 
-    Tokens that are computed again (`SchedulerCounters`, `StageChanges`, `ResultIntake`):
-    num_seen_tokens: the longest computed length so far; what is computed below it is recomputed.
+    Tokens that are computed again (`SchedulerCounters`, `FrequencyChanges`, `ResultProcessor`):
+    max_computed_tokens: the longest computed length so far; what is computed below it is recomputed.
     recompute_reason: why, as the counters name it.
     full_hit_end: end of the tokens that are recomputed because the cache held all of them.
     cached_tokens: prompt tokens taken from the cache at the first admission, None before it.
 
-    What it waits for (`Admission`; of files `Restoring`, which tells of the combinations there are):
-    waits_for: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
-    has_looked, fetch: whether those who keep blocks were asked for what the cache lacks since it began to wait, and what it waits
-    for of that. num_seen_blocks: of its prefix, that were cached then or came; `MISSED_ONCE` where they were gone at its
+    What it waits for (`Admission`; of files `KVRestorer`, which tells of the combinations there are):
+    awaited_prefix: a running sequence that is about to compute a prefix this one can share, and how many tokens of it.
+    restore_checked, fetch: whether those who keep blocks were asked for what the cache lacks since it began to wait, and what it waits
+    for of that. num_expected_blocks: of its prefix, that were cached then or came; `EVICTION_RETRIED` where they were gone at its
     admission.
 
-    Other samples of its request (`Scheduler`, `ResultIntake`), which sample 0 alone has:
+    Other samples of its request (`Scheduler`, `ResultProcessor`), which sample 0 alone has:
     children: None until the prompt is planned to its end; then the other samples, until they stand on their own.
     ended_samples: those that were ended before they stood on their own.
 
-    What steps left behind (`Scheduler`, `ResultIntake`, `Speculation`, `StepsAhead`):
+    What steps left behind (`Scheduler`, `ResultProcessor`, `Speculation`, `AsyncScheduling`):
     prompt_logprobs: those known so far, None if not asked for or handed out already.
     drafting: what speculation remembers of it, None before its first proposal.
-    num_planned_ahead: tokens of steps that were planned before the results of those in front of them were known, and are not
-    taken in yet. num_dropped_ahead: tokens that were dropped for one of those while what is in front of it is not taken in.
-    last_step: the step that last scheduled it.
+    num_inflight_tokens: tokens of steps that were planned before the results of those in front of them were known, and are not
+    taken in yet. num_dropped_early: tokens that were dropped for one of those while what is in front of it is not taken in.
+    last_scheduled_step: the step that last scheduled it.
     """
 
     seq_id: int
@@ -85,10 +85,10 @@ class Sequence:
     rotation: RotaryPlan
     stage: RotaryStage
     seed: int
-    cache: CacheHandle
-    held: HeldContext
+    cache: SequenceCache
+    context_limits: SequenceContextLimits
     stop_ids: frozenset[int]
-    turn: CallerTurn
+    queue_entry: FairQueueEntry
     arrival_number: int
     arrival_time: float
     # Its place.
@@ -96,24 +96,24 @@ class Sequence:
     rotary_id: int = -1
     rerotations: list[KeyRerotation] = field(default_factory=list)
     # Tokens that are computed again.
-    num_seen_tokens: int = 0
+    max_computed_tokens: int = 0
     recompute_reason: str = "preemption"
     full_hit_end: int = 0
     cached_tokens: int | None = None
     # What it waits for.
-    waits_for: tuple[Sequence, int] | None = None
-    has_looked: bool = False
-    num_seen_blocks: int = 0
+    awaited_prefix: tuple[Sequence, int] | None = None
+    restore_checked: bool = False
+    num_expected_blocks: int = 0
     fetch: Fetch | None = None
     # Other samples.
     children: list[Sequence] | None = None
     ended_samples: set[int] = field(default_factory=set)
     # What steps left behind.
     prompt_logprobs: list[TokenLogprobs | None] | None = None
-    drafting: Drafting | None = None
-    num_planned_ahead: int = 0
-    num_dropped_ahead: int = 0
-    last_step: int = -1
+    draft_state: DraftState | None = None
+    num_inflight_tokens: int = 0
+    num_dropped_early: int = 0
+    last_scheduled_step: int = -1
     first_scheduled_time: float | None = None
     first_token_time: float | None = None
 
@@ -126,7 +126,7 @@ class Sequence:
     @property
     def rank(self) -> tuple[int, float, int, int]:
         """Lower is better. It becomes better while it waits, where its turn does."""
-        return (self.request.priority, self.turn.start, self.arrival_number, self.index)
+        return (self.request.priority, self.queue_entry.start, self.arrival_number, self.index)
 
     @property
     def num_tokens(self) -> int:
@@ -141,9 +141,12 @@ class Sequence:
         return len(self.token_ids) - self.cache.num_computed_tokens
 
     @property
-    def num_due_tokens(self) -> int:
+    def num_schedulable_tokens(self) -> int:
         """Uncomputed tokens that one chunk may hold: up to a passage, before blocks have to go, under `rotate` of one stage."""
-        uncomputed, last = min(self.num_uncomputed_tokens, self.held.room(self.cache)), self.stage.last_length
+        uncomputed, last = (
+            min(self.num_uncomputed_tokens, self.context_limits.num_free_slots(self.cache)),
+            self.stage.last_length,
+        )
         if self.cache.passages:
             uncomputed = min(uncomputed, self.cache.passages[0].first - self.cache.num_computed_tokens)
         if last is None or self.rotation.policy != "rotate":
@@ -154,22 +157,22 @@ class Sequence:
         return uncomputed if last is None else min(uncomputed, last - computed)
 
     @property
-    def num_tokens_ahead(self) -> int:
+    def num_lookahead_tokens(self) -> int:
         """Tokens behind the last known one that the next step may compute too, if somebody knows them by then.
 
         One more is drawn behind them, and no token past the end of the sequence is ever computed. Where frequencies
         depend on the length, all must be computed under those of the moment, and no block is dropped for them.
         """
         length = self.num_tokens
-        room = min(self.num_tokens_left, self.held.room(self.cache)) - 1
+        num_free_slots = min(self.num_remaining_tokens, self.context_limits.num_free_slots(self.cache)) - 1
         last = self.stage.last_length
-        return room if last is None else min(room, last - length)
+        return num_free_slots if last is None else min(num_free_slots, last - length)
 
     @property
-    def num_tokens_left(self) -> int:
+    def num_remaining_tokens(self) -> int:
         """Tokens that it may draw yet."""
         left = self.request.sampling.max_tokens - self.num_output_tokens
-        return min(left, self.held.longest - self.num_tokens)
+        return min(left, self.context_limits.longest - self.num_tokens)
 
     @property
     def num_shareable_tokens(self) -> int:
@@ -177,16 +180,16 @@ class Sequence:
         is wanted."""
         last = self.num_tokens if self.stage.last_length is None else self.stage.last_length
         wanted = self.num_tokens if self.prompt_logprobs is None else self.request.sampling.prompt_logprobs_from - 1
-        return max(0, min(self.num_tokens, last, self.held.floor, wanted))
+        return max(0, min(self.num_tokens, last, self.context_limits.floor, wanted))
 
-    def outgrown(self) -> RotaryStage | None:
+    def stage_to_recompute(self) -> RotaryStage | None:
         """Under `recompute`, the stage of all tokens known now if it is another one: everything is to be computed anew."""
         last = self.stage.last_length
         if last is None or self.rotation.policy != "recompute" or self.num_tokens <= last:
             return None
         return self.rotation.stage(self.num_tokens)
 
-    def due_rerotation(self) -> RotaryStage | None:
+    def stage_to_rerotate(self) -> RotaryStage | None:
         """Under `rotate`, the stage of the next token to compute if it is another one: cached keys are to be re-rotated."""
         last = self.stage.last_length
         if last is None or self.rotation.policy != "rotate" or self.cache.num_computed_tokens < last:
@@ -210,7 +213,7 @@ class Sequence:
         return self.prompt_logprobs is not None and len(self.prompt_logprobs) < self.num_prompt_tokens
 
     @property
-    def needs_every_row(self) -> bool:
+    def needs_full_prefill(self) -> bool:
         """Whether all of the prompt has to pass through the model, so that none of it may come from the prefix cache."""
         pooling = self.request.pooling
         scored = self.prompt_logprobs is not None and self.request.sampling.prompt_logprobs_from <= 1
@@ -235,11 +238,11 @@ class Sequence:
             self.token_ids.append(token)
             if token in self.stop_ids and self.num_output_tokens > least:
                 return kept, "stop", token
-            if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= self.held.longest:
+            if self.num_output_tokens >= sampling.max_tokens or self.num_tokens >= self.context_limits.longest:
                 return kept, "length", None
         return len(token_ids), None, None
 
 
-def rank_of(seq: Sequence) -> tuple[int, float, int, int]:
+def rank_key(seq: Sequence) -> tuple[int, float, int, int]:
     """Sort key: whoever ranks lower is served first and preempted last."""
     return seq.rank

@@ -17,66 +17,72 @@ from dataclasses import astuple, dataclass
 from windlass.engine.api.context import ContextReport, ContextRule
 from windlass.engine.api.context_size import ContextSize, ContextSizes
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 
 
 @dataclass(frozen=True, slots=True)
-class HeldContext(ContextSize):
+class SequenceContextLimits(ContextSize):
     """A request's rule in slots and whole blocks, and what follows from it for what a sequence holds."""
 
-    def room(self, handle: CacheHandle) -> int:
+    def num_free_slots(self, handle: SequenceCache) -> int:
         """Tokens that may be computed before blocks have to go: those of one block where they have to go first."""
         if self.window is None:
             return sys.maxsize
         return self.window - handle.num_slots or self.block_size
 
-    def make_room(self, blocks: BlockManager, handle: CacheHandle) -> int:
+    def drop_blocks(self, blocks: BlockManager, handle: SequenceCache) -> int:
         """Give up what the next token does not need or leaves no room for; returns the tokens dropped."""
-        cut = self._due(handle, handle.num_slots)
-        return 0 if cut is None else self._cut_out(blocks, handle, *cut)
+        cut = self._blocks_to_drop(handle, handle.num_slots)
+        return 0 if cut is None else self._drop(blocks, handle, *cut)
 
-    def make_room_behind(self, blocks: BlockManager, handle: CacheHandle, under_way: int) -> int | None:
+    def drop_blocks_early(self, blocks: BlockManager, handle: SequenceCache, num_inflight_tokens: int) -> int | None:
         """The same for the token behind so many that are being computed; None where that has to wait for them.
 
         What stands for the step that is being computed has to stand for the next. So nothing is given up where the layout gets
         wider by it, or is no plain one any more. Nor where a block goes that is not full yet, or the tokens under way are a block
-        or more: see `CacheHandle.cut_out`.
+        or more: see `SequenceCache.remove_range`.
         """
-        cut = self._due(handle, handle.num_slots + under_way)
+        cut = self._blocks_to_drop(handle, handle.num_slots + num_inflight_tokens)
         if cut is None:
             return 0
         size, layout = self.block_size, handle.layout
         first, end = cut
-        if layout.is_plain or under_way >= size or end * size > handle.num_slots:
+        if layout.is_plain or num_inflight_tokens >= size or end * size > handle.num_slots:
             return None
-        if not layout.without(first * size, end * size, closing=self.seen is None).is_no_wider_than(layout):
+        if not layout.with_range_removed(
+            first * size, end * size, close_gap=self.attention_window is None
+        ).is_no_wider_than(layout):
             return None
-        return self._cut_out(blocks, handle, first, end, under_way)
+        return self._drop(blocks, handle, first, end, num_inflight_tokens)
 
-    def _due(self, handle: CacheHandle, slot: int) -> tuple[int, int] | None:
+    def _blocks_to_drop(self, handle: SequenceCache, slot: int) -> tuple[int, int] | None:
         """The first block to give up before the token of this slot, and the one behind the last; None where none has to go."""
-        if self.seen is None:
-            return (self.kept_blocks, self.kept_blocks + 1) if slot == self.window else None
+        if self.attention_window is None:
+            return (self.retained_blocks, self.retained_blocks + 1) if slot == self.window else None
         cut = self.cut_blocks * self.block_size
-        end = handle.layout.first_seen(slot, self.seen) // cut * self.cut_blocks
-        return (self.staying_blocks, end) if end > self.staying_blocks else None
+        end = handle.layout.first_visible_slot(slot, self.attention_window) // cut * self.cut_blocks
+        return (self.aligned_retained_blocks, end) if end > self.aligned_retained_blocks else None
 
-    def _cut_out(self, blocks: BlockManager, handle: CacheHandle, first: int, end: int, under_way: int = 0) -> int:
+    def _drop(
+        self, blocks: BlockManager, handle: SequenceCache, first: int, end: int, num_inflight_tokens: int = 0
+    ) -> int:
         """Give up blocks first .. end - 1; returns the tokens dropped."""
         before = handle.layout.num_dropped
-        blocks.cut_out(handle, first, end, closing=self.seen is None, under_way=under_way)
+        blocks.remove_range(
+            handle, first, end, close_gap=self.attention_window is None, num_inflight_tokens=num_inflight_tokens
+        )
         return handle.layout.num_dropped - before
 
-    def report_of(self, handle: CacheHandle, dropped_ahead: int = 0) -> ContextReport | None:
-        """What became of a sample's context; None where nothing ever becomes of it. dropped_ahead: tokens that were dropped last,
+    def context_report(self, handle: SequenceCache, dropped_early: int = 0) -> ContextReport | None:
+        """What became of a sample's context; None where nothing ever becomes of it. dropped_early: tokens that were dropped last,
         for a token that never came."""
         reused = handle.num_reused_tokens, handle.num_reused_passages
-        kept = self.kept_blocks * self.block_size
+        kept = self.retained_blocks * self.block_size
         if self.window is not None:
-            dropped, shifts = handle.layout.num_dropped - dropped_ahead, handle.num_shifts - bool(dropped_ahead)
+            dropped, shifts = handle.layout.num_dropped - dropped_early, handle.num_shifts - bool(dropped_early)
             return ContextReport(self.window, kept, dropped, shifts, *reused)
-        if self.seen is not None:
-            return ContextReport(self.seen, kept, 0, 0, *reused)
+        if self.attention_window is not None:
+            return ContextReport(self.attention_window, kept, 0, 0, *reused)
         return ContextReport(None, 0, 0, 0, *reused) if any(reused) else None
 
 
@@ -84,6 +90,6 @@ class HeldContext(ContextSize):
 class ContextLimits(ContextSizes):
     """What sequences of one server may hold."""
 
-    def held(self, rule: ContextRule) -> HeldContext:
+    def context_limits(self, rule: ContextRule) -> SequenceContextLimits:
         """The rule of a request. Raises RequestError for one that cannot be."""
-        return HeldContext(*astuple(self.size(rule)))
+        return SequenceContextLimits(*astuple(self.size(rule)))

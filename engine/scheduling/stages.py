@@ -12,24 +12,24 @@ from dataclasses import replace
 
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
 from windlass.engine.rotary.policy import RotaryStage
-from windlass.engine.rotary.slots import RotarySlots
+from windlass.engine.rotary.slots import RotaryRows
 from windlass.engine.scheduling.counters import SchedulerCounters
 from windlass.engine.scheduling.plan_writer import PlannedStep
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
 from windlass.engine.scheduling.shifting import ContextLimits
 
 
-class StageChanges:
+class FrequencyChanges:
     """namespace: digest of everything but the request that keys depend on. adapter_key: what tells an adapter from others."""
 
     def __init__(
         self,
         blocks: BlockManager,
-        rotary: RotarySlots,
+        rotary: RotaryRows,
         counters: SchedulerCounters,
         namespace: bytes,
         limits: ContextLimits,
@@ -42,11 +42,15 @@ class StageChanges:
         self._counters = counters
         self._namespace = namespace
 
-    def new_handle(self, request: EngineRequest, stage: RotaryStage) -> CacheHandle:
+    def new_handle(self, request: EngineRequest, stage: RotaryStage) -> SequenceCache:
         """For a sample whose keys are computed under `stage` from the first token on."""
-        chain, held = self._new_chain(request, stage), self._limits.held(request.context)
-        return CacheHandle(
-            chain, stage.specs, private=stage.single_length, floor=held.floor, sinks_window=held.sinks_window
+        chain, context_limits = self._new_chain(request, stage), self._limits.context_limits(request.context)
+        return SequenceCache(
+            chain,
+            stage.specs,
+            private=stage.single_length,
+            floor=context_limits.floor,
+            sinks_window=context_limits.sinks_window,
         )
 
     def _new_chain(self, request: EngineRequest, stage: RotaryStage) -> HashChain:
@@ -63,23 +67,23 @@ class StageChanges:
 
     def capacity(self, seq: Sequence, wanted: int) -> int:
         """How many of the next `wanted` tokens of `seq` there is room for, beside what a re-rotation takes first."""
-        stage = seq.due_rerotation()
+        stage = seq.stage_to_rerotate()
         reserved = blocks_to_rerotate(self._blocks, seq.cache, stage.specs) if stage else None
         return self._blocks.capacity(seq.cache, wanted, reserved)
 
     def rerotate_if_due(self, seq: Sequence, step: PlannedStep) -> None:
         """Book the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
-        stage = seq.due_rerotation()
+        stage = seq.stage_to_rerotate()
         if stage is None:
             return
-        set_aside, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
-        step.set_aside += [replace(piece, seq_id=seq.seq_id) for piece in set_aside]
+        original_copies, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
+        step.original_copies += [replace(piece, seq_id=seq.seq_id) for piece in original_copies]
         seq.rerotations = [replace(piece, seq_id=seq.seq_id) for piece in rerotations]
         seq.stage = stage
-        self._swap_row(seq)
+        self._replace_rotary_row(seq)
         self._counters.key_moves += seq.cache.num_slots
 
-    def go_on_rerotating(self, seq: Sequence, step: PlannedStep, limit: int) -> None:
+    def continue_rerotation(self, seq: Sequence, step: PlannedStep, limit: int) -> None:
         """Plan up to about `limit` of the keys that `seq` has to re-rotate; what is left over is for later steps."""
         size = self._blocks.block_size
         while seq.rerotations and limit > 0:
@@ -91,34 +95,34 @@ class StageChanges:
             step.rerotations.append(piece)
             limit -= piece.end - piece.start
 
-    def start_over_if_outgrown(self, seq: Sequence) -> None:
+    def recompute_if_stage_changed(self, seq: Sequence) -> None:
         """Under `recompute`, forget the keys of a sequence whose frequencies have changed; it computes all tokens anew."""
-        stage = seq.outgrown()
+        stage = seq.stage_to_recompute()
         if stage is None:
             return
-        self._start_over(seq, stage)
+        self._reset_cache(seq, stage)
         seq.recompute_reason = "rope_update"
         if seq.status is SequenceStatus.RUNNING:
-            self._swap_row(seq)
+            self._replace_rotary_row(seq)
             hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
             self._blocks.attach(seq.cache, hit)
             self._counters.count_hit(seq, full, looked_up=False)
 
-    def rewind(self, seq: Sequence) -> None:
+    def reset_after_preemption(self, seq: Sequence) -> None:
         """A preempted sequence has lost its keys, re-rotated ones too, and those behind dropped tokens: it begins again."""
         seq.recompute_reason = "preemption"
-        seq.has_looked = False
+        seq.restore_checked = False
         if seq.cache.num_rerotations:
-            self._start_over(seq, seq.rotation.stage(seq.num_prompt_tokens))
+            self._reset_cache(seq, seq.rotation.stage(seq.num_prompt_tokens))
         elif not seq.cache.layout.is_plain:
-            self._start_over(seq, seq.stage)
+            self._reset_cache(seq, seq.stage)
 
-    def _start_over(self, seq: Sequence, stage: RotaryStage) -> None:
+    def _reset_cache(self, seq: Sequence, stage: RotaryStage) -> None:
         seq.stage = stage
         chain = self._new_chain(seq.request, stage)
-        self._blocks.start_over(seq.cache, chain, stage.specs, private=stage.single_length)
+        self._blocks.reset(seq.cache, chain, stage.specs, private=stage.single_length)
 
-    def _swap_row(self, seq: Sequence) -> None:
+    def _replace_rotary_row(self, seq: Sequence) -> None:
         """Exchange the rotary row of a running sequence for that of its present stage."""
         self._rotary.release(seq.rotary_id)
         seq.rotary_id = self._rotary.acquire(seq.stage.specs)

@@ -8,16 +8,16 @@ from __future__ import annotations
 import sys
 from collections import abc
 
-from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
+from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
 
 _FIRST_LIMIT = 64
-_FLOOR = 4  # of a prompt of 30,000 tokens beside streams, 16 take half a second on two cores
+_MIN_LIMIT = 4  # of a prompt of 30,000 tokens beside streams, 16 take half a second on two cores
 _ALONE_FACTOR = 4.0  # how much longer a step may last when no stream waits for its next token
 _FIRST_REROTATIONS = 512  # keys of one KV group
 _AIM = 0.8  # share of the target to aim at when growing: the noise of a shared machine reaches a quarter more
 
 
-class StepTimer:
+class StepLimiter:
     """An adaptive bound on prefill tokens per step, one for steps beside running streams and one for steps without.
 
     target_seconds: how long a step beside running streams may last; one without may last four times that; 0 means no
@@ -66,10 +66,10 @@ class StepTimer:
         else:
             return
         wanted = max(limit // 2, min(2 * limit, wanted))
-        self._limits[streams] = min(max(wanted, _FLOOR), self._max_tokens)
+        self._limits[streams] = min(max(wanted, _MIN_LIMIT), self._max_tokens)
 
 
-def deal_whole_prompts(needs: abc.Sequence[int], budget: int) -> list[int]:
+def split_whole_prompt_budget(needs: abc.Sequence[int], budget: int) -> list[int]:
     """Share `budget` tokens among prompts of `needs[i]` tokens that are computed whole or not at all, best rank first.
 
     The best-ranked one is always computed, whatever the budget; of the others each that still fits beside those before it.
@@ -82,8 +82,8 @@ def deal_whole_prompts(needs: abc.Sequence[int], budget: int) -> list[int]:
     return grants
 
 
-def deal_prefill_tokens(
-    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), cuts: ChunkCuts = NO_CUTS
+def split_prefill_budget(
+    needs: abc.Sequence[int], budget: int, starts: abc.Sequence[int] = (), cuts: ChunkBoundaries = NO_BOUNDARIES
 ) -> list[int]:
     """Share `budget` tokens among prefills that need `needs[i]` tokens, given by rank, best first.
 
@@ -97,7 +97,7 @@ def deal_prefill_tokens(
     if not needs:
         return []
     if budget < cuts.fewest * min(len(needs), 2):
-        cuts = NO_CUTS
+        cuts = NO_BOUNDARIES
     starts = starts or [0] * len(needs)
 
     def longest(i: int, tokens: int) -> int:

@@ -14,39 +14,39 @@ from collections.abc import Sequence as Seq
 from dataclasses import replace
 
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.scheduling.bursts import Bursts
+from windlass.engine.scheduling.bursts import MultiStepDecoding
 from windlass.engine.scheduling.counters import SchedulerCounters
-from windlass.engine.scheduling.places import Places
+from windlass.engine.scheduling.places import SchedulerQueues
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
-from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, SchedulerOutputBuilder
 from windlass.engine.scheduling.requests import LiveRequests
 
 FIRST_PAUSE, LONGEST_PAUSE = 32, 4096  # steps
 
 
-class StepsAhead:
+class AsyncScheduling:
     """blocks: of the sequences. proposes: whether streams propose tokens, which have to be known for that."""
 
     def __init__(
         self,
         requests: LiveRequests,
-        places: Places,
+        queues: SchedulerQueues,
         blocks: BlockManager,
-        bursts: Bursts,
-        writer: PlanWriter,
+        multi_step: MultiStepDecoding,
+        output_builder: SchedulerOutputBuilder,
         counters: SchedulerCounters,
         *,
         proposes: bool,
     ) -> None:
-        self._requests, self._places, self._blocks, self._bursts = requests, places, blocks, bursts
-        self._writer, self._counters, self._proposes = writer, counters, proposes
+        self._requests, self._queues, self._blocks, self._multi_step = requests, queues, blocks, multi_step
+        self._output_builder, self._counters, self._proposes = output_builder, counters, proposes
         self._pause, self._not_before = FIRST_PAUSE, 0
 
     def plan(self, output: SchedulerOutput) -> SchedulerOutput | None:
         """The step behind `output`, whose results are not known yet; None where it has to wait for them."""
-        if self._proposes or self._places.waiting or self._counters.num_steps < self._not_before:
+        if self._proposes or self._queues.waiting or self._counters.num_steps < self._not_before:
             return None
-        live, ahead = self._requests.by_id, output.passes
+        live, ahead = self._requests.by_id, output.num_passes
         step = PlannedStep(ahead=ahead)
         planned = 0
         for item in output.sequences:
@@ -56,28 +56,28 @@ class StepsAhead:
             if item.start != seq.num_tokens - 1 or item.num_tokens > 1 or item.samples != (item.seq_id,):
                 return None
             planned += 1
-            if seq.num_tokens_left > ahead:
+            if seq.num_remaining_tokens > ahead:
                 start = seq.num_tokens - 1 + ahead
                 step.chunks.append(PlannedChunk(seq, start, 1, samples=(seq,)))
-        if not step.chunks or planned < len(self._places.running):
+        if not step.chunks or planned < len(self._queues.running):
             return None
         for chunk in step.chunks:
             seq = chunk.seq
-            dropped = seq.held.make_room_behind(self._blocks, seq.cache, ahead)
+            dropped = seq.context_limits.drop_blocks_early(self._blocks, seq.cache, ahead)
             if dropped is None:
                 return None
-            seq.num_dropped_ahead += dropped
-        step.passes = self._bursts.extend_ahead(step.chunks, ahead)
-        if step.passes < 1:
+            seq.num_dropped_early += dropped
+        step.num_passes = self._multi_step.extend_async(step.chunks, ahead)
+        if step.num_passes < 1:
             return None
         for chunk in step.chunks:
-            step.copies += self._blocks.set_states_aside(chunk.seq.cache, ahead)
-            chunk.seq.last_step = self._counters.num_steps
-            chunk.seq.num_planned_ahead += step.passes
-        self._counters.count_step(step.passes * len(step.chunks))
-        return self._writer.write(step)
+            step.copies += self._blocks.checkpoint_states(chunk.seq.cache, ahead)
+            chunk.seq.last_scheduled_step = self._counters.num_steps
+            chunk.seq.num_inflight_tokens += step.num_passes
+        self._counters.count_step(step.num_passes * len(step.chunks))
+        return self._output_builder.build(step)
 
-    def give_up(self, output: SchedulerOutput, *, has_changed_states: bool) -> int:
+    def cancel_step(self, output: SchedulerOutput, *, has_changed_states: bool) -> int:
         """A step that was planned so will not be computed. What it took goes back once the step before it is taken in.
 
         For some steps none is planned so, each time for twice as many. Returns how many. has_changed_states: its sequences begin
@@ -89,14 +89,14 @@ class StepsAhead:
         for item in () if has_changed_states else output.sequences:
             seq = self._requests.by_id.get(item.seq_id)
             if seq is not None:
-                seq.num_planned_ahead -= output.passes
+                seq.num_inflight_tokens -= output.num_passes
         return pause
 
-    def concerns_nobody(self, output: SchedulerOutput) -> bool:
+    def is_surplus(self, output: SchedulerOutput) -> bool:
         """Whether all of a step that was planned so is surplus, all steps before it being taken in."""
         return not any(item.seq_id in self._requests.by_id for item in output.sequences)
 
-    def without_surplus(
+    def drop_surplus(
         self, output: SchedulerOutput, results: Seq[StepResult]
     ) -> tuple[SchedulerOutput, list[StepResult]]:
         """A plan and its results, which are to be taken in next, without what belongs to nobody: of streams that have ended, or
@@ -107,7 +107,7 @@ class StepsAhead:
         for item in output.sequences:
             seq = self._requests.by_id.get(item.seq_id)
             if seq is not None:
-                seq.num_planned_ahead -= output.passes
+                seq.num_inflight_tokens -= output.num_passes
                 if seq.num_tokens == item.start + 1:
                     kept[item.seq_id] = item
         return replace(output, sequences=tuple(kept.values())), [one for one in results if one.seq_id in kept]

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
-_FEW = 64  # callers that are remembered without looking whether they still matter
+_MIN_PRUNE_SIZE = 64  # callers that are remembered without looking whether they still matter
 
 
 @dataclass(slots=True)
@@ -22,12 +22,12 @@ class _Caller:
 
     count: int = 0
     share: float = 0.0
-    waiting: OrderedDict[CallerTurn, None] = field(default_factory=OrderedDict)
-    earlier: float = 0.0
+    waiting: OrderedDict[FairQueueEntry, None] = field(default_factory=OrderedDict)
+    refunded: float = 0.0
 
 
 @dataclass(slots=True, eq=False)
-class CallerTurn:
+class FairQueueEntry:
     """A request's place in virtual time. As long as it waits it comes to start earlier, where others of its caller end sooner
     than they were counted."""
 
@@ -37,98 +37,98 @@ class CallerTurn:
     @property
     def start(self) -> float:
         """Lower is served first."""
-        return self._counted if self._caller is None else self._counted - self._caller.earlier
+        return self._counted if self._caller is None else self._counted - self._caller.refunded
 
     @property
-    def waits(self) -> bool:
+    def is_waiting(self) -> bool:
         """Whether it is neither served nor over."""
         return self._caller is not None
 
-    def settle(self) -> None:
+    def freeze(self) -> None:
         """It waits no more, and keeps its place."""
         if self._caller is not None:
             del self._caller.waiting[self]
             self._counted, self._caller = self.start, None
 
 
-class CallerTurns:
+class FairQueue:
     """Virtual time is counted in tokens of a caller whose share is 1."""
 
     def __init__(self) -> None:
-        self._have_moved = False
+        self._order_changed = False
         self._now = 0.0
-        self._ends: dict[str, tuple[CallerTurn, float]] = {}  # each caller's last request, and where it ends
-        self._there: dict[str, _Caller] = {}
+        self._ends: dict[str, tuple[FairQueueEntry, float]] = {}  # each caller's last request, and where it ends
+        self._active: dict[str, _Caller] = {}
         self._shares = 0.0  # of them together
         self._computed = 0  # tokens, from the beginning
-        self._ahead = 0.0  # how far requests that began have moved the time on before they were computed
-        self._look_at = _FEW
+        self._prepaid = 0.0  # how far requests that began have moved the time on before they were computed
+        self._prune_at = _MIN_PRUNE_SIZE
 
     def __len__(self) -> int:
         """Callers that are remembered."""
         return len(self._ends)
 
-    def take(self, caller: str, tokens: int, share: float = 1.0) -> CallerTurn:
+    def enqueue(self, caller: str, tokens: int, share: float = 1.0) -> FairQueueEntry:
         """The place of a request of so many tokens. share: what the caller gets beside one of 1."""
-        there = self._there.setdefault(caller, _Caller())
+        active = self._active.setdefault(caller, _Caller())
         end = self._ends[caller][1] if caller in self._ends else 0.0
-        turn = CallerTurn(there, max(self._now, end) + there.earlier)
-        there.waiting[turn] = None
-        self._ends[caller] = turn, turn.start + tokens / share
-        self._shares += share - there.share
-        there.count, there.share = there.count + 1, share
-        if len(self._ends) > self._look_at:
+        queue_entry = FairQueueEntry(active, max(self._now, end) + active.refunded)
+        active.waiting[queue_entry] = None
+        self._ends[caller] = queue_entry, queue_entry.start + tokens / share
+        self._shares += share - active.share
+        active.count, active.share = active.count + 1, share
+        if len(self._ends) > self._prune_at:
             self._ends = {name: last for name, last in self._ends.items() if last[1] > self._now}
-            self._look_at = max(_FEW, 2 * len(self._ends))
-        return turn
+            self._prune_at = max(_MIN_PRUNE_SIZE, 2 * len(self._ends))
+        return queue_entry
 
-    def begin(self, turn: CallerTurn) -> None:
+    def start_service(self, queue_entry: FairQueueEntry) -> None:
         """A request is being served: whoever comes now starts no earlier."""
-        turn.settle()
-        self._ahead += max(0.0, turn.start - self._now)
-        self._now = max(self._now, turn.start)
+        queue_entry.freeze()
+        self._prepaid += max(0.0, queue_entry.start - self._now)
+        self._now = max(self._now, queue_entry.start)
 
-    def serve(self, computed: int) -> None:
+    def advance(self, computed: int) -> None:
         """So many tokens have been computed from the beginning, the last ones for whomever of those who are there."""
         tokens, self._computed = computed - self._computed, computed
         if self._shares > 0:
             gone = tokens / self._shares
-            known = min(self._ahead, gone)
-            self._ahead -= known
+            known = min(self._prepaid, gone)
+            self._prepaid -= known
             self._now += gone - known
 
-    def leave(self, caller: str) -> None:
+    def request_ended(self, caller: str) -> None:
         """A request of this caller has ended. Where it was the last of all, nobody owes anything any more."""
-        there = self._there[caller]
-        there.count -= 1
-        if there.count:
+        active = self._active[caller]
+        active.count -= 1
+        if active.count:
             return
-        del self._there[caller]
-        self._shares -= there.share
-        if not self._there:
+        del self._active[caller]
+        self._shares -= active.share
+        if not self._active:
             self._now = max([self._now, *(end for _, end in self._ends.values())])
             self._ends.clear()
-            self._shares = self._ahead = 0.0  # without what sums have lost of it
+            self._shares = self._prepaid = 0.0  # without what sums have lost of it
 
-    def have_moved(self) -> bool:
+    def order_changed(self) -> bool:
         """Whether some of those that wait start earlier than when this was asked last, so that others may stand before them."""
-        moved, self._have_moved = self._have_moved, False
+        moved, self._order_changed = self._order_changed, False
         return moved
 
-    def give_back(self, caller: str, turn: CallerTurn, tokens: int, share: float = 1.0) -> None:
+    def refund(self, caller: str, queue_entry: FairQueueEntry, tokens: int, share: float = 1.0) -> None:
         """So many of a request's tokens were not needed after all. What waits of the caller's starts so much earlier, but not
         before now: all of it alike, so that it keeps its order. A request that was never served moves only what is still to come.
         """
-        spared, there = tokens / share, self._there.get(caller)
-        self._ahead = max(0.0, self._ahead - spared)
+        spared, active = tokens / share, self._active.get(caller)
+        self._prepaid = max(0.0, self._prepaid - spared)
         moved = 0.0
-        if turn.waits:
-            turn.settle()
-        elif there is not None and there.waiting:
-            first = next(iter(there.waiting))
+        if queue_entry.is_waiting:
+            queue_entry.freeze()
+        elif active is not None and active.waiting:
+            first = next(iter(active.waiting))
             moved = min(spared, max(0.0, first.start - self._now))
-            there.earlier += moved
-            self._have_moved |= moved > 0 and len(self._there) > 1  # one caller's keep their order
+            active.refunded += moved
+            self._order_changed |= moved > 0 and len(self._active) > 1  # one caller's keep their order
         if caller in self._ends:
             last, end = self._ends[caller]
-            self._ends[caller] = last, end - moved if last.waits else max(last.start, end - spared)
+            self._ends[caller] = last, end - moved if last.is_waiting else max(last.start, end - spared)

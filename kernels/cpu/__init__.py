@@ -17,17 +17,16 @@ from windlass.kernels.cpu.rotary import (
     rerotate_refusal,
     rotary_angles,
     rotate_and_append,
+    rotate_queries,
     rotate_refusal,
-    turn_queries,
 )
-from windlass.kernels.cpu.sampling import CompiledDraw, draw_tokens, drawing_memory, token_logprobs
+from windlass.kernels.cpu.sampling import CompiledSamplingRow, draw_tokens, sampling_workspace, token_logprobs
 
 __all__ = [
     "Arena",
-    "CompiledDraw",
+    "CompiledSamplingRow",
     "attention_refusal",
     "draw_tokens",
-    "drawing_memory",
     "embed_blocks",
     "embed_rows",
     "gated_activation",
@@ -46,8 +45,9 @@ __all__ = [
     "rms_norm",
     "rotary_angles",
     "rotate_and_append",
+    "rotate_queries",
     "rotate_refusal",
+    "sampling_workspace",
     "token_logprobs",
-    "turn_queries",
     "unavailable_reason",
 ]

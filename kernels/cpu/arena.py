@@ -26,7 +26,7 @@ class Arena:
         self.memory = torch.empty(capacity, dtype=torch.uint8, device="cpu").numpy().data
 
 
-class ArenaTensors:
+class ArenaAllocator:
     """Tensors in an arena, no two living ones of which share memory. peak: bytes from its start that have been in use.
 
     It knows nothing of other tensors in the same arena, and hands out what those have.

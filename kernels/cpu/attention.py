@@ -63,7 +63,7 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
     batch, heads = call.batch_size, q.shape[1]
     sizes = page_sizes(pages.key, pages.value, pages.key_scale)
     wide = seq_lens.dtype == torch.int64
-    _check_rows(q, call, batch, "paged_attention_decode")
+    _check_query_rows(q, call, batch, "paged_attention_decode")
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
@@ -74,16 +74,16 @@ def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, li
         and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
     )
-    _check_sight(call, "paged_attention_decode")
+    _check_visibility(call, "paged_attention_decode")
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
     out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
     arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
-    _raise_for(library.paged_attention_decode(arguments), "paged_attention_decode")
+    _raise_attention_error(library.paged_attention_decode(arguments), "paged_attention_decode")
     return out
 
 
-def _check_sight(call: AttentionCall, name: str) -> None:
+def _check_visibility(call: AttentionCall, name: str) -> None:
     check(call.window is None or call.window > 0, f"{name}: window must be positive")
     alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
     check(alone, f"{name}: chunk must be positive, causal, and without a window")
@@ -116,7 +116,7 @@ def paged_attention_prefill(
     sizes = page_sizes(pages.key, pages.value, pages.key_scale)
     value_dim = sizes.value_dim
     batch = seq_lens.shape[0]
-    _check_rows(q, call, tokens, name)
+    _check_query_rows(q, call, tokens, name)
     check(
         tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
         f"{name}: block_tables must be int32 [{batch}, max_blocks]",
@@ -135,7 +135,7 @@ def paged_attention_prefill(
         and (sinks is None or vector_ok(sinks, torch.float32, heads)),
         f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
     )
-    _check_sight(call, name)
+    _check_visibility(call, name)
     if tables.shape[1] > 1 and tables.stride(1) != 1:
         tables = tables.contiguous()
     if out is None:
@@ -146,11 +146,11 @@ def paged_attention_prefill(
     )
     rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
     arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
-    _raise_for(library.paged_attention_prefill(arguments, fewest), name)
+    _raise_attention_error(library.paged_attention_prefill(arguments, fewest), name)
     return out
 
 
-def _check_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
+def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
     """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
     ranges = call.ranges
     if ranges is None:
@@ -207,7 +207,7 @@ def _arguments(
     )
 
 
-def _raise_for(code: int, name: str) -> None:
+def _raise_attention_error(code: int, name: str) -> None:
     """The error that a code of the kernels stands for; see attention_call.h."""
     if code == 1:
         raise MemoryError(f"{name}: no memory for partial results")

@@ -40,17 +40,17 @@ from windlass.kernels.cpu.arena import Arena
 from windlass.kernels.cpu.matrix_unit import MatrixUnit
 from windlass.kernels.cpu.pointwise import CompiledPointwise
 from windlass.kernels.cpu.recurrence import CompiledRecurrences
-from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.draws import TokenSampler, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankTable, LowRankTarget
 from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.layouts.panels import DTYPES as PANEL_DTYPES
+from windlass.kernels.layouts.panels import PANEL_DTYPES as PANEL_DTYPES
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import Part, StackedWeight
 from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Recorder
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import BufferFiller, PersistentBuffers
 from windlass.kernels.torch import batched, routed
 from windlass.kernels.torch import linear as torch_linear
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -74,25 +74,25 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         super().__init__(options)
         self._library = library.load()
         self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
-        self.multiplies_pairs = self._library.isa in library.MULTIPLY_PAIRS
+        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
         # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
         self._multiplies_bfloat16 = (
-            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.multiplies_pairs
+            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
         )
-        if options.rounds_prompts and not options.deterministic:
-            self.fewest_alike = attention.FEWEST_ROUNDED if self.multiplies_pairs else 2
+        if options.bf16_prefill and not options.deterministic:
+            self.uniform_prefill_min_tokens = attention.FEWEST_ROUNDED if self.has_bf16_dot else 2
         self._matrix_unit = MatrixUnit(self._library, options)
         if options.dtype not in linear.ACTIVATION_TYPES:
             self._most_rows = self._most_bfloat16_rows = -1
         elif options.deterministic:
             self._most_rows = self._most_bfloat16_rows = sys.maxsize
         else:
-            self._most_rows = linear.MOST_ROWS
-            self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.MOST_ROWS
-        self._ranks = None if options.ranks is None else ranks.CompiledRanks(options.ranks)
+            self._most_rows = linear.LINEAR_MAX_ROWS
+            self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.LINEAR_MAX_ROWS
+        self._ranks = None if options.ranks is None else ranks.SharedMemoryCollectives(options.ranks)
         self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
         self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
-        self._most_panel_rows = sys.maxsize if options.deterministic else panels.MOST_ROWS
+        self._most_panel_rows = sys.maxsize if options.deterministic else panels.PANEL_MAX_ROWS
 
     @staticmethod
     def refusal(options: BackendOptions) -> str | None:
@@ -136,10 +136,10 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
             out = None if x.dtype != torch.float32 else out
             if self.options.activations == "int8":
                 return blocks.linear_blocks(x, weight, bias, out=out, library=self._library)
-            most = sys.maxsize if self.deterministic else linear.MOST_ROWS
+            most = sys.maxsize if self.deterministic else linear.LINEAR_MAX_ROWS
             return blocks.linear_blocks_widened(x, weight, bias, most_rows=most, out=out, library=self._library)
         if isinstance(weight, PanelWeight):
-            pairs = self.multiplies_pairs and x.dtype == weight.dtype == torch.bfloat16
+            pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
             if x.shape[0] > self._most_panel_rows and not pairs:
                 return panels.linear_panels_widened(x, weight, bias, library=self._library)
             out = None if x.dtype == torch.float16 else out
@@ -158,10 +158,10 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
                 own.copy_(found)
         return out
 
-    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
         return low_rank.CompiledLowRankTable(slots, matrix.columns, matrix.inner)
 
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         if not isinstance(table, low_rank.CompiledLowRankTable):
             raise TypeError("the table is another backend's")
         low_rank.add_low_rank(out, x, table, rows.slots, library=self._library)
@@ -175,7 +175,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
         if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
             return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
-        if isinstance(weight, BlockWeight) and self.options.activations == "int8" and blocks.opens_gates(x, weight):
+        if isinstance(weight, BlockWeight) and self.options.activations == "int8" and blocks.fuses_gates(x, weight):
             return blocks.linear_blocks(x, weight, bias, activation=activation, library=self._library)
         return super().gated_linear(x, weight, bias, activation)
 
@@ -193,7 +193,9 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         latent.rms_norm_in_place(x, weight, eps, library=self._library)
 
     def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
-        return None if self.deterministic else latent.expansion(pages, narrow=self._matrix_unit.takes_prompts)
+        return (
+            None if self.deterministic else latent.latent_expansion_cost(pages, narrow=self._matrix_unit.takes_prompts)
+        )
 
     def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
         return latent.latent_queries(q, up, rotary_dim, library=self._library)
@@ -212,7 +214,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
 
     def sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.sum_up(x, library=self._library)
+            self._ranks.all_reduce(x, library=self._library)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
@@ -268,10 +270,10 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
     def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         return rotary.rotary_angles(inv_freq, rows, positions, library=self._library)
 
-    def rows_filler(
-        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
-    ) -> RowsFiller:
-        return step_rows.CompiledRowsFiller(rows, inv_freq, q_scale, score_scale, block_size, library=self._library)
+    def buffer_filler(
+        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> BufferFiller:
+        return step_rows.CompiledBufferFiller(rows, inv_freq, q_scale, score_scale, block_size, library=self._library)
 
     def rotate_and_append(
         self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
@@ -294,21 +296,21 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
             library=self._library,
         )
 
-    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotary.turn_queries(q, rows, cos, sin, library=self._library)
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary.rotate_queries(q, rows, cos, sin, library=self._library)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if attention.call_refusal(call):
             return self._torch.paged_attention(q, pages, call)
-        if call.only_single_tokens:
+        if call.is_decode:
             return self._decode(q, pages, call)
         # Queries that see keys behind them are never decoded: their prompt is computed as one, by bits of its own.
         if self.deterministic and call.causal:
             return batched.paged_attention(q, pages, call, decode=self._decode, prefill=self._prefill_as_decode)
         out = attention.paged_attention_prefill(
-            q, pages, call, fewest=2, rounds=self.fewest_alike > 0, library=self._library
+            q, pages, call, fewest=2, rounds=self.uniform_prefill_min_tokens > 0, library=self._library
         )
-        singles = call.single_tokens()
+        singles = call.decode_part()
         if singles is not None:
             rows, own = singles
             out[rows] = self._decode(own.queries(q, rows), pages, own)
@@ -320,19 +322,19 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
     def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
         if not call.has_ranges:
-            return self._decode(q, pages, call.token_by_token())
+            return self._decode(q, pages, call.as_single_tokens())
         # Partial results of every range take memory; a row's bits are the same in any company.
         parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
-        return torch.cat([self._decode(q, pages, call.some_tokens(*part).token_by_token()) for part in parts])
+        return torch.cat([self._decode(q, pages, call.slice_tokens(*part).as_single_tokens()) for part in parts])
 
     def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
         return step_rows.row_maxima(logits, library=self._library)
 
-    def drawer(self, vocab_size: int) -> Drawer:
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
         # Sums of a larger vocabulary are more than float64 has exactly.
         if vocab_size > sampling.MAX_VOCAB:
-            return self._torch.drawer(vocab_size)
-        return sampling.CompiledDrawer(vocab_size, self._library)
+            return self._torch.token_sampler(vocab_size)
+        return sampling.CompiledSampler(vocab_size, self._library)
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         if logits.shape[1] > sampling.MAX_VOCAB:
@@ -344,7 +346,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
         return None
 
     def recorder(self, capacity: int) -> Recorder:
-        return _ArenaRecorder(self, Arena(capacity))
+        return _CpuRecorder(self, Arena(capacity))
 
     @contextmanager
     def record(self, arena: Arena) -> Iterator[recording.CompiledRecording]:
@@ -357,7 +359,7 @@ class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
                 self._library = ordinary
 
 
-class _ArenaRecorder(Recorder):
+class _CpuRecorder(Recorder):
     """Recordings of one backend in one arena."""
 
     def __init__(self, backend: CompiledBackend, arena: Arena) -> None:

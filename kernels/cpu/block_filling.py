@@ -19,7 +19,7 @@ MOST_SUPER_GROUPS = 64
 def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> None:
     """Put rows of blocks, uint8 [count, row bytes] as a file has them, into rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
-    _check_weight(target.weight)
+    _check_block_weight(target.weight)
     check(blocks.is_cpu, f"repack_blocks: the blocks are on {blocks.device}")
     if blocks.shape[1] > 1 and blocks.stride(1) != 1:
         blocks = blocks.contiguous()
@@ -30,7 +30,7 @@ def repack_blocks(target: BlockRows, blocks: Tensor, *, library: Library) -> Non
         target.first,
         target.count,
         target.weight.columns,
-        *_addresses(target.weight),
+        *_block_addresses(target.weight),
     )
 
 
@@ -44,7 +44,7 @@ def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None
     check(form.super_groups <= MOST_SUPER_GROUPS, f"pack_blocks: super groups of {form.super_groups} groups")
     check(source.shape == target.shape, f"pack_blocks: {tuple(source.shape)} into rows {tuple(target.shape)}")
     check(source.is_cpu and source.dtype in TYPE_CODES, f"pack_blocks: the source is {source.dtype} on {source.device}")
-    _check_weight(weight)
+    _check_block_weight(weight)
     if source.shape[1] > 1 and source.stride(1) != 1:
         source = source.contiguous()
     if weights is not None:
@@ -66,15 +66,15 @@ def pack_blocks(target: BlockRows, source: Tensor, weights: Tensor | None = None
         target.first,
         target.count,
         weight.columns,
-        *_addresses(weight),
+        *_block_addresses(weight),
     )
 
 
-def _check_weight(weight: BlockWeight) -> None:
+def _check_block_weight(weight: BlockWeight) -> None:
     parts = weight.tensors().values()
     check(all(part.is_cpu and part.is_contiguous() for part in parts), "the weight is not contiguous on the CPU")
 
 
-def _addresses(weight: BlockWeight) -> tuple[int, int, int | None]:
+def _block_addresses(weight: BlockWeight) -> tuple[int, int, int | None]:
     supers = None if weight.supers is None else weight.supers.data_ptr()
     return weight.codes.data_ptr(), weight.scales.data_ptr(), supers

@@ -17,18 +17,18 @@ _WIDENED = 1 << 21  # numbers of a weight widened at a time, 8 MiB: they stay in
 
 # Rows from which `linear_blocks_rounded` leads where there is one (measured on a Xeon with AMX: as quick at 32 rows, 1.4 times
 # at 64, twice at 512).
-FEWEST_ROUNDED_ROWS = 48
+BLOCK_TILE_MIN_ROWS = 48
 
 # Rows from which `linear_blocks` opens gates itself: fewer are bound by reading, which is quicker in one run than in two
 # (measured on Zen 4: a single row 4 % slower, 4 as quick, 8 of 1B shape 5 % quicker, 512 12 %).
-FEWEST_GATED_ROWS = 4
+GATED_MIN_ROWS = 4
 
 _Described: TypeAlias = tuple[int, int, int | None, int, int, int, int, int]
 
 
-def opens_gates(x: Tensor, weight: BlockWeight) -> bool:
+def fuses_gates(x: Tensor, weight: BlockWeight) -> bool:
     """Whether `linear_blocks` takes an activation with these operands, to the bits of two calls, and gains by it."""
-    return x.dtype == torch.float32 and x.shape[0] >= FEWEST_GATED_ROWS and gates.in_panels(weight.rows)
+    return x.dtype == torch.float32 and x.shape[0] >= GATED_MIN_ROWS and gates.fills_panels(weight.rows)
 
 
 def linear_blocks(
@@ -50,9 +50,9 @@ def linear_blocks(
     """
     # A decode step comes here some hundred times: messages are made only when they are needed.
     columns, inner = weight.rows, weight.columns
-    _check_rows(x, weight, bias)
-    activation_code, width = gates.code_and_width(columns, activation)
-    described = _described(weight)
+    _check_block_operands(x, weight, bias)
+    activation_code, width = gates.activation_code_and_width(columns, activation)
+    described = _block_arguments(weight)
     wide = x if x.dtype == torch.float32 and (x.stride(1) == 1 or inner == 1) else x.float().contiguous()
     wide_bias = None if bias is None else bias.float().contiguous()
     rows = x.shape[0]
@@ -73,7 +73,7 @@ def linear_blocks(
             columns,
             inner,
         )
-        _explain(code, "linear_blocks", weight)
+        _raise_block_error(code, "linear_blocks", weight)
     return made if out is not None or x.dtype == torch.float32 else made.to(x.dtype)
 
 
@@ -92,9 +92,9 @@ def linear_blocks_rounded(
     float32; their order, and so a row's bits, depends on that row only. Raises ValueError; only for a library that has it.
     """
     rows, columns = x.shape[0], weight.rows
-    activation_code, width = gates.code_and_width(columns, activation)
-    _check_rows(x, weight, bias)
-    described, multiply = _described(weight), library.linear_blocks_rounded
+    activation_code, width = gates.activation_code_and_width(columns, activation)
+    _check_block_operands(x, weight, bias)
+    described, multiply = _block_arguments(weight), library.linear_blocks_rounded
     if multiply is None:
         raise ValueError("linear_blocks_rounded: this processor has no matrix unit")
     given = x.float() if x.dtype == torch.float16 else x
@@ -119,11 +119,11 @@ def linear_blocks_rounded(
             columns,
             weight.columns,
         )
-        _explain(code, "linear_blocks_rounded", weight)
+        _raise_block_error(code, "linear_blocks_rounded", weight)
     return made if made.dtype == x.dtype else made.to(x.dtype)
 
 
-def _explain(code: int, name: str, weight: BlockWeight) -> None:
+def _raise_block_error(code: int, name: str, weight: BlockWeight) -> None:
     """Raise what a code of the library means."""
     if code == 2:
         raise ValueError(f"{name}: there is no product for the form {weight.form}")
@@ -146,7 +146,7 @@ def linear_blocks_widened(
     torch's from there on. out: as `linear_blocks` has it. Returns [M, N] in x's dtype, or out. Extra memory: 8 MiB, or one row
     of the weight. Raises ValueError.
     """
-    _check_rows(x, weight, bias)
+    _check_block_operands(x, weight, bias)
     wide, inner = x.float(), weight.columns
     if out is None:
         made = torch.empty((x.shape[0], weight.rows), dtype=torch.float32)
@@ -180,7 +180,7 @@ def embed_blocks(table: BlockWeight, ids: Tensor, scale: float = 1.0, *, library
 
 def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, out: Tensor, library: Library) -> None:
     code = library.widen_blocks(
-        *_described(weight),
+        *_block_arguments(weight),
         None if ids is None else ids.data_ptr(),
         first,
         factor,
@@ -193,7 +193,7 @@ def _widen(weight: BlockWeight, ids: Tensor | None, first: int, factor: float, o
         raise IndexError(f"embed_blocks: an id is no row of a table of {weight.rows}")
 
 
-def _described(weight: BlockWeight) -> _Described:
+def _block_arguments(weight: BlockWeight) -> _Described:
     """A weight as the library takes it. Raises ValueError."""
     form, codes, scales, supers = weight.form, weight.codes, weight.scales, weight.supers
     if not (codes.is_contiguous() and scales.is_contiguous() and (supers is None or supers.is_contiguous())):
@@ -203,7 +203,7 @@ def _described(weight: BlockWeight) -> _Described:
     return codes.data_ptr(), scales.data_ptr(), super_address, *numbers
 
 
-def _check_rows(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> None:
+def _check_block_operands(x: Tensor, weight: BlockWeight, bias: Tensor | None) -> None:
     if x.dim() != 2 or x.shape[1] != weight.columns or not x.is_cpu or x.dtype not in TYPE_CODES:
         raise ValueError(
             f"linear_blocks: x is {x.dtype} {tuple(x.shape)} on {x.device}, the weight has {weight.columns} columns"

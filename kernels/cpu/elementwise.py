@@ -14,7 +14,7 @@ from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.ops import ACTIVATIONS
 
 
-def _check_rows(x: Tensor, name: str) -> None:
+def _check_matrix(x: Tensor, name: str) -> None:
     check(
         x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
         f"{name}: x is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
@@ -44,7 +44,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float, *, li
 
 def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
     """See `Backend.activation`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
-    _check_rows(x, "activate")
+    _check_matrix(x, "activate")
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
     library.activate(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], ACTIVATIONS[activation], out.data_ptr(), *x.shape)
@@ -53,7 +53,7 @@ def activate(x: Tensor, activation: str, *, library: Library) -> Tensor:
 
 def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor, *, library: Library) -> Tensor:
     """See `Backend.xielu`. x: [T, N], any row stride. Returns [T, N], contiguous, in its dtype. Raises ValueError."""
-    _check_rows(x, "xielu")
+    _check_matrix(x, "xielu")
     numbers = (alpha_p, alpha_n, beta, eps)
     check(all(vector_ok(one, torch.float32, 1) for one in numbers), "xielu: its numbers must be float32 [1]")
     out = torch.empty(tuple(x.shape), dtype=x.dtype)
@@ -65,13 +65,13 @@ def xielu(x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor
 
 def clip(x: Tensor, limit: float, *, library: Library) -> None:
     """See `Backend.clip`. x: [T, N], any row stride. Raises ValueError."""
-    _check_rows(x, "clip")
+    _check_matrix(x, "clip")
     library.clip(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], limit, *x.shape)
 
 
 def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
     """See `Backend.scale_rows`. x: [T, N], any row stride. Raises ValueError."""
-    _check_rows(x, "scale_rows")
+    _check_matrix(x, "scale_rows")
     check(
         vector_ok(factors, torch.float32, x.shape[0]), f"scale_rows: factors must be float32 [{x.shape[0]}], contiguous"
     )
@@ -80,7 +80,7 @@ def scale_rows(x: Tensor, factors: Tensor, *, library: Library) -> None:
 
 def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library) -> None:
     """See `Backend.scale_columns`. x: [T, N], any row stride. Raises ValueError."""
-    _check_rows(x, "scale_columns")
+    _check_matrix(x, "scale_columns")
     for factors in (first, second):
         check(
             vector_ok(factors, torch.float32, x.shape[1]),
@@ -91,12 +91,12 @@ def scale_columns(x: Tensor, first: Tensor, second: Tensor, *, library: Library)
 
 def multiply(x: Tensor, by: Tensor, *, library: Library) -> None:
     """See `Backend.multiply`. x and a `by` of its shape: any row strides. Raises ValueError."""
-    _check_rows(x, "multiply")
+    _check_matrix(x, "multiply")
     single = by.dim() == 1
     if single:
         check(vector_ok(by, torch.float32, 1), f"multiply: the factor is {by.dtype} {tuple(by.shape)}, not float32 [1]")
     else:
-        _check_rows(by, "multiply")
+        _check_matrix(by, "multiply")
         check(by.shape == x.shape and by.dtype == x.dtype, f"multiply: by must be {x.dtype} {tuple(x.shape)}")
     library.multiply(
         *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype]),

@@ -41,7 +41,7 @@ class CompiledExperts(ExpertWeights):
         rounds_panels: bool = False,
     ) -> None:
         super().__init__(weights, biases)
-        parts = [_parts(weight) for weight in self.weights]
+        parts = [_expert_parts(weight) for weight in self.weights]
         self.parts = len(parts[0])
         check(all(len(own) == self.parts for own in parts), "experts: one has other parts than the next")
         self.has_blocks = any(isinstance(part, BlockWeight) for own in parts for part, _ in own)
@@ -54,25 +54,25 @@ class CompiledExperts(ExpertWeights):
         self._table = (ExpertPartFields * (len(self.weights) * self.parts))()
         for expert, own in enumerate(parts):
             for place, (part, first) in enumerate(own):
-                self._table[expert * self.parts + place] = _fields(part, first, self.bias(expert))
+                self._table[expert * self.parts + place] = _expert_fields(part, first, self.bias(expert))
         found = library.addresses
         self._products = ExpertProductsFields(
             *(found["linear"], found["linear_panels"], found["linear_blocks"]),
             found.get("linear_blocks_rounded") if rounds_blocks else None,
             found.get("linear_panels_rounded") if rounds_panels else None,
-            *(blocks.FEWEST_ROUNDED_ROWS, panels.FEWEST_ROUNDED_ROWS),
+            *(blocks.BLOCK_TILE_MIN_ROWS, panels.PANEL_TILE_MIN_ROWS),
         )
         self.address, self.products = ctypes.addressof(self._table), ctypes.addressof(self._products)
 
 
-def _parts(weight: ExpertWeight) -> list[tuple[Part, int]]:
+def _expert_parts(weight: ExpertWeight) -> list[tuple[Part, int]]:
     """Each part with its first row."""
     if isinstance(weight, StackedWeight):
         return [(part, first) for part, first, _ in weight.spans()]
     return [(weight, 0)]
 
 
-def _fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFields:
+def _expert_fields(part: Part, first: int, bias: Tensor | None) -> ExpertPartFields:
     fields = ExpertPartFields(first=first, columns=part.shape[0])
     if bias is not None:
         fields.bias, fields.bias_type = bias.data_ptr() + first * bias.element_size(), TYPE_CODES[bias.dtype]

@@ -6,19 +6,19 @@ from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.ops import ACTIVATIONS
 from windlass.kernels.layouts.blocks import PANEL
 
-_NONE = -1  # leaves a product as it is
+_NO_ACTIVATION = -1  # leaves a product as it is
 
 
-def in_panels(rows: int) -> bool:
+def fills_panels(rows: int) -> bool:
     """Whether a weight of so many rows, gates before ups, has a whole number of panels of each."""
     return rows % (2 * PANEL) == 0
 
 
-def code_and_width(rows: int, activation: str | None) -> tuple[int, int]:
+def activation_code_and_width(rows: int, activation: str | None) -> tuple[int, int]:
     """How the library numbers an activation, or the lack of one, and the width of the result of a weight of so many rows.
     Raises ValueError."""
     if activation is None:
-        return _NONE, rows
+        return _NO_ACTIVATION, rows
     check(activation in ACTIVATIONS, f"unknown activation {activation!r}; known are {', '.join(ACTIVATIONS)}")
-    check(in_panels(rows), f"{rows} rows of gates and ups do not fill panels of {PANEL}")
+    check(fills_panels(rows), f"{rows} rows of gates and ups do not fill panels of {PANEL}")
     return ACTIVATIONS[activation], rows // 2

@@ -15,7 +15,7 @@ from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.layouts.pages import KVPages
 
 
-def expansion(pages: KVPages, *, narrow: bool) -> LatentExpansion:
+def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
     """See `Backend.latent_expansion`. narrow: whether pages that attention may round (see `paged_attention_prefill`) go by a
     matrix unit: torch's products have it too, those that a query takes by itself do not. Measured: docs/benchmarks-history.md."""
     if narrow and pages.key.dtype != torch.float32:
@@ -25,7 +25,7 @@ def expansion(pages: KVPages, *, narrow: bool) -> LatentExpansion:
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) -> Tensor:
     """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
-    _check(q, up, "latent_queries")
+    _check_latent(q, up, "latent_queries")
     tokens, heads, width = q.shape
     plain, dim = width - rotary_dim, up.shape[2]
     check(
@@ -42,7 +42,7 @@ def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) 
 
 def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Library) -> Tensor:
     """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
-    _check(attended, up, "latent_values")
+    _check_latent(attended, up, "latent_values")
     tokens, heads, dim = attended.shape
     check(
         dim == up.shape[2] and 0 <= value_dim <= up.shape[1],
@@ -68,7 +68,7 @@ def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float, *, library: Library
     library.rms_norm_in_place(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), eps, rows, dim)
 
 
-def _check(x: Tensor, up: Tensor, name: str) -> None:
+def _check_latent(x: Tensor, up: Tensor, name: str) -> None:
     check(
         x.dim() == 3 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[2] < 2 or x.stride(2) == 1),
         f"{name}: {x.dtype} {tuple(x.shape)} is not a float CPU tensor [T, H, D] with adjacent elements",

@@ -19,13 +19,22 @@ from typing import Any
 import torch  # loads libgomp, which the library below then shares
 
 from windlass.kernels.cpu.sources import fingerprint
-from windlass.kernels.cpu.structs import AttentionArguments, compiled_fields, declared_fields, differing
+from windlass.kernels.cpu.structs import (
+    _FLOAT,
+    _INT,
+    _LONG,
+    _POINTER,
+    AttentionArguments,
+    compiled_fields,
+    declared_fields,
+    differing_structs,
+)
 
 ISA_VARIABLE = "WINDLASS_CPU_ISA"
 # Worst to best among those of one kind of processor; the index is the level in windlass_can_run.
 ISAS = ("generic", "avx2", "avx2_vnni", "avx512", "avx512_vnni", "avx512_bf16", "avx512_amx", "neon", "neon_dot")
 # Where rows of bfloat16 are multiplied natively by weights of it in panels.
-MULTIPLY_PAIRS = frozenset({"avx512_bf16", "avx512_amx"})
+BF16_DOT_ISAS = frozenset({"avx512_bf16", "avx512_amx"})
 # Sets that have functions of their own only where their instructions serve, and the set that the others come from.
 _EXTENDED = {
     "avx2_vnni": "avx2",
@@ -39,7 +48,6 @@ TYPE_CODES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 PAGE_CODES = TYPE_CODES | {torch.int8: 3}  # int8 pages come with scales
 PAGES_OF_ROWS = 4  # of int8 codes, token by token
 
-_POINTER, _LONG, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_long, ctypes.c_int, ctypes.c_float
 _TENSOR2 = [_POINTER, _LONG, _INT]  # address, row stride, type
 _TENSOR3 = [_POINTER, _LONG, _LONG]  # address, row stride, head stride
 _STATE_ROWS = [_POINTER, _POINTER, _POINTER, _LONG, _POINTER]  # blocks, starts, lengths, sequences, kept
@@ -104,7 +112,7 @@ SIGNATURES: dict[str, list[type]] = {
         *(_POINTER, _LONG, _POINTER, _LONG),  # cos, sin
         *(_LONG, _LONG, _LONG),  # kv heads, dim, half
     ],
-    "turn_queries": [
+    "rotate_queries": [
         *(*_TENSOR3, _INT, _POINTER, _POINTER, _LONG, _POINTER, _LONG),  # q, rows, cos, sin
         *(_POINTER, _LONG, _LONG, _LONG, _LONG, _LONG),  # out: tokens, turned ones, heads, dim, half
     ],
@@ -247,7 +255,7 @@ class Library:
     rerotate_cached_keys_int8: Function
     rotate_and_append_rows: Function
     rerotate_cached_rows: Function
-    turn_queries: Function
+    rotate_queries: Function
     rotary_angles: Function
     rms_norm: Function
     gated_activation: Function
@@ -329,7 +337,7 @@ def runnable(path: Path) -> tuple[str, ...]:
     handle.windlass_sources.restype = ctypes.c_char_p
     if (sources := fingerprint(Path(__file__).parent / "src")) and handle.windlass_sources().decode() != sources:
         raise AttributeError("compiled from other sources")
-    if others := differing(handle):
+    if others := differing_structs(handle):
         raise AttributeError(f"compiled from other sources: {'; '.join(others)}")
     if compiled_fields(handle) != declared_fields():
         raise AttributeError("compiled from other sources: AttentionArguments has other fields")
@@ -341,7 +349,7 @@ def runnable(path: Path) -> tuple[str, ...]:
 
 
 @functools.cache
-def _attempt() -> tuple[Library | None, str | None]:
+def _load_once() -> tuple[Library | None, str | None]:
     wanted = os.environ.get(ISA_VARIABLE, "")
     if wanted == "off":
         return None, f"{ISA_VARIABLE}=off turns the compiled CPU kernels off"
@@ -360,7 +368,7 @@ def _attempt() -> tuple[Library | None, str | None]:
 
 def unavailable_reason() -> str | None:
     """Why the compiled kernels cannot be used in this process, or None when they can. Decided once."""
-    return _attempt()[1]
+    return _load_once()[1]
 
 
 def load() -> Library:
@@ -368,7 +376,7 @@ def load() -> Library:
 
     Raises KernelsUnavailableError.
     """
-    library, reason = _attempt()
+    library, reason = _load_once()
     if library is None:
         raise KernelsUnavailableError(reason)
     return library

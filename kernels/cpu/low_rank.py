@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.structs import LowRankFields, LowRankPartFields
-from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, PANEL_ROWS, STRIP, LowRank, LowRankPart, LowRankTable
+from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, PANEL_ROWS, STRIP, LowRankPart, LowRankTable, LowRankUpdate
 
 
 class CompiledLowRankTable(LowRankTable):
@@ -23,21 +23,21 @@ class CompiledLowRankTable(LowRankTable):
         self._parts: list[ctypes.Array[LowRankPartFields] | None] = [None] * slots
         self.address = ctypes.addressof(self._entries)
 
-    def put(self, slot: int, change: LowRank | None) -> None:
+    def put(self, slot: int, change: LowRankUpdate | None) -> None:
         """Raises ValueError for a change of another matrix."""
         if change is None:
             self._entries[slot] = LowRankFields()
             self._parts[slot] = None
         else:
             self._check(change)
-            parts = (LowRankPartFields * len(change.parts))(*map(_fields_of, change.parts))
+            parts = (LowRankPartFields * len(change.parts))(*map(_low_rank_fields, change.parts))
             down = change.down
             sizes = TYPE_CODES[down.dtype], change.rank, len(parts)
             self._entries[slot] = LowRankFields(down.data_ptr(), *sizes, ctypes.addressof(parts))
             self._parts[slot] = parts
         super().put(slot, change)
 
-    def _check(self, change: LowRank) -> None:
+    def _check(self, change: LowRankUpdate) -> None:
         down = change.down
         wanted = (-(-change.rank // PANEL_ROWS), -(-self.inner // STRIP), PANEL_ROWS, STRIP)
         check(
@@ -62,7 +62,7 @@ class CompiledLowRankTable(LowRankTable):
             )
 
 
-def _fields_of(part: LowRankPart) -> LowRankPartFields:
+def _low_rank_fields(part: LowRankPart) -> LowRankPartFields:
     sizes = TYPE_CODES[part.up.dtype], part.first, part.columns, part.rank_first, part.rank
     return LowRankPartFields(part.up.data_ptr(), *sizes, part.scale)
 

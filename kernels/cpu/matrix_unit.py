@@ -19,7 +19,7 @@ class MatrixUnit:
     def __init__(self, library: Library, options: BackendOptions) -> None:
         """There need not be such a unit: it then takes nothing."""
         there = library.linear_blocks_rounded is not None and not options.deterministic
-        self.takes_prompts = there and options.rounds_prompts
+        self.takes_prompts = there and options.bf16_prefill
         self.takes_blocks = self.takes_prompts and options.activations == "int8"
         self.takes_panels = there
 
@@ -27,14 +27,14 @@ class MatrixUnit:
         """Whether `linear` makes this product. activation: of gates, before ups in the weight's rows."""
         rows = x.shape[0]
         if isinstance(weight, BlockWeight):
-            fits = self.takes_blocks and rows >= blocks.FEWEST_ROUNDED_ROWS
+            fits = self.takes_blocks and rows >= blocks.BLOCK_TILE_MIN_ROWS
         elif isinstance(weight, PanelWeight):
             adjacent = x.stride(1) == 1 or x.shape[1] == 1
             narrow = x.dtype == weight.dtype == torch.bfloat16
-            fits = self.takes_panels and rows >= panels.FEWEST_ROUNDED_ROWS and narrow and adjacent
+            fits = self.takes_panels and rows >= panels.PANEL_TILE_MIN_ROWS and narrow and adjacent
         else:
             return False
-        return fits and (activation is None or gates.in_panels(weight.rows))
+        return fits and (activation is None or gates.fills_panels(weight.rows))
 
     def linear(
         self,

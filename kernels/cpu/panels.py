@@ -13,10 +13,10 @@ from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 
 # Measured on Zen 4 with two threads, AVX-512 and AVX2, 64 to 2,048 rows: `linear_panels` leads by an eighth throughout. But
 # every thread copies the rows for itself, so with many threads and long chunks torch's product is the safer way.
-MOST_ROWS = 512
+PANEL_MAX_ROWS = 512
 # Rows from which `linear_panels_rounded` leads where there is one (measured on a Xeon with AMX: 1.2 to 2 times as quick at 8
 # rows, 2 to 4 times at 16, 6 times at 128).
-FEWEST_ROUNDED_ROWS = 8
+PANEL_TILE_MIN_ROWS = 8
 _WIDENED_BYTES = 8 << 20  # float32 weights widened at a time: they stay in the last-level cache for the product
 
 
@@ -91,7 +91,7 @@ def linear_panels_rounded(
     check(x.stride(1) == 1 or weight.columns == 1, "linear_panels_rounded: the elements of a row are apart")
     wide_bias = None if bias is None else bias.float().contiguous()
     rows, columns = x.shape[0], weight.rows
-    activation_code, width = gates.code_and_width(columns, activation)
+    activation_code, width = gates.activation_code_and_width(columns, activation)
     if out is None:
         out = torch.empty((rows, width), dtype=torch.bfloat16)
     else:

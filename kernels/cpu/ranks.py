@@ -10,13 +10,13 @@ from torch import Tensor
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.cpu.structs import RankGroupFields
-from windlass.kernels.layouts.ranks import SLOT_BYTES, RankEndedError, Ranks
+from windlass.kernels.layouts.ranks import SLOT_BYTES, RankEndedError, RankGroup
 
 
-class CompiledRanks:
+class SharedMemoryCollectives:
     """One rank, as the kernels see it. Its calls count meetings, so all ranks make the same ones in the same order."""
 
-    def __init__(self, ranks: Ranks) -> None:
+    def __init__(self, ranks: RankGroup) -> None:
         self._ranks = ranks
         self._bounds = (ctypes.c_int64 * len(ranks.bounds))(*ranks.bounds)
         self._group = RankGroupFields(
@@ -24,13 +24,13 @@ class CompiledRanks:
         )
         self._address = ctypes.addressof(self._group)
 
-    def sum_up(self, x: Tensor, *, library: Library) -> None:
+    def all_reduce(self, x: Tensor, *, library: Library) -> None:
         """See `Backend.sum_over_ranks`. Raises RankEndedError."""
         check(
             x.dtype in TYPE_CODES and x.is_cpu and x.is_contiguous(),
             f"sum_over_ranks: x is {x.dtype} {tuple(x.shape)}, not a contiguous float CPU tensor",
         )
-        self._tell(library.sum_over_ranks(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
+        self._raise_for_code(library.sum_over_ranks(self._address, x.data_ptr(), TYPE_CODES[x.dtype], x.numel()))
 
     def gather_columns(self, part: Tensor, *, library: Library) -> Tensor:
         """See `Backend.gather_columns`. Raises RankEndedError."""
@@ -42,9 +42,9 @@ class CompiledRanks:
         )
         out = torch.empty((part.shape[0], bounds[-1]), dtype=torch.float32) if rank == 0 else None
         address = None if out is None else out.data_ptr()
-        self._tell(library.gather_columns(self._address, part.data_ptr(), address, part.shape[0]))
+        self._raise_for_code(library.gather_columns(self._address, part.data_ptr(), address, part.shape[0]))
         return part if out is None else out
 
-    def _tell(self, code: int) -> None:
+    def _raise_for_code(self, code: int) -> None:
         if code:
             raise RankEndedError(self._ranks.fault or "a rank of the model has ended")

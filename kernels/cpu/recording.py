@@ -25,11 +25,11 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.kernels import recorder
-from windlass.kernels.cpu.arena import Arena, ArenaTensors
+from windlass.kernels.cpu.arena import Arena, ArenaAllocator
 from windlass.kernels.cpu.library import SIGNATURES, Function, Library
-from windlass.kernels.cpu.step_rows import CompiledRowsFiller
-from windlass.kernels.cpu.structs import RECORDED_CALL, values_of
-from windlass.kernels.step_rows import RowsAhead
+from windlass.kernels.cpu.step_rows import CompiledBufferFiller
+from windlass.kernels.cpu.structs import RECORDED_CALL, struct_values
+from windlass.kernels.step_rows import MultiStepInputs
 
 # Functions whose arguments follow from shapes and addresses, never from what the tensors hold; in the order of repeat.h.
 _REPEATABLE = (
@@ -44,7 +44,7 @@ _REPEATABLE = (
     "embed_rows",
     "linear_panels",
     "widen_blocks",
-    "turn_queries",
+    "rotate_queries",
     "row_maxima",
     "add_low_rank",
     "latent_queries",
@@ -111,9 +111,9 @@ class CompiledRecording(recorder.Recording):
         return ctypes.addressof(self._packed[0]), len(self.calls)
 
     def draw_passes(
-        self, ahead: RowsAhead, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
+        self, ahead: MultiStepInputs, passes: int, maxima: tuple[Tensor, Tensor], stop_ids: Sequence[Sequence[int]]
     ) -> NDArray[np.int64] | None:
-        if not isinstance(ahead.fill, CompiledRowsFiller):
+        if not isinstance(ahead.fill, CompiledBufferFiller):
             return None
         rows = ahead.fill.arguments(ahead.tables, ahead.blocks, passes)
         stops = np.array([token for of_row in stop_ids for token in of_row], dtype=np.int64)
@@ -132,7 +132,7 @@ class CompiledRecording(recorder.Recording):
         )
         return drawn[: made.value]
 
-    def same_values(self, other: recorder.Recording) -> bool:
+    def same_calls(self, other: recorder.Recording) -> bool:
         if not isinstance(other, CompiledRecording):
             return False
         return [self._values(*call) for call in self.calls] == [other._values(*call) for call in other.calls]
@@ -155,7 +155,7 @@ class CompiledRecording(recorder.Recording):
         found: list[Any] = [self.library.isa, name]
         for argument, kind in zip(arguments, SIGNATURES[name], strict=True):
             if isinstance(argument, ctypes.Structure):
-                found.append(values_of(argument))
+                found.append(struct_values(argument))
             else:
                 found.append(argument if kind is not ctypes.c_void_p else argument is None)
         return tuple(found)
@@ -173,9 +173,9 @@ def record(library: Library, arena: Arena) -> Iterator[tuple[CompiledRecording, 
     See `recorder.Recorder.record`. Tensors are made in the arena whatever makes them.
     """
     recording = CompiledRecording(library, arena)
-    tensors = ArenaTensors(arena)
+    tensors = ArenaAllocator(arena)
     try:
-        with _Watch(recording, tensors):
+        with _RecordingMode(recording, tensors):
             yield recording, _recording_library(library, recording)
     finally:
         recording.num_bytes = tensors.peak
@@ -197,10 +197,10 @@ def _recorded(name: str, function: Function, recording: CompiledRecording) -> Fu
     return call
 
 
-class _Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class _RecordingMode(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Has tensors made in the arena, and notes operations that are more than bookkeeping."""
 
-    def __init__(self, recording: CompiledRecording, tensors: ArenaTensors) -> None:
+    def __init__(self, recording: CompiledRecording, tensors: ArenaAllocator) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._recording, self._tensors = recording, tensors
 

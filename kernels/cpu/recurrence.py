@@ -33,7 +33,7 @@ def short_convolution(
 
     Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
     """
-    _check_rows(x, "short_convolution: x")
+    _check_state_rows(x, "short_convolution: x")
     tokens, channels = x.shape
     width = weight.shape[-1]
     check(
@@ -54,10 +54,10 @@ def short_convolution(
     code = library.short_convolution(
         *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width),
         *(None if bias is None else bias.data_ptr(), int(activation is not None), window.data_ptr(), window.shape[0]),
-        *_addressed(rows, tokens, "short_convolution"),
+        *_sequence_addresses(rows, tokens, "short_convolution"),
         *(out.data_ptr(), tokens, channels),
     )
-    _raise_for(code, "short_convolution", tokens, window.shape[0])
+    _raise_recurrent_error(code, "short_convolution", tokens, window.shape[0])
     return out
 
 
@@ -70,15 +70,15 @@ def gated_delta_rule(
     memory: Tensor,
     rows: StateRows,
     *,
-    in_turns: bool = False,
+    tiled_heads: bool = False,
     library: Library,
 ) -> Tensor:
     """See `Recurrences.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
 
     Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
     """
-    _check_rows(qkv, "gated_delta_rule: qkv")
-    key_heads, heads = _heads(memory, qkv, "gated_delta_rule", "queries, keys and values")
+    _check_state_rows(qkv, "gated_delta_rule: qkv")
+    key_heads, heads = _head_counts(memory, qkv, "gated_delta_rule", "queries, keys and values")
     tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
     _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
     _check_gate(strength, qkv, heads, "gated_delta_rule: strength")
@@ -90,11 +90,11 @@ def gated_delta_rule(
     code = library.gated_delta_rule(
         *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
         *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
-        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(in_turns)),
-        *_addressed(rows, tokens, "gated_delta_rule"),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(tiled_heads)),
+        *_sequence_addresses(rows, tokens, "gated_delta_rule"),
         *(out.data_ptr(), tokens),
     )
-    _raise_for(code, "gated_delta_rule", tokens, blocks)
+    _raise_recurrent_error(code, "gated_delta_rule", tokens, blocks)
     return out
 
 
@@ -114,8 +114,8 @@ def state_space(
 
     Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
     """
-    _check_rows(mixed, "state_space: mixed")
-    key_heads, heads = _heads(memory, mixed, "state_space", "values, keys and queries")
+    _check_state_rows(mixed, "state_space: mixed")
+    key_heads, heads = _head_counts(memory, mixed, "state_space", "values, keys and queries")
     tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
     _check_gate(step, mixed, heads, "state_space: step")
     check(
@@ -128,14 +128,14 @@ def state_space(
         *(mixed.data_ptr(), mixed.stride(0), TYPE_CODES[mixed.dtype], step.data_ptr(), step.stride(0)),
         *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
         *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
-        *_addressed(rows, tokens, "state_space"),
+        *_sequence_addresses(rows, tokens, "state_space"),
         *(out.data_ptr(), tokens),
     )
-    _raise_for(code, "state_space", tokens, blocks)
+    _raise_recurrent_error(code, "state_space", tokens, blocks)
     return out
 
 
-def _heads(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int, int]:
+def _head_counts(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int, int]:
     """Heads of keys, and of a memory. Raises ValueError where they do not fit."""
     check(
         memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
@@ -151,7 +151,7 @@ def _heads(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int,
 
 
 def _check_gate(gate: Tensor, columns: Tensor, heads: int, name: str) -> None:
-    _check_rows(gate, name)
+    _check_state_rows(gate, name)
     expected = columns.shape[0], heads
     check(
         gate.shape == expected and gate.dtype == columns.dtype,
@@ -159,7 +159,7 @@ def _check_gate(gate: Tensor, columns: Tensor, heads: int, name: str) -> None:
     )
 
 
-def _check_rows(x: Tensor, name: str) -> None:
+def _check_state_rows(x: Tensor, name: str) -> None:
     check(
         x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
         f"{name} is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
@@ -170,7 +170,7 @@ def _floats_ok(tensor: Tensor, shape: tuple[int, ...]) -> bool:
     return tensor.dtype == torch.float32 and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
 
 
-def _addressed(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, int, int | None]:
+def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, int, int | None]:
     """The rows as the library takes them. Raises ValueError."""
     sequences = rows.lengths.numel()
     check(
@@ -180,14 +180,14 @@ def _addressed(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, 
         f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
     )
     check(
-        rows.kept is None or vector_ok(rows.kept, torch.int64, tokens),
+        rows.snapshots is None or vector_ok(rows.snapshots, torch.int64, tokens),
         f"{name}: kept must be int64 [{tokens}], contiguous",
     )
-    kept = None if rows.kept is None else rows.kept.data_ptr()
-    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences, kept
+    snapshots = None if rows.snapshots is None else rows.snapshots.data_ptr()
+    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences, snapshots
 
 
-def _raise_for(code: int, name: str, tokens: int, blocks: int) -> None:
+def _raise_recurrent_error(code: int, name: str, tokens: int, blocks: int) -> None:
     if code == 2:
         raise IndexError(f"{name}: a sequence's block is not one of {blocks}")
     if code == 3:
@@ -222,10 +222,10 @@ class CompiledRecurrences(Recurrences):
         memory: Tensor,
         rows: StateRows,
         *,
-        in_turns: bool = False,
+        tiled_heads: bool = False,
     ) -> Tensor:
         operands = qkv, decay, strength, rate, bias, memory, rows
-        return gated_delta_rule(*operands, in_turns=in_turns, library=self._library)
+        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
 
     def state_space(
         self,

@@ -194,7 +194,7 @@ def rerotate_cached_keys(
         raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
 
 
-def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
+def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
     """q as it is, and under it versions of some of its rows, each rotated by one more angle.
 
     q: [T, H, D] float32, bfloat16 or float16, any row and head strides. rows: [M] int64, contiguous. cos, sin: [M, d/2]
@@ -213,7 +213,7 @@ def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: 
         f"turn_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
     )
     out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
-    code = library.turn_queries(
+    code = library.rotate_queries(
         q.data_ptr(),
         q.stride(0),
         q.stride(1),

@@ -17,7 +17,7 @@ from torch import Tensor
 from windlass.kernels import draws
 from windlass.kernels.cpu.checks import check, vector_ok
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.cpu.structs import DrawFields
+from windlass.kernels.cpu.structs import SamplingRowFields
 from windlass.kernels.draws import MIN_TEMPERATURE, Filters, LogitsChanges, Penalties, TopLogprobs
 
 LOWEST = torch.finfo(torch.float32).min
@@ -25,7 +25,7 @@ MAX_VOCAB = 1 << 19  # weights are at most 1 and multiples of 2^-34: so many sum
 _SPAN = 128
 
 
-class CompiledDraw(DrawFields):
+class CompiledSamplingRow(SamplingRowFields):
     """One row to draw from: what is done to its logits, how it is narrowed, and what came of it.
 
     row: of the logits. allowed, forbidden, biased (with bias), counted (with in_output), decreased (with decrease): addresses
@@ -44,7 +44,7 @@ class CompiledDraw(DrawFields):
         status: int
 
     def change(self, changes: LogitsChanges) -> None:
-        """See `draws.Draw`."""
+        """See `draws.SamplingRow`."""
         self._changes = changes  # whose memory is named below
         allowed, forbidden, biased, counted = changes.allowed, changes.forbidden, changes.biased, changes.counted
         if allowed is None:
@@ -60,7 +60,7 @@ class CompiledDraw(DrawFields):
         self.mask = None if changes.mask is None else changes.mask.data_ptr()
 
 
-def drawing_memory(vocab: int, threads: int) -> Tensor:
+def sampling_workspace(vocab: int, threads: int) -> Tensor:
     """Memory for `draw_tokens` to work in, for rows of `vocab` logits on so many threads; untouched pages cost nothing."""
     tokens = -(-(vocab + 1) // _SPAN) * _SPAN
     return torch.empty(threads * (tokens * 32 + (tokens // _SPAN + 1) * 16), dtype=torch.uint8)
@@ -77,10 +77,10 @@ def _check_logits(name: str, logits: Tensor) -> None:
     )
 
 
-def draw_tokens(logits: Tensor, draws: Sequence[CompiledDraw], memory: Tensor, *, library: Library) -> None:
+def draw_tokens(logits: Tensor, draws: Sequence[CompiledSamplingRow], memory: Tensor, *, library: Library) -> None:
     """Fill token and status of each draw.
 
-    logits: [R, V] float32, any row stride, left unchanged. memory: from `drawing_memory`. A row with NaN or infinity fails
+    logits: [R, V] float32, any row stride, left unchanged. memory: from `sampling_workspace`. A row with NaN or infinity fails
     alone. Raises ValueError, IndexError for a row that is none, MemoryError where `memory` is for a smaller vocabulary.
     """
     _check_logits("draw_tokens", logits)
@@ -103,15 +103,15 @@ def draw_tokens(logits: Tensor, draws: Sequence[CompiledDraw], memory: Tensor, *
         raise IndexError("draw_tokens: a row lies outside the logits")
 
 
-class CompiledDrawer(draws.Drawer):
+class CompiledSampler(draws.TokenSampler):
     """Draws for rows of `vocab` logits, at most MAX_VOCAB."""
 
     def __init__(self, vocab: int, library: Library) -> None:
         self._vocab, self._library = vocab, library
         self._memory: Tensor | None = None
 
-    def new(self, filters: Filters, penalties: Penalties) -> CompiledDraw:
-        return CompiledDraw(
+    def new(self, filters: Filters, penalties: Penalties) -> CompiledSamplingRow:
+        return CompiledSamplingRow(
             repetition=penalties.repetition,
             frequency=penalties.frequency,
             presence=penalties.presence,
@@ -123,10 +123,10 @@ class CompiledDrawer(draws.Drawer):
             exclude_from=filters.exclude_from,
         )
 
-    def draw(self, logits: Tensor, draws: Sequence[draws.Draw]) -> None:
+    def sample(self, logits: Tensor, draws: Sequence[draws.SamplingRow]) -> None:
         if self._memory is None:
-            self._memory = drawing_memory(self._vocab, torch.get_num_threads())
-        draw_tokens(logits, cast(Sequence[CompiledDraw], draws), self._memory, library=self._library)
+            self._memory = sampling_workspace(self._vocab, torch.get_num_threads())
+        draw_tokens(logits, cast(Sequence[CompiledSamplingRow], draws), self._memory, library=self._library)
 
 
 def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, library: Library) -> TopLogprobs:
@@ -142,7 +142,7 @@ def token_logprobs(logits: Tensor, rows: Tensor, targets: Tensor, k: int, *, lib
     )
     chosen, ranks = np.empty(count, np.float32), np.zeros(count, np.int64)
     top_ids, top, normalisers = np.empty((count, k), np.int64), np.empty((count, k), np.float32), np.zeros(count)
-    memory = drawing_memory(vocab, max(1, min(count, torch.get_num_threads())))
+    memory = sampling_workspace(vocab, max(1, min(count, torch.get_num_threads())))
     code = library.token_logprobs(
         logits.data_ptr(),
         logits.stride(0),

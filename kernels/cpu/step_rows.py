@@ -9,15 +9,15 @@ from torch import Tensor
 
 from windlass.kernels.cpu.checks import check
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.step_rows import StepRows
+from windlass.kernels.step_rows import PersistentBuffers
 
 
-class CompiledRowsFiller:
-    """See `Backend.rows_filler`. Operands are checked here, once: a step is short, and checks are most of it."""
+class CompiledBufferFiller:
+    """See `Backend.buffer_filler`. Operands are checked here, once: a step is short, and checks are most of it."""
 
     def __init__(
         self,
-        rows: StepRows,
+        rows: PersistentBuffers,
         inv_freq: Tensor,
         q_scale: Tensor,
         score_scale: Tensor,
@@ -25,7 +25,7 @@ class CompiledRowsFiller:
         *,
         library: Library,
     ) -> None:
-        count, (groups, table_rows, half) = rows.said.shape[1], inv_freq.shape
+        count, (groups, table_rows, half) = rows.metadata.shape[1], inv_freq.shape
         check(
             inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
             f"rows_filler: inv_freq is {inv_freq.dtype} on {inv_freq.device}, not contiguous float64 [G, R, d/2]",
@@ -38,16 +38,17 @@ class CompiledRowsFiller:
         )
         check(
             all(
-                array.flags.c_contiguous for array in (rows.said, rows.positions, rows.lengths, rows.slots, rows.tables)
+                array.flags.c_contiguous
+                for array in (rows.metadata, rows.positions, rows.lengths, rows.slots, rows.tables)
             )
             and rows.tables.shape[:2] == rows.slots.shape
             and rows.positions.shape == rows.lengths.shape == (count,),
-            "rows_filler: the rows' arrays do not fit each other",
+            "buffer_filler: the rows' arrays do not fit each other",
         )
         self.rows, self._block_size, self._table_rows = rows, block_size, table_rows
         self._library = library
-        said, positions = rows.said.ctypes.data, rows.positions.ctypes.data
-        self._count, self._said = count, said
+        metadata, positions = rows.metadata.ctypes.data, rows.positions.ctypes.data
+        self._count, self._said = count, metadata
         self._own = (
             positions,
             rows.lengths.ctypes.data,
@@ -56,7 +57,7 @@ class CompiledRowsFiller:
             rows.tables.shape[2],
         )
         self._frequencies = inv_freq.data_ptr(), groups, table_rows, half
-        self._turned = rows.said[3].ctypes.data, positions, count
+        self._turned = rows.metadata[3].ctypes.data, positions, count
         self._angles = rows.cos.data_ptr(), rows.sin.data_ptr()
         self._scales = [(q_scale.numpy(), rows.q_scale.numpy()), (score_scale.numpy(), rows.score_scale.numpy())]
         self._known: tuple[int, int, int, int] = (0, 0, 0, 0)  # of the tables: who they are, address, strides
@@ -64,20 +65,20 @@ class CompiledRowsFiller:
         self._kept = inv_freq  # its memory is read
 
     def __call__(self, tables: NDArray[np.int32], blocks: int) -> None:
-        """Fill the rows: see `RowsFiller`."""
-        described = self._described(tables, blocks, int(self.rows.said[1].max()))
+        """Fill the rows: see `BufferFiller`."""
+        described = self._described(tables, blocks, int(self.rows.metadata[1].max()))
         if self._library.fill_rows(self._said, self._count, *described, *self._own):
             raise IndexError("a scheduled token has no block to go to")
         if self._library.rotary_angles(*self._frequencies, *self._turned, *self._angles):
             raise IndexError(f"rows_filler: a row lies outside the rotary table of {self._table_rows}")
-        rotary = self.rows.said[3]
+        rotary = self.rows.metadata[3]
         for whole, own in self._scales:  # rows are checked above; "clip" spares a copy
             whole.take(rotary, axis=whole.ndim - 1, out=own, mode="clip")
 
     def arguments(self, tables: NDArray[np.int32], blocks: int, passes: int) -> tuple[int, ...]:
         """What `draw_passes` takes of rows that are filled and go on for so many passes in all. Raises IndexError where
         their blocks do not hold all."""
-        described = self._described(tables, blocks, int(self.rows.said[1].max()) + passes - 1)
+        described = self._described(tables, blocks, int(self.rows.metadata[1].max()) + passes - 1)
         return self._said, self._count, *described, *self._own, *self._frequencies, *self._angles
 
     def _described(self, tables: NDArray[np.int32], blocks: int, last: int) -> tuple[int, int, int, int, int, int]:

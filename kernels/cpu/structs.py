@@ -56,8 +56,8 @@ class AttentionArguments(ctypes.Structure):
     )
 
 
-class DrawFields(ctypes.Structure):
-    """One row to draw: the same as `Draw` in src/sampling.h; `windlass.kernels.cpu.sampling.CompiledDraw` explains it."""
+class SamplingRowFields(ctypes.Structure):
+    """One row to draw: the same as `SamplingRow` in src/sampling.h; `windlass.kernels.cpu.sampling.CompiledSamplingRow` explains it."""
 
     _fields_ = (
         ("row", _INT64),
@@ -164,7 +164,7 @@ RECORDED_CALL = struct.Struct("=qqq")  # `Call` in src/repeat.h: kind, function,
 # The sizes in bytes of what both sides lay out, by the names that C++ has for them.
 SIZES = {
     "AttentionArguments": ctypes.sizeof(AttentionArguments),
-    "Draw": ctypes.sizeof(DrawFields),
+    "Draw": ctypes.sizeof(SamplingRowFields),
     "Call": RECORDED_CALL.size,
     "LowRankPart": ctypes.sizeof(LowRankPartFields),
     "LowRankChange": ctypes.sizeof(LowRankFields),
@@ -182,7 +182,7 @@ def attention_arguments(*fields: float) -> AttentionArguments:
     return AttentionArguments.from_buffer_copy(_pack_attention(*fields))
 
 
-def values_of(arguments: ctypes.Structure) -> tuple[Any, ...]:
+def struct_values(arguments: ctypes.Structure) -> tuple[Any, ...]:
     """What the fields hold; of an address only whether there is one."""
     return tuple(
         getattr(arguments, name) if kind is not _POINTER else getattr(arguments, name) is None
@@ -190,7 +190,7 @@ def values_of(arguments: ctypes.Structure) -> tuple[Any, ...]:
     )
 
 
-class FieldPlace(NamedTuple):
+class FieldOffset(NamedTuple):
     """Where a field of a struct stands, in bytes."""
 
     offset: int
@@ -201,27 +201,27 @@ class _CFieldPlace(ctypes.Structure):
     _fields_ = (("name", ctypes.c_char_p), ("offset", _LONG), ("size", _LONG))
 
 
-def compiled_fields(handle: ctypes.CDLL) -> tuple[dict[str, FieldPlace], int]:
+def compiled_fields(handle: ctypes.CDLL) -> tuple[dict[str, FieldOffset], int]:
     """The fields of AttentionArguments as a library was compiled with them, and the size of the whole.
 
     Raises AttributeError for a library without that table.
     """
     table_of = handle.windlass_attention_fields
     table_of.argtypes, table_of.restype = (), ctypes.POINTER(_CFieldPlace)
-    table, found = table_of(), dict[str, FieldPlace]()
+    table, found = table_of(), dict[str, FieldOffset]()
     while (place := table[len(found)]).name is not None:
-        found[place.name.decode()] = FieldPlace(place.offset, place.size)
+        found[place.name.decode()] = FieldOffset(place.offset, place.size)
     return found, place.offset
 
 
-def declared_fields() -> tuple[dict[str, FieldPlace], int]:
+def declared_fields() -> tuple[dict[str, FieldOffset], int]:
     """The same of AttentionArguments above."""
     names = [name for name, _ in AttentionArguments._fields_]
     places = {name: getattr(AttentionArguments, name) for name in names}
-    return {n: FieldPlace(p.offset, p.size) for n, p in places.items()}, ctypes.sizeof(AttentionArguments)
+    return {n: FieldOffset(p.offset, p.size) for n, p in places.items()}, ctypes.sizeof(AttentionArguments)
 
 
-def differing(handle: ctypes.CDLL) -> list[str]:
+def differing_structs(handle: ctypes.CDLL) -> list[str]:
     """The structs that a library was compiled with in another size than here, with both sizes; unknown ones have -1.
 
     Raises AttributeError for a library that tells no sizes.

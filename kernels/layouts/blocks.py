@@ -36,7 +36,7 @@ MAX_COLUMNS = 1 << 24  # far above any model; sums are formed a group at a time 
 Allocate: TypeAlias = Callable[[tuple[int, ...], torch.dtype], Tensor]
 
 
-def allocate_plainly(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def allocate_default(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
     return torch.empty(shape, dtype=dtype)
 
 
@@ -57,7 +57,7 @@ class BlockWeight:
     supers: Tensor | None
 
     @classmethod
-    def empty(cls, rows: int, columns: int, form: BlockForm, allocate: Allocate = allocate_plainly) -> BlockWeight:
+    def empty(cls, rows: int, columns: int, form: BlockForm, allocate: Allocate = allocate_default) -> BlockWeight:
         """Room for a weight; rows of padding hold zeros, the rest nothing in particular.
 
         allocate: where from. Raises ValueError for a number of columns that no weight has.
@@ -121,7 +121,7 @@ class BlockWeight:
         if flat.numel() and not 0 <= int(flat.min()) <= int(flat.max()) < self.rows:
             raise IndexError(f"rows outside 0 .. {self.rows - 1}")
         scale, minimum = group_scales(self, flat)  # [R, G, 1] each
-        numbers = scale * (codes_of(self, flat).float() - self.form.offset)
+        numbers = scale * (unpack_codes(self, flat).float() - self.form.offset)
         if minimum is not None:
             numbers += minimum
         return numbers.flatten(1)[:, : self.columns].view(*index.shape, self.columns)
@@ -140,7 +140,7 @@ class BlockRows:
         return torch.Size((self.count, self.weight.columns))
 
 
-def codes_of(weight: BlockWeight, rows: Tensor) -> Tensor:
+def unpack_codes(weight: BlockWeight, rows: Tensor) -> Tensor:
     """The codes of some rows, padding of K included: uint8, int8 with 8 bits, [len(rows), groups, group]."""
     form = weight.form
     lines = weight.codes[rows // PANEL, :, :, rows % PANEL]  # [R, G, lines, 4]
@@ -179,7 +179,7 @@ def copy_rows(target: BlockRows, source: BlockWeight) -> None:
         own[here // PANEL, :, :, here % PANEL] = other[there // PANEL, :, :, there % PANEL].to(own.device)
 
 
-def store(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | None = None) -> None:
+def store_block_rows(target: BlockRows, codes: Tensor, scales: Tensor, supers: Tensor | None = None) -> None:
     """Write rows as they are quantized.
 
     codes: [count, columns], uint8, or int8 with 8 bits. scales: [count, groups, parts] and supers: [count, super groups,

@@ -34,7 +34,7 @@ def padded_dim(dim: int) -> int:
     return -(-dim // QUAD) * QUAD
 
 
-def lay_keys(rows: Tensor) -> Tensor:
+def pack_keys(rows: Tensor) -> Tensor:
     """Key codes of rows int8 [num_blocks, P, Hkv, D]."""
     blocks, size, heads, dim = rows.shape
     shape = key_shape(blocks, size, heads, dim)
@@ -42,7 +42,7 @@ def lay_keys(rows: Tensor) -> Tensor:
     return padded.view(blocks, shape[2], PANEL_TOKENS, heads, shape[3], QUAD).permute(0, 3, 1, 4, 2, 5).contiguous()
 
 
-def lay_values(rows: Tensor) -> Tensor:
+def pack_values(rows: Tensor) -> Tensor:
     """Value codes of rows int8 [num_blocks, P, Hkv, Dv]."""
     blocks, size, heads, dim = rows.shape
     quads = value_shape(blocks, size, heads, dim)[2]

@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels.layouts.pinned import sent
+from windlass.kernels.layouts.pinned import to_device
 
 PANEL_COLUMNS = 32  # of B^T
 PANEL_ROWS, STRIP = 4, 16  # of A
@@ -50,7 +50,7 @@ class LowRankPart:
 
 
 @dataclass(frozen=True, slots=True)
-class LowRank:
+class LowRankUpdate:
     """A fused matrix has a part for each of the matrices that it is made of and that change; ranks and types may differ.
 
     down: [R / 4, K / 16, 4, 16], both rounded up: A of all parts, four rows at a time, strip by strip; zeros past the ends.
@@ -62,7 +62,7 @@ class LowRank:
     parts: tuple[LowRankPart, ...]
 
     @classmethod
-    def of(cls, down: Tensor, parts: Sequence[LowRankPart]) -> LowRank:
+    def of(cls, down: Tensor, parts: Sequence[LowRankPart]) -> LowRankUpdate:
         """down: A [R, K]."""
         rank, inner = down.shape
         padded = F.pad(down, (0, -inner % STRIP, 0, -rank % PANEL_ROWS))
@@ -79,7 +79,7 @@ class LowRank:
 
 
 @dataclass(frozen=True, slots=True)
-class ChangedMatrix:
+class LowRankTarget:
     """A matrix whose product changes, and what a change may be, where a table has one size and one type for all.
 
     parts: columns of the product of each of the matrices that it is made of; a change has a part for some of them. inner: K.
@@ -103,15 +103,15 @@ class LowRankTable:
     """
 
     def __init__(self, slots: int) -> None:
-        self.changes: list[LowRank | None] = [None] * slots
+        self.changes: list[LowRankUpdate | None] = [None] * slots
 
-    def put(self, slot: int, change: LowRank | None) -> None:
+    def put(self, slot: int, change: LowRankUpdate | None) -> None:
         """From the next step on, rows of this slot have this change; None for none. Never called while a step runs: a device that
         runs beside its host does this behind all that it was asked for."""
         self.changes[slot] = change
 
 
-class RowSlots:
+class AdapterSlots:
     """Of each row of a step its slot in the tables, -1 for none.
 
     slots: [T] int64, on the host, where it may be filled in again; of steps that a device goes on with by itself, on that.
@@ -127,12 +127,12 @@ class RowSlots:
         if self.slots.device.type == device.type:
             return self.slots
         if self._sent is None:
-            self._sent = sent(self.slots, device)
+            self._sent = to_device(self.slots, device)
         return self._sent
 
-    def at(self, rows: Tensor) -> RowSlots:
+    def at(self, rows: Tensor) -> AdapterSlots:
         """Of these rows alone. rows: [n] int64."""
-        return RowSlots(self.on(rows.device)[rows])
+        return AdapterSlots(self.on(rows.device)[rows])
 
     def segments(self, device: torch.device) -> Sequence[tuple[int, Tensor | None]]:
         """Each slot that rows have, with those rows, int64 [n] on the device; None for all of them. Asked once per step."""
@@ -142,6 +142,8 @@ class RowSlots:
                 rows.setdefault(slot, []).append(row)
             whole = len(rows) == 1
             self._segments = tuple(
-                (slot, None if whole else sent(torch.tensor(own), device)) for slot, own in rows.items() if slot >= 0
+                (slot, None if whole else to_device(torch.tensor(own), device))
+                for slot, own in rows.items()
+                if slot >= 0
             )
         return self._segments

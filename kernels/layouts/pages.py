@@ -31,8 +31,8 @@ class KVPages:
         """int8 pages that hold these rows: keys [num_blocks, P, Hkv, D], values [num_blocks, P, Hkv, Dv], int8, and
         their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is no multiple of 16."""
         return cls(
-            int8_layout.lay_keys(keys),
-            int8_layout.lay_values(values),
+            int8_layout.pack_keys(keys),
+            int8_layout.pack_values(values),
             key_scale.transpose(1, 2).contiguous(),
             value_scale.transpose(1, 2).contiguous(),
         )
@@ -92,7 +92,7 @@ class KVPages:
         return _widened(int8_layout.value_rows(pages), self.value_scale, blocks)
 
 
-def plane_shapes(
+def page_tensor_shapes(
     num_blocks: int, block_size: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
 ) -> list[tuple[tuple[int, ...], torch.dtype]]:
     """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: of pages that hold no values.

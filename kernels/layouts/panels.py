@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from windlass.kernels.layouts.blocks import PANEL, Allocate, allocate_plainly
+from windlass.kernels.layouts.blocks import PANEL, Allocate, allocate_default
 
-DTYPES = (torch.bfloat16, torch.float16)
+PANEL_DTYPES = (torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +30,12 @@ class PanelWeight:
     data: Tensor
 
     @classmethod
-    def empty(cls, rows: int, columns: int, dtype: torch.dtype, allocate: Allocate = allocate_plainly) -> PanelWeight:
+    def empty(cls, rows: int, columns: int, dtype: torch.dtype, allocate: Allocate = allocate_default) -> PanelWeight:
         """Room for a weight; rows and columns of padding hold zeros, the rest nothing in particular.
 
         allocate: where from. Raises ValueError for other types than bfloat16 and float16.
         """
-        if dtype not in DTYPES:
+        if dtype not in PANEL_DTYPES:
             raise ValueError(f"a weight in panels is bfloat16 or float16, not {dtype}")
         line = (PANEL, 2) if dtype == torch.bfloat16 else (2, PANEL)
         weight = cls(rows, columns, allocate((-(-rows // PANEL), -(-columns // 2), *line), dtype))

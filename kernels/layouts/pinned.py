@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 
-def sent(numbers: Tensor, device: torch.device) -> Tensor:
+def to_device(numbers: Tensor, device: torch.device) -> Tensor:
     """Numbers of the host's memory on a device, in the order of what that is asked for. Nobody waits: torch keeps the pinned copy
     until it was read."""
     if device.type == "cpu":
@@ -15,6 +15,6 @@ def sent(numbers: Tensor, device: torch.device) -> Tensor:
     return numbers.contiguous().pin_memory().to(device, non_blocking=True)
 
 
-def put_into(target: Tensor, numbers: Tensor) -> None:
+def copy_into(target: Tensor, numbers: Tensor) -> None:
     """The same into memory that is there. Both contiguous, of one shape and type."""
     target.copy_(numbers if target.device.type == "cpu" else numbers.pin_memory(), non_blocking=True)

@@ -22,15 +22,15 @@ class RankEndedError(RuntimeError):
     """Another rank of the model has ended: nothing that the ranks do together can be done any more."""
 
 
-def memory_bytes(ranks: int) -> int:
+def shared_memory_bytes(ranks: int) -> int:
     """How large a memory file for so many ranks has to be."""
     return HEADER_BYTES + 2 * ranks * SLOT_BYTES
 
 
-class Ranks:
+class RankGroup:
     """What one rank has of all of them. fault: why nothing works any more, None while all is well.
 
-    number: the descriptor of a memory file of `memory_bytes`, zeros at first. rank: which one this is, of `count`.
+    number: the descriptor of a memory file of `shared_memory_bytes`, zeros at first. rank: which one this is, of `count`.
     columns: how many columns of the model's logits each rank forms. store: the descriptor of an empty file, in which they find
     each other where they do not meet in that memory; -1: none.
     """
@@ -41,8 +41,8 @@ class Ranks:
         self.rank, self.count, self.store = rank, count, store
         self.bounds = (0, *accumulate(columns))
         self.fault: str | None = None
-        self._told: Callable[[], object] | None = None
-        self._map = mmap.mmap(os.dup(number), memory_bytes(count))
+        self._on_end: Callable[[], object] | None = None
+        self._map = mmap.mmap(os.dup(number), shared_memory_bytes(count))
         self._first = ctypes.c_char.from_buffer(self._map)
 
     @property
@@ -53,11 +53,11 @@ class Ranks:
         """Have every rank fail that waits for others, now and from now on. Any thread may call it."""
         first, self.fault = self.fault is None, self.fault or reason
         self._map[self.count * _LINE_BYTES] = 1
-        if first and self._told is not None:
-            self._told()
+        if first and self._on_end is not None:
+            self._on_end()
 
-    def when_ended(self, told: Callable[[], object]) -> None:
+    def on_end(self, callback: Callable[[], object]) -> None:
         """Have this called once by the thread that ends them, so that nobody waits elsewhere either."""
-        self._told = told
+        self._on_end = callback
         if self.fault is not None:
-            told()
+            callback()

@@ -12,14 +12,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.kernels.memory.marks import CudaMark, Mark
+from windlass.kernels.memory.marks import CudaEvent, DeviceEvent
 
 
-class CopyQueue(ABC):
+class CopyStream(ABC):
     """Copies that are done one after the other. One thread at a time asks."""
 
     @abstractmethod
-    def ask(self, copies: Callable[[], None], after: Sequence[Mark] = ()) -> Mark:
+    def submit(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
         """Have torch operations that do not wait done here, behind these marks; the mark behind them comes back.
 
         Nobody waits, and what the device computes goes on meanwhile.
@@ -37,24 +37,24 @@ class Copies(ABC):
         """
 
     @abstractmethod
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         """Behind all that the device was asked to compute until now. Any thread may ask."""
 
     @abstractmethod
-    def queue(self) -> CopyQueue:
+    def queue(self) -> CopyStream:
         """One of its own."""
 
 
-class CudaQueue(CopyQueue):
+class CudaCopyStream(CopyStream):
     def __init__(self, device: torch.device) -> None:
         self._stream: Any = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
 
-    def ask(self, copies: Callable[[], None], after: Sequence[Mark] = ()) -> Mark:
+    def submit(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
         with torch.cuda.stream(self._stream):
             for mark in after:
-                mark.precede()
+                mark.make_stream_wait()
             copies()
-            return CudaMark()
+            return CudaEvent()
 
 
 class CudaCopies(Copies):
@@ -67,12 +67,12 @@ class CudaCopies(Copies):
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.empty(shape, dtype=dtype, pin_memory=True)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         with torch.cuda.device(self._device):
-            return CudaMark(self._computing)
+            return CudaEvent(self._computing)
 
-    def queue(self) -> CopyQueue:
-        return CudaQueue(self._device)
+    def queue(self) -> CopyStream:
+        return CudaCopyStream(self._device)
 
 
 def copies_of(device: torch.device) -> Copies | None:

@@ -32,7 +32,7 @@ class DeviceMemory(ABC):
         """What nobody has taken, in this process or another."""
 
     @abstractmethod
-    def taken(self) -> int:
+    def used_by_process(self) -> int:
         """What this process has taken since this object was made, for tensors or otherwise."""
 
     @abstractmethod
@@ -41,14 +41,14 @@ class DeviceMemory(ABC):
 
     @abstractmethod
     def peak(self) -> int:
-        """The most that `allocated` has been since `forget_peak`."""
+        """The most that `allocated` has been since `reset_peak`."""
 
     @abstractmethod
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         """Let `peak` begin anew with what is allocated now."""
 
     @abstractmethod
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         """Return to the device what this process keeps of it for tensors to come."""
 
 
@@ -66,7 +66,7 @@ class CudaMemory(DeviceMemory):
     def free(self) -> int:
         return int(torch.cuda.mem_get_info(self._device)[0])
 
-    def taken(self) -> int:
+    def used_by_process(self) -> int:
         # The driver does not say whose memory is gone: another process may have begun or ended.
         return max(self._free_before - self.free(), torch.cuda.memory_reserved(self._device))
 
@@ -76,14 +76,14 @@ class CudaMemory(DeviceMemory):
     def peak(self) -> int:
         return torch.cuda.max_memory_allocated(self._device)
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         torch.cuda.reset_peak_memory_stats(self._device)
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         torch.cuda.empty_cache()
 
 
-def memory_of(device: torch.device) -> DeviceMemory | None:
+def device_memory_of(device: torch.device) -> DeviceMemory | None:
     """That of a device; None where it has the machine's."""
     return CudaMemory(device) if device.type == "cuda" else None
 

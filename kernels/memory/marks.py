@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 
-class Mark(ABC):
+class DeviceEvent(ABC):
     """A place in the order of what a device was asked for."""
 
     @abstractmethod
@@ -16,11 +16,11 @@ class Mark(ABC):
         """Until all that was asked for before this place is done. Raises what the device met until there."""
 
     @abstractmethod
-    def precede(self) -> None:
+    def make_stream_wait(self) -> None:
         """What torch is asked for from now on, where this thread asks, is done after this place. Nobody waits."""
 
 
-class CudaMark(Mark):
+class CudaEvent(DeviceEvent):
     """Made where it stands: on the stream of the current device that torch uses now, or the one given, of that device too."""
 
     def __init__(self, stream: Any = None) -> None:
@@ -31,5 +31,5 @@ class CudaMark(Mark):
     def wait(self) -> None:
         self._event.synchronize()
 
-    def precede(self) -> None:
+    def make_stream_wait(self) -> None:
         torch.cuda.current_stream(self._device).wait_event(self._event)

@@ -61,7 +61,7 @@ class SharedWeights:
         self._mapped.append(block)
         return block
 
-    def asked(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    def record_request(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
         """Keep in mind that such a tensor was handed out."""
         self._asked.update(f"{dtype} {shape};".encode())
 
@@ -100,17 +100,17 @@ class WeightMemory:
             return torch.empty(shape, dtype=dtype, device=self._device)
         size = prod(shape) * dtype.itemsize
         if self._shared is not None:
-            self._shared.asked(shape, dtype)
+            self._shared.record_request(shape, dtype)
         if self._used + size > self._block.nbytes:
             wanted = max(size, _BLOCK_BYTES)
-            self._block = _huge_block(wanted) if self._shared is None else self._shared.block(wanted)
+            self._block = _huge_page_block(wanted) if self._shared is None else self._shared.block(wanted)
             self._used = 0
         tensor = self._block[self._used : self._used + size].view(dtype).view(shape)
         self._used += -(-size // _ALIGNMENT) * _ALIGNMENT
         return tensor
 
 
-def _huge_block(size: int) -> Tensor:
+def _huge_page_block(size: int) -> Tensor:
     """Untouched bytes from the start of a huge page on."""
     whole = torch.empty(size + HUGE_PAGE_BYTES, dtype=torch.uint8)
     first = -whole.data_ptr() % HUGE_PAGE_BYTES

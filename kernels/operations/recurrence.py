@@ -26,7 +26,7 @@ class StateRows(NamedTuple):
     blocks: Tensor  # [S] int64, distinct where they are not -1
     starts: Tensor  # [S + 1] int64
     lengths: Tensor  # [S] int64, tokens in all once this step is over
-    kept: Tensor | None = None  # [T] int64, distinct where they are not -1, and none of `blocks`
+    snapshots: Tensor | None = None  # [T] int64, distinct where they are not -1, and none of `blocks`
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class Recurrences(ABC):
         memory: Tensor,
         rows: StateRows,
         *,
-        in_turns: bool = False,
+        tiled_heads: bool = False,
     ) -> Tensor:
         """What queries read of a memory that each token first lets fade and then corrects (2412.06464), in float32.
 

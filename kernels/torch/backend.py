@@ -14,17 +14,17 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.draws import TokenSampler, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
 from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.low_rank import LowRank, LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankTable, LowRankUpdate
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows, PanelWeight
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.operations.recurrence import StateRows
 from windlass.kernels.operations.routing import Routed, Routing
 from windlass.kernels.recorder import Recorder
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import BufferFiller, PersistentBuffers
 from windlass.kernels.torch import (
     batched,
     block_bytes,
@@ -40,8 +40,8 @@ from windlass.kernels.torch import (
     rowwise,
     step_rows,
 )
-from windlass.kernels.torch.drawer import TorchDrawer
-from windlass.kernels.torch.ranks import GroupedRanks
+from windlass.kernels.torch.drawer import TorchSampler
+from windlass.kernels.torch.ranks import TorchCollectives
 
 
 class TorchBackend(Backend):
@@ -52,22 +52,22 @@ class TorchBackend(Backend):
         self._refusal = refusal
         self._ranks = None
         if options.ranks is not None:
-            self._ranks = GroupedRanks(options.ranks, options.device, in_order=options.deterministic)
+            self._ranks = TorchCollectives(options.ranks, options.device, in_order=options.deterministic)
 
     def explain(self) -> str:
         return f"plain torch kernels: {self._refusal or f'there are no others for {self.device.type}'}"
 
     @property
-    def is_second_choice(self) -> bool:
+    def is_fallback(self) -> bool:
         return self._refusal is not None
 
     def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
         if isinstance(target, PanelRows):
             raise TypeError("weights in panels are for the compiled kernels only")
-        block_quantizers.pack(target, source)
+        block_quantizers.quantize_into_blocks(target, source)
 
     def repack(self, target: BlockRows, source: Tensor) -> None:
-        block_bytes.repack(target, source)
+        block_bytes.repack_gguf_blocks(target, source)
 
     def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
         if isinstance(weight, StackedWeight):
@@ -85,16 +85,16 @@ class TorchBackend(Backend):
         return (linear.linear_widened if widens else linear.linear)(x, weight, bias)
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
-        product = blocks.linear if self.options.activations == "int8" else blocks.linear_widened
+        product = blocks.linear_blocks if self.options.activations == "int8" else blocks.linear_blocks_widened
         return product(x, weight, bias)
 
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         for slot, own in rows.segments(self.device):
             change = table.changes[slot]
             if change is not None:
                 self._add_change(out, x, change, own)
 
-    def _add_change(self, out: Tensor, x: Tensor, change: LowRank, rows: Tensor | None) -> None:
+    def _add_change(self, out: Tensor, x: Tensor, change: LowRankUpdate, rows: Tensor | None) -> None:
         low = self.linear(x if rows is None else x[rows], change.plain())  # [n, R]
         for part in change.parts:
             own = low[:, part.rank_first : part.rank_first + part.rank].contiguous()
@@ -139,9 +139,9 @@ class TorchBackend(Backend):
         memory: Tensor,
         rows: StateRows,
         *,
-        in_turns: bool = False,
+        tiled_heads: bool = False,
     ) -> Tensor:
-        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, tiled_heads=tiled_heads)
 
     def state_space(
         self,
@@ -202,7 +202,7 @@ class TorchBackend(Backend):
 
     def sum_over_ranks(self, x: Tensor) -> None:
         if self._ranks is not None:
-            self._ranks.sum_up(x)
+            self._ranks.all_reduce(x)
 
     def gather_columns(self, part: Tensor) -> Tensor:
         return part if self._ranks is None else self._ranks.gather_columns(part)
@@ -234,10 +234,10 @@ class TorchBackend(Backend):
         plain = rowwise.rotary_angles if self.device.type == "cpu" else reference.rotary_angles
         return plain(inv_freq, rows, positions)
 
-    def rows_filler(
-        self, rows: StepRows, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
-    ) -> RowsFiller:
-        return step_rows.rows_filler(
+    def buffer_filler(
+        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> BufferFiller:
+        return step_rows.buffer_filler(
             rows, q_scale, score_scale, block_size, functools.partial(self.rotary_angles, inv_freq)
         )
 
@@ -254,8 +254,8 @@ class TorchBackend(Backend):
             raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
         reference.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
-    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return reference.turn_queries(q, rows, cos, sin)
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return reference.rotate_queries(q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         if batched.attention_refusal(call):
@@ -266,8 +266,8 @@ class TorchBackend(Backend):
         ids, values = draw.row_maxima(logits)
         return torch.tensor(ids), torch.tensor(values, dtype=torch.float32)
 
-    def drawer(self, vocab_size: int) -> Drawer:
-        return TorchDrawer()
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
+        return TorchSampler()
 
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         return logprobs.token_logprobs(logits, rows, targets, k)
@@ -288,8 +288,8 @@ class RowIndependentBackend(TorchBackend):
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         if self.options.activations == "int8":
-            return blocks.linear(x, weight, bias)
-        return rowwise.linear_widened(x, weight, bias)
+            return blocks.linear_blocks(x, weight, bias)
+        return rowwise.linear_blocks_widened(x, weight, bias)
 
     def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
         return rowwise.rms_norm(x, weight, eps)

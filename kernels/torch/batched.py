@@ -51,10 +51,10 @@ def paged_attention(
     if decode is None or prefill is None:
         check(call)
     decode, prefill = decode or decode_attention, prefill or prefill_attention
-    if call.only_single_tokens:
+    if call.is_decode:
         return decode(q, pages, call)
     out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
-    singles = call.single_tokens()
+    singles = call.decode_part()
     if singles is not None:
         rows, own = singles
         out[rows] = decode(own.queries(q, rows), pages, own)
@@ -89,7 +89,7 @@ def attend_rows(query: Tensor, pages: KVPages, call: AttentionCall, first: Tenso
     batch, num_heads, dim = query.shape
     num_kv_heads, block_size = pages.num_kv_heads, pages.block_size
     tables = call.block_tables
-    if not call.hides_early_keys:
+    if not call.skips_early_keys:
         num_blocks = -(-int(end.max()) // block_size)
         tables, first_key = tables[:, :num_blocks], first
     else:
@@ -103,7 +103,7 @@ def attend_rows(query: Tensor, pages: KVPages, call: AttentionCall, first: Tenso
     values = pages.values_of(flat).view(batch, num_blocks * block_size, num_kv_heads, -1)
     key_index = first_key[:, None] + torch.arange(num_blocks * block_size, device=query.device)  # [B, S]
     hidden = key_index >= end[:, None]
-    if call.hides_early_keys:
+    if call.skips_early_keys:
         hidden |= key_index < first[:, None]
     # A hidden slot may hold anything, NaN included, and 0 * NaN is NaN.
     values = values.masked_fill(hidden[:, :, None, None], 0.0)

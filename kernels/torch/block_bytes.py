@@ -12,13 +12,13 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 
-from windlass.kernels.layouts.blocks import BlockRows, store
+from windlass.kernels.layouts.blocks import BlockRows, store_block_rows
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 
 # Codes [n, elements], scales [n, groups, parts] and supers [n, parts] of n blocks.
 Parts: TypeAlias = tuple[Tensor, Tensor, Tensor | None]
 
-_ELEMENTS = 1 << 22  # of a weight, repacked at a time
+_REPACK_ELEMENTS = 1 << 22  # of a weight, repacked at a time
 _SCALE_BYTES = 12  # of a block with eight scales and eight minima of 6 bits
 
 
@@ -49,17 +49,17 @@ def check_blocks(target: BlockRows, blocks: Tensor) -> None:
         )
 
 
-def repack(target: BlockRows, blocks: Tensor) -> None:
+def repack_gguf_blocks(target: BlockRows, blocks: Tensor) -> None:
     """Put rows of blocks, uint8 [count, row bytes] as a file has them, into rows of a weight. Raises ValueError."""
     check_blocks(target, blocks)
     weight = target.weight
-    read, step = _READERS[weight.form.name], max(1, _ELEMENTS // weight.columns)
+    read, step = _READERS[weight.form.name], max(1, _REPACK_ELEMENTS // weight.columns)
     for begin in range(0, target.count, step):
         part = blocks[begin : begin + step]
         rows = BlockRows(weight, target.first + begin, len(part))
         per_row = weight.columns // block_elements(weight.form)
         codes, scales, supers = read(part.reshape(len(part) * per_row, -1))
-        store(
+        store_block_rows(
             rows,
             codes.reshape(len(part), weight.columns),
             scales.reshape(len(part), -1, weight.form.parts),

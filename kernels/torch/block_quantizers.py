@@ -18,7 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels.layouts.blocks import BlockRows, store
+from windlass.kernels.layouts.blocks import BlockRows, store_block_rows
 from windlass.kernels.layouts.forms import BlockForm
 
 TINY, HUGE = 2.0**-100, 2.0**100
@@ -28,21 +28,23 @@ SHIFTS = (-0.6, -0.2, 0.2, 0.6, 1.0)
 REACHES = tuple(0.5 * step for step in range(-8, 3))
 LEAST_SPREAD = 1e-5  # of codes, relative: below it the fit of a scale and a minimum is not determined
 
-_ELEMENTS = 1 << 18  # quantized at a time: what is made of them stays in the cache
+_QUANTIZE_ELEMENTS = 1 << 18  # quantized at a time: what is made of them stays in the cache
 
 
-def pack(target: BlockRows, source: Tensor) -> None:
+def quantize_into_blocks(target: BlockRows, source: Tensor) -> None:
     """Quantize source [count, columns], float32 or narrower, into rows of a weight. Raises ValueError."""
     if source.shape != target.shape:
         raise ValueError(f"source {tuple(source.shape)} for rows {tuple(target.shape)}")
-    step = max(1, _ELEMENTS // target.weight.columns)
+    step = max(1, _QUANTIZE_ELEMENTS // target.weight.columns)
     for begin in range(0, target.count, step):
         part = source[begin : begin + step].float()
-        store(BlockRows(target.weight, target.first + begin, len(part)), *quantize(part, target.weight.form))
+        store_block_rows(
+            BlockRows(target.weight, target.first + begin, len(part)), *quantize_blocks(part, target.weight.form)
+        )
 
 
-def quantize(x: Tensor, form: BlockForm, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Codes, scales and supers of rows, as `blocks.store` takes them. x: float32 [R, K].
+def quantize_blocks(x: Tensor, form: BlockForm, weights: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Codes, scales and supers of rows, as `blocks.store_block_rows` takes them. x: float32 [R, K].
 
     weights: how much the squared error of an element counts, float32 >= 0 of ordinary size, broadcast to [R, K]; q8_0 has
     no use for them. Raises ValueError for a form that floats are not quantized into.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from windlass.kernels.layouts.blocks import BlockWeight, codes_of, group_scales
+from windlass.kernels.layouts.blocks import BlockWeight, group_scales, unpack_codes
 
 TINY = 2.0**-100
 _CHUNK = 1 << 22  # weights turned into float64 at a time, in groups
@@ -33,7 +33,7 @@ def round_groups(x: Tensor, group: int) -> tuple[Tensor, Tensor]:
     return torch.where(by == 0, 0.0, (groups * by).round()).to(torch.int8), scale
 
 
-def linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+def linear_blocks(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias of x rounded to 8 bits. x: [M, K]; returns [M, N] in x's dtype. See the module."""
     values, scale = round_groups(x.float(), weight.form.group)
     rounded = values.double().transpose(0, 1)  # [G, M, group]
@@ -42,7 +42,7 @@ def linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor
     step = max(1, _CHUNK // weight.columns)
     for begin in range(0, weight.rows, step):
         rows = torch.arange(begin, min(begin + step, weight.rows), device=x.device)
-        codes = codes_of(weight, rows).double().permute(1, 2, 0)  # [G, group, R]
+        codes = unpack_codes(weight, rows).double().permute(1, 2, 0)  # [G, group, R]
         own, minimum = group_scales(weight, rows)  # [R, G, 1]
         part = torch.zeros(x.shape[0], len(rows), device=x.device)
         for g in range(codes.shape[0]):
@@ -56,21 +56,21 @@ def linear(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor
     return out.to(x.dtype)
 
 
-def linear_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias with nothing rounded: some rows of the weight at a time become float32 for torch's product.
 
     x: [M, K]; returns [M, N] in x's dtype.
     """
     wide = x.float()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in widened(weight):
+    for rows, numbers in widened_block_rows(weight):
         torch.mm(wide, numbers.t(), out=out[:, rows])
     if bias is not None:
         out += bias.float()
     return out.to(x.dtype)
 
 
-def widened(weight: BlockWeight) -> Iterator[tuple[slice, Tensor]]:
+def widened_block_rows(weight: BlockWeight) -> Iterator[tuple[slice, Tensor]]:
     """All rows of a weight in order, 8 MiB at a time: which they are, and their numbers as float32 [rows, columns]."""
     step = max(1, _WIDENED // weight.columns)
     for begin in range(0, weight.rows, step):

@@ -35,7 +35,7 @@ class Candidates:
     """The tokens a row may yield, padded to the widest row.
 
     token_ids: [S, K] int64, ascending within a row, padding 0. logits: [S, K] float32, padding -inf.
-    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding; see `weigh`.
+    weights: [S, K] float64, proportional to the probability, 0 for what the filters removed and for padding; see `exact_weights`.
     """
 
     token_ids: Tensor
@@ -43,7 +43,7 @@ class Candidates:
     weights: Tensor
 
 
-def draw(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) -> list[int]:
+def sample(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) -> list[int]:
     """One token id per row. logits: [S, V] float32, may hold -inf, every row's maximum finite; it is overwritten.
 
     filters: of temperatures above 0.
@@ -51,19 +51,19 @@ def draw(logits: Tensor, filters: Sequence[Filters], uniforms: Sequence[float]) 
     scaled = _scale(logits, filters)
     u = torch.tensor(uniforms, dtype=torch.float64, device=logits.device)
     tokens = torch.empty(len(filters), dtype=torch.int64, device=logits.device)
-    whole = [row for row, f in enumerate(filters) if f.keep_all]
-    narrowed = [row for row, f in enumerate(filters) if not f.keep_all]
+    whole = [row for row, f in enumerate(filters) if f.is_noop]
+    narrowed = [row for row, f in enumerate(filters) if not f.is_noop]
     if whole:
         at = torch.tensor(whole, device=logits.device)
-        tokens[at] = _draw_from_all(_rows(scaled, at), u[at])
+        tokens[at] = _sample_unfiltered(_take_rows(scaled, at), u[at])
     if narrowed:
         at = torch.tensor(narrowed, device=logits.device)
-        tokens[at] = _draw_narrowed(_rows(scaled, at), [filters[row] for row in narrowed], u[at])
+        tokens[at] = _sample_filtered(_take_rows(scaled, at), [filters[row] for row in narrowed], u[at])
     found: list[int] = tokens.tolist()
     return found
 
 
-def weigh(scaled: Tensor) -> Tensor:
+def exact_weights(scaled: Tensor) -> Tensor:
     """exp(x) for x <= 0 to within 2^-23 of itself or 2^-35, a multiple of 2^-34. Float32 in and out.
 
     Only operations that IEEE 754 rounds in one way, in a fixed order, so that every backend has the same bits.
@@ -90,7 +90,7 @@ def candidates(scaled: Tensor, filters: Sequence[Filters]) -> Candidates:
         # the nucleus lies above them: they count in the row's mass and need no further look. Rows already narrowed
         # by top-k or min-p have their mass in what is left.
         at = torch.tensor(nucleus, device=scaled.device)
-        total = weigh(_rows(scaled, at)).sum(-1, keepdim=True, dtype=torch.float64)
+        total = exact_weights(_take_rows(scaled, at)).sum(-1, keepdim=True, dtype=torch.float64)
         shares = torch.tensor([(1 - filters[row].top_p) / scaled.shape[1] for row in nucleus], dtype=torch.float64)
         least = (total * shares.unsqueeze(1).to(scaled.device)).sub_(_UNIT).clamp_min_(_UNIT / 4)  # a weight is rounded
         floor[at] = least.log().sub_(_MARGIN).float()
@@ -108,14 +108,14 @@ def _scale(logits: Tensor, filters: Sequence[Filters]) -> Tensor:
     return logits
 
 
-def _rows(matrix: Tensor, at: Tensor) -> Tensor:
+def _take_rows(matrix: Tensor, at: Tensor) -> Tensor:
     return matrix if len(at) == len(matrix) else matrix.index_select(0, at)
 
 
-def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
+def _sample_unfiltered(scaled: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF over whole rows, by chunks: chunk sums first, then inside the chunk that holds the target."""
     vocab = scaled.shape[1]
-    weights = weigh(scaled)  # [S, V] float32
+    weights = exact_weights(scaled)  # [S, V] float32
     body = vocab // _CHUNK * _CHUNK
     totals = [weights[:, :body].reshape(weights.shape[0], body // _CHUNK, _CHUNK).sum(-1, dtype=torch.float64)]
     if body < vocab:
@@ -129,7 +129,7 @@ def _draw_from_all(scaled: Tensor, u: Tensor) -> Tensor:
     return ids.gather(1, _first_above(inside, target - before)).squeeze(1)
 
 
-def _draw_narrowed(scaled: Tensor, filters: Sequence[Filters], u: Tensor) -> Tensor:
+def _sample_filtered(scaled: Tensor, filters: Sequence[Filters], u: Tensor) -> Tensor:
     """Inverse CDF over the candidates, a bounded number of rows at a time."""
     at_once = max(1, _MAX_CANDIDATES // scaled.shape[1])
     drawn = []
@@ -163,16 +163,16 @@ def _thresholds(scaled: Tensor, filters: Sequence[Filters]) -> Tensor:
     if limited:
         at = torch.tensor(limited, device=scaled.device)
         ranks = torch.tensor([filters[row].top_k - 1 for row in limited], device=scaled.device).unsqueeze(1)
-        largest = _rows(scaled, at).topk(max(filters[row].top_k for row in limited), dim=-1).values
+        largest = _take_rows(scaled, at).topk(max(filters[row].top_k for row in limited), dim=-1).values
         floor[at] = torch.maximum(floor[at], largest.gather(1, ranks))
     return floor
 
 
 def _gather(scaled: Tensor, above: Tensor) -> Candidates:
-    """The tokens marked in `above` as padded candidates, weighted by `weigh`."""
+    """The tokens marked in `above` as padded candidates, weighted by `exact_weights`."""
     token_ids, inside = _compact(above)
     logits = scaled.gather(1, token_ids).masked_fill_(~inside, -math.inf)
-    return Candidates(token_ids, logits, weigh(logits).double())
+    return Candidates(token_ids, logits, exact_weights(logits).double())
 
 
 def _compact(marked: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,4 +1,4 @@
-"""Changes of logits and draws from them in plain torch; the arithmetic of a draw is that of `draw`."""
+"""Changes of logits and draws from them in plain torch; the arithmetic of a draw is that of `sample`."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.kernels.draws import Draw, Drawer, DrawStatus, Filters, LogitsChanges, Penalties
-from windlass.kernels.torch.draw import draw, row_maxima
+from windlass.kernels.draws import Filters, LogitsChanges, Penalties, SamplingRow, SamplingStatus, TokenSampler
+from windlass.kernels.torch.draw import row_maxima, sample
 
 
-class TorchDraw:
-    """See `Draw`."""
+class TorchSamplingRow:
+    """See `SamplingRow`."""
 
     def __init__(self, filters: Filters, penalties: Penalties) -> None:
         self.filters, self.penalties = filters, penalties
         self.row, self.uniform = 0, 0.0
-        self.token, self.status = -1, int(DrawStatus.NOTHING_LEFT)
+        self.token, self.status = -1, int(SamplingStatus.NOTHING_LEFT)
         self._changes: LogitsChanges | None = None
         self._others: Tensor | None = None  # [V] bool, True where the changes do not allow; made when first needed
 
@@ -49,7 +49,7 @@ class TorchDraw:
         """Whether the token is that of the row's largest logit, unchanged."""
         return self.filters.temperature <= 0 and self._changes is None
 
-    def settle(self, token: int, status: DrawStatus = DrawStatus.OK) -> None:
+    def set_result(self, token: int, status: SamplingStatus = SamplingStatus.OK) -> None:
         self.token, self.status = token, int(status)
 
     def apply(self, row: Tensor) -> None:
@@ -83,28 +83,28 @@ class TorchDraw:
         row.index_copy_(0, ids, scores)
 
 
-class TorchDrawer(Drawer):
-    """See `Drawer`."""
+class TorchSampler(TokenSampler):
+    """See `TokenSampler`."""
 
-    def new(self, filters: Filters, penalties: Penalties) -> TorchDraw:
-        return TorchDraw(filters, penalties)
+    def new(self, filters: Filters, penalties: Penalties) -> TorchSamplingRow:
+        return TorchSamplingRow(filters, penalties)
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
+    def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
         best, highest = row_maxima(logits)
-        changed: list[TorchDraw] = []  # their logits are copied before they are changed or drawn from
-        for one in cast(Sequence[TorchDraw], draws):
+        changed: list[TorchSamplingRow] = []  # their logits are copied before they are changed or drawn from
+        for one in cast(Sequence[TorchSamplingRow], draws):
             if not math.isfinite(highest[one.row]):
-                one.settle(-1, DrawStatus.BAD_LOGITS)
+                one.set_result(-1, SamplingStatus.BAD_LOGITS)
             elif one.takes_largest:
-                one.settle(best[one.row])
+                one.set_result(best[one.row])
             else:
                 changed.append(one)
         if changed:
             rows = torch.tensor([one.row for one in changed], device=logits.device)
-            _draw_from(logits.index_select(0, rows), changed)
+            _sample_changed_rows(logits.index_select(0, rows), changed)
 
 
-def _draw_from(work: Tensor, draws: Sequence[TorchDraw]) -> None:
+def _sample_changed_rows(work: Tensor, draws: Sequence[TorchSamplingRow]) -> None:
     """work: [S, V], a row for each draw, to be changed."""
     for row, one in zip(work, draws, strict=True):
         one.apply(row)
@@ -113,14 +113,14 @@ def _draw_from(work: Tensor, draws: Sequence[TorchDraw]) -> None:
     drawn: list[int] = []
     for at, one in enumerate(draws):
         if not math.isfinite(highest[at]):
-            one.settle(-1, DrawStatus.NOTHING_LEFT)
+            one.set_result(-1, SamplingStatus.NOTHING_LEFT)
         elif one.filters.temperature <= 0:
-            one.settle(best[at])
+            one.set_result(best[at])
         else:
             drawn.append(at)
     if drawn:
         chosen = [draws[at] for at in drawn]
         rows = work if len(drawn) == len(work) else work[drawn]
-        tokens = draw(rows, [one.filters for one in chosen], [one.uniform for one in chosen])
+        tokens = sample(rows, [one.filters for one in chosen], [one.uniform for one in chosen])
         for one, token in zip(chosen, tokens, strict=True):
-            one.settle(token)
+            one.set_result(token)

@@ -17,19 +17,19 @@ def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
 
 def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
     """See `Backend.latent_queries`."""
-    return torch.cat((q[..., :rotary_dim], _by_head(q[..., rotary_dim:], _keys_of(up, q, rotary_dim))), dim=-1)
+    return torch.cat((q[..., :rotary_dim], head_products(q[..., rotary_dim:], key_matrices(up, q, rotary_dim))), dim=-1)
 
 
 def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
     """See `Backend.latent_values`."""
-    return _by_head(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
+    return head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
-def _keys_of(up: Tensor, q: Tensor, rotary_dim: int) -> Tensor:
+def key_matrices(up: Tensor, q: Tensor, rotary_dim: int) -> Tensor:
     return up[:, : q.shape[2] - rotary_dim]  # [H, N, C]
 
 
-def _by_head(x: Tensor, matrices: Tensor) -> Tensor:
+def head_products(x: Tensor, matrices: Tensor) -> Tensor:
     """x: [T, H, K], matrices: [H, K, N]. Returns [T, H, N] in x's dtype; sums are float32 on a CPU."""
     compute = torch.float32 if x.is_cpu else x.dtype
     return torch.bmm(x.transpose(0, 1).to(compute), matrices.to(compute)).transpose(0, 1).to(x.dtype)
@@ -46,18 +46,18 @@ def rms_norm_in_place_by_row(x: Tensor, weight: Tensor, eps: float) -> None:
 def latent_queries_by_row(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
     """The same, its rows independent."""
     rotated, plain = q[..., :rotary_dim], q[..., rotary_dim:]
-    return torch.cat((rotated, _by_row(plain, _keys_of(up, q, rotary_dim))), dim=-1)
+    return torch.cat((rotated, _head_products_by_row(plain, key_matrices(up, q, rotary_dim))), dim=-1)
 
 
 def latent_values_by_row(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
     """The same, its rows independent."""
-    return _by_row(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
+    return _head_products_by_row(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
 
 
-def _by_row(x: Tensor, matrices: Tensor) -> Tensor:
-    """See `_by_head`."""
+def _head_products_by_row(x: Tensor, matrices: Tensor) -> Tensor:
+    """See `head_products`."""
     wide = matrices.to(torch.float32 if x.is_cpu else x.dtype)
     out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
     for t in range(x.shape[0]):
-        out[t] = _by_head(x[t : t + 1].clone(memory_format=torch.contiguous_format), wide)[0]
+        out[t] = head_products(x[t : t + 1].clone(memory_format=torch.contiguous_format), wide)[0]
     return out

@@ -10,7 +10,7 @@ from torch import Tensor
 from windlass.kernels.draws import TopLogprobs
 
 # Rows reduced at once: the temporaries stay a few rows of the vocabulary wide.
-_ROWS = 64
+_LOGPROB_ROWS = 64
 
 
 def _log_sums(rows: Tensor) -> Tensor:
@@ -29,13 +29,17 @@ def token_logprobs(
         np.empty((count, k), np.int64),
         np.empty((count, k), np.float32),
     )
-    for first in range(0, count, _ROWS):
-        part = slice(first, first + _ROWS)
-        _fill(found, part, logits[rows[part].to(logits.device)].float(), targets[part].to(logits.device), log_sums)
+    for first in range(0, count, _LOGPROB_ROWS):
+        part = slice(first, first + _LOGPROB_ROWS)
+        _fill_logprobs(
+            found, part, logits[rows[part].to(logits.device)].float(), targets[part].to(logits.device), log_sums
+        )
     return found
 
 
-def _fill(found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor, log_sums: Callable[[Tensor], Tensor]) -> None:
+def _fill_logprobs(
+    found: TopLogprobs, part: slice, rows: Tensor, targets: Tensor, log_sums: Callable[[Tensor], Tensor]
+) -> None:
     normaliser = log_sums(rows)  # [N, 1]
     chosen = rows.gather(1, targets.unsqueeze(1))
     ranks = ((rows > chosen).sum(-1) + 1).where(normaliser.squeeze(1).isfinite(), 0)

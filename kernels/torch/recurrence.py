@@ -34,7 +34,7 @@ def short_convolution(
             for i in range(width):
                 total += inputs[t + i] * weight[:, i]
             out[first + t] = total if activation is None else torch.nn.functional.silu(total)
-            _leave(inputs[t + 1 : t + width], window, rows, first + t)
+            _store_snapshot(inputs[t + 1 : t + width], window, rows, first + t)
         window[block] = inputs[end - first :]
     return out
 
@@ -48,13 +48,13 @@ def gated_delta_rule(
     memory: Tensor,
     rows: StateRows,
     *,
-    in_turns: bool = False,
+    tiled_heads: bool = False,
 ) -> Tensor:
     _, heads, key_dim, value_dim = memory.shape
     key_width = (qkv.shape[1] - heads * value_dim) // 2
     key_heads = key_width // key_dim
     head = torch.arange(heads, device=qkv.device)
-    of_head = head % key_heads if in_turns else head // (heads // key_heads)
+    of_head = head % key_heads if tiled_heads else head // (heads // key_heads)
     out = torch.zeros((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
     for block, first, end, fresh in _spans(rows):
         m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
@@ -66,7 +66,7 @@ def gated_delta_rule(
             share = torch.sigmoid(strength[t].float())
             m += k[:, :, None] * (share[:, None] * (v.view(heads, value_dim) - known))[:, None]
             out[t] = (m * (q * key_dim**-0.5)[:, :, None]).sum(1)
-            _leave(m, memory, rows, t)
+            _store_snapshot(m, memory, rows, t)
         memory[block] = m
     return out.flatten(1)
 
@@ -96,7 +96,7 @@ def state_space(
             m *= torch.exp(-rate * d)[:, None, None]
             m += k[:, :, None] * (d[:, None] * v)[:, None]
             out[t] = (m * q[:, :, None]).sum(1) + skip[:, None] * v
-            _leave(m, memory, rows, t)
+            _store_snapshot(m, memory, rows, t)
         memory[block] = m
     return out.flatten(1)
 
@@ -105,8 +105,8 @@ def _unit(x: Tensor) -> Tensor:
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _LENGTH_EPS)
 
 
-def _leave(state: Tensor, states: Tensor, rows: StateRows, token: int) -> None:
-    if rows.kept is not None and (block := int(rows.kept[token])) >= 0:
+def _store_snapshot(state: Tensor, states: Tensor, rows: StateRows, token: int) -> None:
+    if rows.snapshots is not None and (block := int(rows.snapshots[token])) >= 0:
         states[block] = state
 
 

@@ -151,14 +151,14 @@ def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor
     codes, scales = _by_slot(pages.key), _by_slot(pages.key_scale)
     own, theirs = codes[sources], scales[sources]  # [N, Hkv, D], [N, Hkv, groups]
     codes[targets], scales[targets] = own, theirs
-    turned = int8_rows.num_groups(2 * cos.shape[-1])
-    if turned:
-        dims = min(turned * int8_rows.GROUP, own.shape[-1])
-        rotated = rotate_half_split(int8_rows.widened(own[..., :dims], theirs[..., :turned]), cos, sin)
+    num_rotated_groups = int8_rows.num_groups(2 * cos.shape[-1])
+    if num_rotated_groups:
+        dims = min(num_rotated_groups * int8_rows.GROUP, own.shape[-1])
+        rotated = rotate_half_split(int8_rows.widened(own[..., :dims], theirs[..., :num_rotated_groups]), cos, sin)
         _store_keys(pages, targets, rotated)
 
 
-def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """q as it is, and under it versions of some of its rows, each rotated by one more angle.
 
     q: [T, H, D]. rows: [M] int64. cos, sin: [M, d/2] float32, d <= D. Returns [T + M, H, D] in q's dtype, contiguous: row T + m
@@ -202,7 +202,7 @@ def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
             step = max(1, MAX_SCORE_BYTES // (4 * num_heads * max(length, 1)))
             for begin in range(0, num_queries, step):
                 end_query = min(begin + step, num_queries)
-                found = _attend_ranges(q, pages, own.some_tokens(begin, end_query))
+                found = _attend_ranges(q, pages, own.slice_tokens(begin, end_query))
                 out[rows.start + begin : rows.start + end_query] = found.to(q.dtype)
             continue
         block_size = pages.block_size

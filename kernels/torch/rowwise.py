@@ -44,11 +44,11 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     return out.to(x.dtype)
 
 
-def linear_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
-    """See `blocks.linear_widened`."""
+def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """See `blocks.linear_blocks_widened`."""
     wide = x.float()
     out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
-    for rows, numbers in blocks.widened(weight):
+    for rows, numbers in blocks.widened_block_rows(weight):
         out[:, rows] = linear(wide, numbers)
     if bias is not None:
         out += bias.float()
@@ -117,7 +117,7 @@ def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
     out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
     for rows, length, own in call.sequences():
         for i, t in enumerate(range(rows.start, rows.stop)):
-            one = own.some_tokens(i, i + 1)
+            one = own.slice_tokens(i, i + 1)
             assert one.ranges is not None
             named = one.ranges.rows
             if int(named.max()) >= q.shape[0]:

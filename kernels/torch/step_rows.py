@@ -9,18 +9,20 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.kernels.step_rows import RowsFiller, StepRows
+from windlass.kernels.step_rows import BufferFiller, PersistentBuffers
 
 Angles = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
-def rows_filler(rows: StepRows, q_scale: Tensor, score_scale: Tensor, block_size: int, angles: Angles) -> RowsFiller:
-    """See `Backend.rows_filler`. angles: cosines and sines of rotary rows [B] at positions [B]."""
-    place = np.arange(rows.said.shape[1])
+def buffer_filler(
+    rows: PersistentBuffers, q_scale: Tensor, score_scale: Tensor, block_size: int, angles: Angles
+) -> BufferFiller:
+    """See `Backend.buffer_filler`. angles: cosines and sines of rotary rows [B] at positions [B]."""
+    place = np.arange(rows.metadata.shape[1])
     positions = torch.from_numpy(rows.positions)
 
     def fill(tables: NDArray[np.int32], blocks: int) -> None:
-        _, index, first, rotary, table = rows.said
+        _, index, first, rotary, table = rows.metadata
         np.add(index, first, out=rows.positions)
         np.add(index, 1, out=rows.lengths)
         rows.tables[:, :, :blocks] = tables[:, table, :blocks]

@@ -14,17 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from windlass.kernels.attention_call import KEY_CUT, AttentionCall, KeyRanges
+from windlass.kernels.attention_call import KEY_SPLIT, AttentionCall, KeyRanges
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.launch import SMALL, Device, as_bytes, dot_type, launch, power_of_two, strided
-from windlass.kernels.triton.programs.attention import attention
-from windlass.kernels.triton.programs.merge import merge_splits
+from windlass.kernels.triton.programs.attention import paged_attention_kernel
+from windlass.kernels.triton.programs.merge import merge_splits_kernel
 
 _LEAST_SPLIT, _MOST_SPLITS = 256, 128
 _MERGED = 32  # splits at a time; under `deterministic` one, as those between that hold nothing shall not count
 _MOST_SUMS = 256 << 20  # bytes of what is to be merged, where a token by itself does not take more
-_WAVES = 8  # of programs for each processor that splits are to make
+_MIN_WAVES = 8  # of programs for each processor that splits are to make
 
 
 class _Sizes(NamedTuple):
@@ -80,13 +80,13 @@ def paged_attention(
         raise ValueError(f"q has {q.shape[0]} rows for {call.num_tokens} tokens")
     q = strided(q)
     out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
-    if deterministic or call.only_single_tokens:
+    if deterministic or call.is_decode:
         _singles(q, pages, call, out, deterministic, device)
     else:
         if call.batch_size > 1:  # a sequence by itself has more than one token here
             _singles(q, pages, call, out, False, device)
-        if in_order.takes(q, pages, call, device):
-            in_order.attend(q, pages, call, out)
+        if in_order.takes_prefill(q, pages, call, device):
+            in_order.prefill_attention(q, pages, call, out)
         else:
             _tiles(q, pages, call, out, device)
     return out
@@ -98,11 +98,11 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
     sizes = _Sizes.of_singles(q, pages, min(power_of_two(group), 64))
     rows = sizes.rows
     longest = call.block_tables.shape[1] * pages.block_size
-    split = KEY_CUT if by_token else _LEAST_SPLIT
+    split = KEY_SPLIT if by_token else _LEAST_SPLIT
     splits = max(1, -(-longest // split))
     if not by_token:
         programs = places * pages.num_kv_heads * -(-group // rows)
-        splits = min(splits, max(1, -(-_WAVES * device.processors // max(programs, 1))), _MOST_SPLITS)
+        splits = min(splits, max(1, -(-_MIN_WAVES * device.processors // max(programs, 1))), _MOST_SPLITS)
     at_once = places
     if by_token:  # each for itself, so those of a long prompt over a long context need not be there all at once
         at_once = max(1, min(places, _MOST_SUMS // (heads * splits * (width + 2) * 4)))
@@ -119,7 +119,7 @@ def _singles(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, by_tok
             some_q, pages, some, own, parts, (count, splits), split, sizes, 1, singles=not by_token, by_token=by_token
         )
         launch(
-            merge_splits,
+            merge_splits_kernel,
             (count, heads),
             q,
             own,
@@ -174,7 +174,7 @@ def _launch(
     group = q.shape[1] // kv_heads
     dot, precision = dot_type(q.dtype)
     launch(
-        attention,
+        paged_attention_kernel,
         (grid[0], kv_heads * -(-group // rows), grid[1]),
         q,
         q,

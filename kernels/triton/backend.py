@@ -16,10 +16,10 @@ from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
 from windlass.kernels.backend import Backend, BackendOptions, Weight
-from windlass.kernels.draws import Drawer, TopLogprobs
+from windlass.kernels.draws import TokenSampler, TopLogprobs
 from windlass.kernels.layouts.blocks import BlockRows, BlockWeight, copy_rows
 from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.low_rank import ChangedMatrix, LowRankTable, RowSlots
+from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankTable, LowRankTarget
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.layouts.panels import PanelRows
 from windlass.kernels.operations.recurrence import StateRows
@@ -86,23 +86,23 @@ class TritonBackend(TorchBackend):
     def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         if self.deterministic:
             return products.linear(x, weight, bias, fixed=True)
-        if thin.takes(x, weight):
-            return thin.linear(x, weight, bias)
+        if thin.takes_single_row(x, weight):
+            return thin.linear_single_row(x, weight, bias)
         return super()._product(x, weight, bias)
 
     def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
-        if isinstance(weight, Tensor) and not self.deterministic and thin.takes(x, weight):
-            return thin.linear(x, weight, bias, activation)
+        if isinstance(weight, Tensor) and not self.deterministic and thin.takes_single_row(x, weight):
+            return thin.linear_single_row(x, weight, bias, activation)
         return super().gated_linear(x, weight, bias, activation)
 
     def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
         return products.linear(x, weight, bias, fixed=self.deterministic)
 
-    def low_rank_table(self, slots: int, matrix: ChangedMatrix) -> LowRankTable:
-        return low_rank.AddressedLowRankTable(slots, matrix, self.device)
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
+        return low_rank.DeviceLowRankTable(slots, matrix, self.device)
 
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
-        if not isinstance(table, low_rank.AddressedLowRankTable):
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
+        if not isinstance(table, low_rank.DeviceLowRankTable):
             raise TypeError("the table is another backend's")
         slots = rows.on(self.device)
         low_rank.add_low_rank(out, x, table, slots, fixed=self.deterministic, device=self._device)
@@ -155,9 +155,9 @@ class TritonBackend(TorchBackend):
         memory: Tensor,
         rows: StateRows,
         *,
-        in_turns: bool = False,
+        tiled_heads: bool = False,
     ) -> Tensor:
-        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, in_turns=in_turns)
+        return recurrence.gated_delta_rule(qkv, decay, strength, rate, bias, memory, rows, tiled_heads=tiled_heads)
 
     def state_space(
         self,
@@ -181,19 +181,19 @@ class TritonBackend(TorchBackend):
     # Experts
 
     def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
-        return products.AddressedExperts(weights, biases)
+        return products.PointerTableExperts(weights, biases)
 
     def route(
         self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
     ) -> Routed:
-        if routes.takes(logits, routing):
+        if routes.takes_routing(logits, routing):
             return routes.route(logits, routing, bias, scales)
         return super().route(logits, routing, bias, scales)
 
     def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
-        if not isinstance(experts, products.AddressedExperts) or not experts.parts:
+        if not isinstance(experts, products.PointerTableExperts) or not experts.parts:
             return super().linear_of_experts(x, experts, chosen)
-        if not self.deterministic and grouped.takes(x, chosen.numel(), experts):
+        if not self.deterministic and grouped.takes_grouped(x, chosen.numel(), experts):
             return grouped.linear_of_experts(x, experts, chosen, self._device)
         return products.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
 
@@ -202,9 +202,9 @@ class TritonBackend(TorchBackend):
     ) -> Tensor:
         if (
             not self.deterministic
-            and isinstance(gate_up, products.AddressedExperts)
-            and isinstance(down, products.AddressedExperts)
-            and grouped.takes(x, routed.chosen.numel(), gate_up, down)
+            and isinstance(gate_up, products.PointerTableExperts)
+            and isinstance(down, products.PointerTableExperts)
+            and grouped.takes_grouped(x, routed.chosen.numel(), gate_up, down)
         ):
             return grouped.feed_forward_of_experts(x, gate_up, down, routed, activation, self._device)
         return super().feed_forward_of_experts(x, gate_up, down, routed, activation)
@@ -224,8 +224,8 @@ class TritonBackend(TorchBackend):
     ) -> None:
         rotary.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
 
-    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        return rotary.turn_queries(q, rows, cos, sin)
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary.rotate_queries(q, rows, cos, sin)
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
         return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
@@ -250,10 +250,10 @@ class TritonBackend(TorchBackend):
     def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
         return logprobs.token_logprobs(logits, rows, targets, k, drawing.log_sums)
 
-    def drawer(self, vocab_size: int) -> Drawer:
-        return drawing.TritonDrawer()
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
+        return drawing.TritonSampler()
 
-    def make_graphs(self) -> Graphs | None:
+    def make_graph_runner(self) -> Graphs | None:
         # With splits of one size, how many there are follows from the lengths.
         return None if self.deterministic or self.device.type != "cuda" else CudaGraphs(self.device)
 

@@ -12,19 +12,19 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.kernels.draws import Draw, DrawStatus, LogitsChanges, RowDraws, filter_numbers
-from windlass.kernels.layouts.pinned import sent
-from windlass.kernels.torch.drawer import TorchDraw, TorchDrawer
+from windlass.kernels.draws import LogitsChanges, SamplingRow, SamplingStatus, SamplingTensors, encode_filters
+from windlass.kernels.layouts.pinned import to_device
+from windlass.kernels.torch.drawer import TorchSampler, TorchSamplingRow
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.programs import drawing as programs
 from windlass.kernels.triton.programs import logits as of_logits
 
 _BLOCK, _LIST = 8192, 512  # columns that are changed at once, and tokens of a list, by one program for each row
 _PART = 4096  # columns of which a program finds the largest
-_DRAWN = 2048  # columns that a draw reads at once
+_SAMPLE_BLOCK = 2048  # columns that a draw reads at once
 # Programs for a row, and for all rows: so many find room at once, and little time where they have nothing to do.
 _MOST_PARTS, _PROGRAMS = 64, 512
-_TURNS = 0, 3, 5  # that narrow what is kept: for no filter, for top-k or top-p, for both
+_RADIX_PASSES = 0, 3, 5  # that narrow what is kept: for no filter, for top-k or top-p, for both
 _EXACT: dict[str, Any] = {"enable_fp_fusion": False, "num_warps": 8}
 
 
@@ -36,12 +36,14 @@ def row_maxima(logits: Tensor) -> tuple[Tensor, Tensor]:
     part_places = torch.empty(rows, parts, dtype=torch.int32, device=logits.device)
     part_largest = torch.empty(rows, parts, dtype=torch.float32, device=logits.device)
     operands = logits, logits.stride(0), columns, part_places, part_largest, parts
-    launch(of_logits.maxima_of_parts, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns)))
+    launch(
+        of_logits.partial_maxima_kernel, (rows, parts), logits, *operands, PART=_PART, BLOCK=min(2048, _block(columns))
+    )
     places = torch.empty(rows, dtype=torch.int64, device=logits.device)
     largest = torch.empty(rows, dtype=torch.float32, device=logits.device)
     block = min(256, power_of_two(parts))
     launch(
-        of_logits.row_maxima,
+        of_logits.row_maxima_kernel,
         (rows,),
         logits,
         part_places,
@@ -60,57 +62,57 @@ def log_sums(rows: Tensor) -> Tensor:
     rows = strided(rows)
     found = torch.empty(rows.shape[0], 1, dtype=torch.float32, device=rows.device)
     operands = rows, rows.stride(0), rows.shape[1], found
-    launch(of_logits.log_sums, (rows.shape[0],), rows, *operands, BLOCK=min(2048, _block(rows.shape[1])))
+    launch(of_logits.log_sums_kernel, (rows.shape[0],), rows, *operands, BLOCK=min(2048, _block(rows.shape[1])))
     return found
 
 
-class TritonDrawer(TorchDrawer):
-    """See `Drawer`."""
+class TritonSampler(TorchSampler):
+    """See `TokenSampler`."""
 
-    def draw(self, logits: Tensor, draws: Sequence[Draw]) -> None:
-        own = cast(Sequence[TorchDraw], draws)
+    def sample(self, logits: Tensor, draws: Sequence[SamplingRow]) -> None:
+        own = cast(Sequence[TorchSamplingRow], draws)
         apart = [one for one in own if _needs_torch(one)]
         here = [one for one in own if not _needs_torch(one)]
         if apart:
-            super().draw(logits, apart)
+            super().sample(logits, apart)
         if here:
             _draw(strided(logits), here)
 
 
-def _needs_torch(draw: TorchDraw) -> bool:
-    return draw.filters.temperature > 0 and (draw.filters.typical_p < 1 or draw.filters.exclude_from < 1)
+def _needs_torch(sample: TorchSamplingRow) -> bool:
+    return sample.filters.temperature > 0 and (sample.filters.typical_p < 1 or sample.filters.exclude_from < 1)
 
 
-def _draw(logits: Tensor, draws: Sequence[TorchDraw]) -> None:
+def _draw(logits: Tensor, draws: Sequence[TorchSamplingRow]) -> None:
     device, columns = logits.device, logits.shape[1]
     altered = [(one, one.changes) for one in draws if one.changes is not None]
     places = iter(range(len(altered)))
     whole = np.array([[one.row, -1 if one.changes is None else next(places)] for one in draws], dtype=np.int64)
-    kinds = np.array([filter_numbers(one.filters, columns) for one in draws], dtype=np.float64).T
+    kinds = np.array([encode_filters(one.filters, columns) for one in draws], dtype=np.float64).T
     limits = np.ascontiguousarray(kinds[1:3].astype(np.int32))
     shares = np.array([kinds[3], [one.uniform for one in draws]], dtype=np.float64)
     own_rows, changed_rows = _to(device, np.ascontiguousarray(whole.T))
     magnitude, top_k = _to(device, limits)
     top_p, uniform = _to(device, shares)
-    told = RowDraws(_to(device, kinds[0].astype(np.float32)), magnitude, top_k, top_p, uniform)
+    tensors = SamplingTensors(_to(device, kinds[0].astype(np.float32)), magnitude, top_k, top_p, uniform)
     filters = int((((kinds[2] > 0) * 1 + (kinds[3] < 1)) * (kinds[0] > 0)).max())
-    rows = _DrawnRows(logits, row_maxima(logits), own_rows)
+    rows = _RowsToSample(logits, row_maxima(logits), own_rows)
     changed = rows._replace(of_draw=changed_rows)
     if altered:
         made = _changed_rows(logits, altered)
-        changed = _DrawnRows(made, row_maxima(made), changed_rows)
-    found = _launch(rows, changed, told, _TURNS[filters])
+        changed = _RowsToSample(made, row_maxima(made), changed_rows)
+    found = _launch(rows, changed, tensors, _RADIX_PASSES[filters])
     for one, token, status in zip(draws, *found.tolist(), strict=True):
-        one.settle(token, DrawStatus(status))
+        one.set_result(token, SamplingStatus(status))
 
 
-def draw_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
-    """See `Graphs.draw_rows`."""
-    tokens, statuses = _launch(_DrawnRows(strided(logits), maxima, None), None, draws, _TURNS[-1])
+def sample_rows(logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors) -> tuple[Tensor, Tensor]:
+    """See `Graphs.sample_rows`."""
+    tokens, statuses = _launch(_RowsToSample(strided(logits), maxima, None), None, draws, _RADIX_PASSES[-1])
     return tokens, statuses
 
 
-class _DrawnRows(NamedTuple):
+class _RowsToSample(NamedTuple):
     """Rows [R, V] and their `row_maxima`. of_draw: int64, each draw's row, below 0 for none; None for one after the other."""
 
     logits: Tensor
@@ -118,8 +120,8 @@ class _DrawnRows(NamedTuple):
     of_draw: Tensor | None
 
 
-def _launch(rows: _DrawnRows, changed: _DrawnRows | None, draws: RowDraws, turns: int) -> Tensor:
-    """Tokens and statuses [2, draws]. turns: of `narrow_draws`."""
+def _launch(rows: _RowsToSample, changed: _RowsToSample | None, draws: SamplingTensors, turns: int) -> Tensor:
+    """Tokens and statuses [2, draws]. turns: of `radix_select_kernel`."""
     logits, device, count = rows.logits, rows.logits.device, draws.uniform.shape[0]
     columns = logits.shape[1]
     found = torch.empty(2, count, dtype=torch.int64, device=device)
@@ -135,7 +137,7 @@ def _launch(rows: _DrawnRows, changed: _DrawnRows | None, draws: RowDraws, turns
     temperature, floor, top_k, top_p, uniform = draws
     sums = counts, masses, tickets
     launch(
-        programs.begin_draws,
+        programs.begin_sampling_kernel,
         (count,),
         logits,
         rows.of_draw,
@@ -152,14 +154,14 @@ def _launch(rows: _DrawnRows, changed: _DrawnRows | None, draws: RowDraws, turns
         *sums,
         **_EXACT,
     )
-    block = min(_DRAWN, power_of_two(columns))
+    block = min(_SAMPLE_BLOCK, power_of_two(columns))
     blocks, parts = _parts(count, -(-columns // block))
     row = logits, logits.stride(0), columns, logits if changed is None else changed.logits, temperature
     narrow: tuple[Any, ...] = *row, top_k, top_p, largest, states, *sums
     for turn in range(turns):
-        launch(programs.narrow_draws, (count, parts), logits, *narrow, turn, blocks, BLOCK=block, **_EXACT)
-    draw: tuple[Any, ...] = *row, uniform, largest, states, found[0], part_masses, tickets, blocks
-    launch(programs.draw_tokens, (count, parts), logits, *draw, BLOCK=block, PARTS=_MOST_PARTS, **_EXACT)
+        launch(programs.radix_select_kernel, (count, parts), logits, *narrow, turn, blocks, BLOCK=block, **_EXACT)
+    sample: tuple[Any, ...] = *row, uniform, largest, states, found[0], part_masses, tickets, blocks
+    launch(programs.sample_tokens_kernel, (count, parts), logits, *sample, BLOCK=block, PARTS=_MOST_PARTS, **_EXACT)
     return found
 
 
@@ -169,7 +171,7 @@ def _parts(rows: int, blocks: int) -> tuple[int, int]:
     return each, -(-blocks // each)
 
 
-def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChanges]]) -> Tensor:
+def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchSamplingRow, LogitsChanges]]) -> Tensor:
     """The rows of draws that change theirs, one for each, changed."""
     device, columns = logits.device, logits.shape[1]
     words = -(-columns // 32)
@@ -203,7 +205,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
     empty = torch.zeros(1, device=device)
     out = torch.empty(len(altered), columns, dtype=torch.float32, device=device)
     launch(
-        of_logits.change_rows,
+        of_logits.adjust_logits_kernel,
         (len(altered),),
         logits,
         logits,
@@ -225,7 +227,7 @@ def _changed_rows(logits: Tensor, altered: Sequence[tuple[TorchDraw, LogitsChang
 
 
 def _to(device: torch.device, numbers: np.ndarray[tuple[int, ...], np.dtype[np.generic]]) -> Tensor:
-    return sent(torch.from_numpy(numbers), device)
+    return to_device(torch.from_numpy(numbers), device)
 
 
 def _block(columns: int) -> int:

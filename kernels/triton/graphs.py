@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.kernels.draws import RowDraws
-from windlass.kernels.memory.marks import CudaMark, Mark
+from windlass.kernels.draws import SamplingTensors
+from windlass.kernels.memory.marks import CudaEvent, DeviceEvent
 from windlass.kernels.recorder import Graphs
 from windlass.kernels.triton import drawing
 
@@ -35,19 +35,21 @@ class CudaGraphs(Graphs):
         again: Callable[[], None] = graph.replay
         return again
 
-    def ask(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         with torch.cuda.device(self._device):
             work()
 
-    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
-        return drawing.draw_rows(logits, maxima, draws)
+    def sample_rows(
+        self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
+        return drawing.sample_rows(logits, maxima, draws)
 
     def join(self) -> None:
         pass
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         with torch.cuda.device(self._device):
-            return CudaMark()
+            return CudaEvent()
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype, pin_memory=True)

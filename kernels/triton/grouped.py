@@ -13,8 +13,8 @@ from torch import Tensor
 from windlass.kernels.operations.routing import Routed
 from windlass.kernels.triton.launch import Device, launch, power_of_two, strided
 from windlass.kernels.triton.pointwise import check_activation, sum_of_experts
-from windlass.kernels.triton.products import AddressedExperts, Tile
-from windlass.kernels.triton.programs.grouped import grouped_product
+from windlass.kernels.triton.products import PointerTableExperts, Tile
+from windlass.kernels.triton.programs.grouped import grouped_gemm_kernel
 from windlass.kernels.triton.routing import by_expert
 
 _BIAS_TYPES = {torch.float32: tl.float32, torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -31,19 +31,19 @@ _FEWEST_ROWS = min(least for least, _ in _TILES)
 
 
 def tile_for(rows: int, device: Device) -> Tile:
-    """rows: of an expert, on average; not fewer than `takes` wants."""
+    """rows: of an expert, on average; not fewer than `takes_grouped` wants."""
     fitting = (tile for least, tile in _TILES if rows >= least and tile.shared_memory <= device.shared_memory)
     return next(fitting)
 
 
-def takes(x: Tensor, places: int, *several: AddressedExperts) -> bool:
+def takes_grouped(x: Tensor, places: int, *several: PointerTableExperts) -> bool:
     """Whether experts have many rows each, and weights of x's type that are read in whole pieces."""
     return x.element_size() == 2 and all(
         places >= _FEWEST_ROWS * len(experts) and _has_whole_pieces(experts, x.dtype) for experts in several
     )
 
 
-def _has_whole_pieces(experts: AddressedExperts, dtype: torch.dtype) -> bool:
+def _has_whole_pieces(experts: PointerTableExperts, dtype: torch.dtype) -> bool:
     if len(experts.parts) != 1:
         return False
     operands = experts.parts[0].operands
@@ -53,34 +53,34 @@ def _has_whole_pieces(experts: AddressedExperts, dtype: torch.dtype) -> bool:
     )
 
 
-def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, device: Device) -> Tensor:
-    """See `Backend.linear_of_experts`; of what it `takes`."""
+def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, device: Device) -> Tensor:
+    """See `Backend.linear_of_experts`; of what it `takes_grouped`."""
     order, ends = by_expert(chosen, len(experts))
     tile = tile_for(chosen.numel() // len(experts), device)
     per_row = chosen.numel() // x.shape[0]
-    return product(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
+    return multiply_grouped(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
 
 
 def feed_forward_of_experts(
     x: Tensor,
-    gate_up: AddressedExperts,
-    down: AddressedExperts,
+    gate_up: PointerTableExperts,
+    down: PointerTableExperts,
     routed: Routed,
     activation: str,
     device: Device,
 ) -> Tensor:
-    """See `Backend.feed_forward_of_experts`; of what it `takes`. Between the products rows lie in the order of experts."""
+    """See `Backend.feed_forward_of_experts`; of what it `takes_grouped`. Between the products rows lie in the order of experts."""
     check_activation(activation)
     chosen, weights = routed
     order, ends = by_expert(chosen, len(gate_up))
     tile = tile_for(chosen.numel() // len(gate_up), device)
-    y = product(x, gate_up, order, ends, tile, gathered=True, per_row=chosen.shape[1], activation=activation)
-    return sum_of_experts(product(y, down, order, ends, tile, scattered=True), weights)
+    y = multiply_grouped(x, gate_up, order, ends, tile, gathered=True, per_row=chosen.shape[1], activation=activation)
+    return sum_of_experts(multiply_grouped(y, down, order, ends, tile, scattered=True), weights)
 
 
-def product(
+def multiply_grouped(
     x: Tensor,
-    experts: AddressedExperts,
+    experts: PointerTableExperts,
     order: Tensor,
     ends: Tensor,
     tile: Tile,
@@ -98,7 +98,7 @@ def product(
     part = experts.parts[0]
     out = x.new_empty(places, experts.columns if activation is None else experts.columns // 2)
     launch(
-        grouped_product,
+        grouped_gemm_kernel,
         (-(-experts.columns // tile.columns), places // tile.rows + len(experts)),
         x,
         x,

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from windlass.kernels.attention_call import AttentionCall, Prompts
+from windlass.kernels.attention_call import AttentionCall, PrefillTotals
 from windlass.kernels.layouts.pages import KVPages
 from windlass.kernels.triton.launch import Device, as_bytes, dot_type, launch, power_of_two
-from windlass.kernels.triton.programs.in_order import attention_in_order, bring_in_order
+from windlass.kernels.triton.programs.in_order import gather_kv_kernel, prefill_attention_kernel
 
 CAPABILITY = (9, 0)  # products and copies run beside the threads that ask for them; older ones spill registers
 _LEAST_TOKENS = 128  # of a sequence, on average
@@ -24,7 +24,7 @@ _WIDEST = 128
 _MULTIPLE = 128  # of the places of a sequence, and of the keys of a tile
 
 
-class PromptTiles(NamedTuple):
+class PrefillTile(NamedTuple):
     """Of tiles: rows, keys, warps of a program, and tiles of keys that are on their way or at work."""
 
     rows: int
@@ -33,10 +33,10 @@ class PromptTiles(NamedTuple):
     stages: int
 
 
-_TILES = PromptTiles(64, 64, 4, 3)
+_TILES = PrefillTile(64, 64, 4, 3)
 
 
-def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
+def takes_prefill(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> bool:
     """Whether it is for a call: by what the device does by itself, by type and sizes, by what bends scores, and by tokens per
     sequence."""
     widest, prompts = max(q.shape[2], pages.value_dim), _prompts(pages, call)
@@ -47,30 +47,30 @@ def takes(q: Tensor, pages: KVPages, call: AttentionCall, device: Device) -> boo
         and call.soft_cap is None
         and not call.has_ranges
         and prompts.tokens >= _LEAST_TOKENS * prompts.sequences
-        and _places(prompts) * pages.num_kv_heads * 4 * power_of_two(widest, 16) <= MOST_BYTES
+        and _padded_keys(prompts) * pages.num_kv_heads * 4 * power_of_two(widest, 16) <= MOST_BYTES
     )
 
 
-def _prompts(pages: KVPages, call: AttentionCall) -> Prompts:
+def _prompts(pages: KVPages, call: AttentionCall) -> PrefillTotals:
     if call.prompts is not None:
         return call.prompts
-    return Prompts(call.batch_size, call.num_tokens, call.block_tables.numel() * pages.block_size)
+    return PrefillTotals(call.batch_size, call.num_tokens, call.block_tables.numel() * pages.block_size)
 
 
-def _places(prompts: Prompts) -> int:
+def _padded_keys(prompts: PrefillTotals) -> int:
     """At most, where each sequence has a multiple of them."""
     return (prompts.keys // _MULTIPLE + prompts.sequences) * _MULTIPLE
 
 
-def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: PromptTiles = _TILES) -> None:
+def prefill_attention(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: PrefillTile = _TILES) -> None:
     """Fills the rows of out [T, Hq, Dv] of sequences with more than one new token. q: [T, Hq, D], its last dim contiguous."""
     kv_heads, dim, width = pages.num_kv_heads, q.shape[2], pages.value_dim
     block_d, block_v = power_of_two(dim, 16), power_of_two(width, 16)
-    places = _places(_prompts(pages, call))
+    places = _padded_keys(_prompts(pages, call))
     keys, values = (q.new_empty(places, kv_heads * block) for block in (block_d, block_v))
     limits = {"WINDOW": call.window is not None, "CHUNK": call.chunk is not None}
     launch(
-        bring_in_order,
+        gather_kv_kernel,
         (places // _MULTIPLE, kv_heads),
         q,
         as_bytes(pages.key),
@@ -103,7 +103,7 @@ def attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor, sizes: P
     heads = min(power_of_two(group), sizes.rows)
     tokens = sizes.rows // heads
     launch(
-        attention_in_order,
+        prefill_attention_kernel,
         (call.num_tokens // tokens + call.batch_size, kv_heads * -(-group // heads)),
         q,
         q,

@@ -13,8 +13,8 @@ import torch
 import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, ChangedMatrix, LowRank, LowRankTable
-from windlass.kernels.layouts.pinned import put_into
+from windlass.kernels.layouts.low_rank import PANEL_COLUMNS, LowRankTable, LowRankTarget, LowRankUpdate
+from windlass.kernels.layouts.pinned import copy_into
 from windlass.kernels.triton.launch import Device, dot_type, launch, power_of_two, strided
 from windlass.kernels.triton.programs import low_rank as programs
 
@@ -24,30 +24,30 @@ _BY_ROW = 128  # rows up to which each has programs of its own
 _MOST_SPLITS = 16  # of K; all are read again for each tile of columns
 
 
-class AddressedLowRankTable(LowRankTable):
+class DeviceLowRankTable(LowRankTable):
     """The same as programs read it. Changes are kept in the matrix's dtype.
 
     entries: int64 [slots, 2 + 6 parts], see `programs.low_rank`; it stays where it is.
     """
 
-    def __init__(self, slots: int, matrix: ChangedMatrix, device: torch.device) -> None:
+    def __init__(self, slots: int, matrix: LowRankTarget, device: torch.device) -> None:
         super().__init__(slots)
         self.matrix = matrix
         self.entries = torch.zeros(slots, _HEAD + _FIELDS * len(matrix.parts), dtype=torch.int64, device=device)
         self._read: list[list[Tensor]] = [[] for _ in range(slots)]  # what entries have addresses of
 
-    def put(self, slot: int, change: LowRank | None) -> None:
+    def put(self, slot: int, change: LowRankUpdate | None) -> None:
         """Raises ValueError for a change of another matrix, or one that is larger than the table has room for."""
         entry, read = [0] * self.entries.shape[1], list[Tensor]()
         if change is not None:
             self._check(change)
             read = [self._own(matrix) for matrix in (change.down, *[part.up for part in change.parts])]
-            said = [change.rank, read[0].data_ptr()]
+            fields = [change.rank, read[0].data_ptr()]
             for part, up in zip(change.parts, read[1:], strict=True):
                 (scale,) = struct.unpack("<i", struct.pack("<f", part.scale))
-                said += [part.first, part.columns, part.rank_first, part.rank, up.data_ptr(), scale]
-            entry[: len(said)] = said
-        put_into(self.entries[slot], torch.tensor(entry, device="cpu"))
+                fields += [part.first, part.columns, part.rank_first, part.rank, up.data_ptr(), scale]
+            entry[: len(fields)] = fields
+        copy_into(self.entries[slot], torch.tensor(entry, device="cpu"))
         self._read[slot] = read
         super().put(slot, change)
 
@@ -55,7 +55,7 @@ class AddressedLowRankTable(LowRankTable):
         matrix = matrix.to(self.entries.device, self.matrix.dtype).contiguous()
         return matrix if matrix.data_ptr() % 16 == 0 else matrix.clone()
 
-    def _check(self, change: LowRank) -> None:
+    def _check(self, change: LowRankUpdate) -> None:
         matrix = self.matrix
         ends = itertools.accumulate(matrix.parts)
         known = {(end - columns, columns) for end, columns in zip(ends, matrix.parts, strict=True)}
@@ -69,7 +69,7 @@ class AddressedLowRankTable(LowRankTable):
             )
 
 
-class _ChangeTile(NamedTuple):
+class _LowRankTile(NamedTuple):
     """Of programs: rows, columns, ranks and numbers of K at once."""
 
     rows: int
@@ -79,7 +79,7 @@ class _ChangeTile(NamedTuple):
 
 
 def add_low_rank(
-    out: Tensor, x: Tensor, table: AddressedLowRankTable, slots: Tensor, *, fixed: bool, device: Device
+    out: Tensor, x: Tensor, table: DeviceLowRankTable, slots: Tensor, *, fixed: bool, device: Device
 ) -> None:
     """See `Backend.add_low_rank`. slots: [T] int64, on the device. fixed: tiles of one size, however many rows there are."""
     matrix, rows, x = table.matrix, x.shape[0], strided(x)
@@ -105,23 +105,23 @@ def add_low_rank(
     from_x, to_out = (x, x.stride(0), slots, table.entries, low), (slots, table.entries, low, out, out.stride(0))
     inner, columns = (matrix.inner, splits, matrix.rank), (matrix.columns, splits, matrix.rank)
     if by_row:
-        launch(programs.low_rank_down_by_row, (rows, splits), x, *from_x, *inner, **same, **of_down)
-        launch(programs.low_rank_up_by_row, (tiles, rows), x, *to_out, *columns, **same, **of_up)
+        launch(programs.low_rank_down_by_row_kernel, (rows, splits), x, *from_x, *inner, **same, **of_down)
+        launch(programs.low_rank_up_by_row_kernel, (tiles, rows), x, *to_out, *columns, **same, **of_up)
         return
     same |= {"DOT": dot, "PRECISION": precision, "BLOCK_M": sizes.rows}
-    launch(programs.low_rank_down, (row_tiles, splits), x, *from_x, rows, *inner, **same, **of_down)
-    launch(programs.low_rank_up, (tiles, row_tiles), x, *to_out, rows, *columns, **same, **of_up)
+    launch(programs.low_rank_down_kernel, (row_tiles, splits), x, *from_x, rows, *inner, **same, **of_down)
+    launch(programs.low_rank_up_kernel, (tiles, row_tiles), x, *to_out, rows, *columns, **same, **of_up)
 
 
-def _row_sizes(matrix: ChangedMatrix) -> _ChangeTile:
-    return _ChangeTile(1, max(PANEL_COLUMNS, min(256, power_of_two(matrix.columns))), 16, 256)
+def _row_sizes(matrix: LowRankTarget) -> _LowRankTile:
+    return _LowRankTile(1, max(PANEL_COLUMNS, min(256, power_of_two(matrix.columns))), 16, 256)
 
 
-def _tile_sizes(matrix: ChangedMatrix, *, wide: bool, fixed: bool) -> _ChangeTile:
+def _tile_sizes(matrix: LowRankTarget, *, wide: bool, fixed: bool) -> _LowRankTile:
     """wide: whether numbers are multiplied in float32, one by one and out of registers."""
     if wide:
-        return _ChangeTile(16 if fixed else 32, 64, 16, 32)
-    return _ChangeTile(16 if fixed else 64, 64, min(32, power_of_two(matrix.rank, 16)), 64)
+        return _LowRankTile(16 if fixed else 32, 64, 16, 32)
+    return _LowRankTile(16 if fixed else 64, 64, min(32, power_of_two(matrix.rank, 16)), 64)
 
 
 def _splits(row_tiles: int, parts: int, device: Device) -> int:

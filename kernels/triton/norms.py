@@ -37,7 +37,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     out, dim, heads = x.new_empty(x.shape), x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     block = power_of_two(dim)
     launch(
-        programs.layer_norm,
+        programs.layer_norm_kernel,
         (x.shape[0] * heads,),
         x,
         x,
@@ -62,7 +62,7 @@ def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tens
     block = power_of_two(dim)
     rows, each = x.shape[0] * heads, max(1, _LEAST // block)
     launch(
-        programs.rms_norm,
+        programs.rms_norm_kernel,
         (-(-rows // each),),
         x,
         x,

@@ -25,7 +25,7 @@ def activation(x: Tensor, kind: str, *, gated: bool = False) -> Tensor:
     x = strided(x)
     columns = x.shape[1] // 2 if gated else x.shape[1]
     out = x.new_empty(x.shape[0], columns)
-    _by_row(programs.activation, x, columns, x, x.stride(0), out, columns, KIND=kind, GATED=gated)
+    _by_row(programs.activation_kernel, x, columns, x, x.stride(0), out, columns, KIND=kind, GATED=gated)
     return out
 
 
@@ -34,7 +34,7 @@ def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
     gate_up = strided(gate_up)
     columns = gate_up.shape[1] // 2
     out = gate_up.new_empty(gate_up.shape[0], columns)
-    _by_row(programs.clamped_glu, gate_up, columns, gate_up, gate_up.stride(0), out, columns, alpha, limit)
+    _by_row(programs.clamped_glu_kernel, gate_up, columns, gate_up, gate_up.stride(0), out, columns, alpha, limit)
     return out
 
 
@@ -42,14 +42,14 @@ def gate_by_sigmoid(x: Tensor, gate: Tensor) -> None:
     """See `Backend.gate_by_sigmoid`; x's columns are adjacent."""
     gate, whole = strided(gate), gate.shape[1] == 1
     operands = x, x.stride(0), gate, gate.stride(0), x.shape[1]
-    _by_row(programs.gate_by_sigmoid, x, x.shape[1], *operands, WHOLE_ROW=whole)
+    _by_row(programs.gate_by_sigmoid_kernel, x, x.shape[1], *operands, WHOLE_ROW=whole)
 
 
 def soft_cap(x: Tensor, cap: float) -> Tensor:
     """See `Backend.soft_cap`."""
     x = strided(x)
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    _by_row(programs.soft_cap, x, x.shape[1], x, x.stride(0), out, x.shape[1], cap)
+    _by_row(programs.soft_cap_kernel, x, x.shape[1], x, x.stride(0), out, x.shape[1], cap)
     return out
 
 
@@ -58,7 +58,9 @@ def sum_of_experts(x: Tensor, weights: Tensor) -> Tensor:
     tokens, count = weights.shape
     out = x.new_empty(tokens, x.shape[1])
     columns = x.shape[1]
-    _by_row(programs.sum_of_experts, out, columns, x.contiguous(), weights.contiguous(), out, columns, COUNT=count)
+    _by_row(
+        programs.sum_of_experts_kernel, out, columns, x.contiguous(), weights.contiguous(), out, columns, COUNT=count
+    )
     return out
 
 

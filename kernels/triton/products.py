@@ -18,7 +18,7 @@ from windlass.kernels.layouts.experts import ExpertWeights
 from windlass.kernels.layouts.stacked import StackedWeight
 from windlass.kernels.torch.reference import rounded
 from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided
-from windlass.kernels.triton.programs.product import gather_blocks, product
+from windlass.kernels.triton.programs.product import embed_blocks_kernel, matmul_kernel
 from windlass.kernels.triton.routing import by_expert
 
 _TYPES = {
@@ -88,7 +88,7 @@ class _ExpertPart:
     biases: Tensor | None
 
 
-class AddressedExperts(ExpertWeights):
+class PointerTableExperts(ExpertWeights):
     """Experts with tables of where each lies. parts: none where their weights are not of one kind."""
 
     def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor] | None = None) -> None:
@@ -119,7 +119,7 @@ def _kind_of(weight: Any) -> Any:
     return weight.form if isinstance(weight, BlockWeight) else None
 
 
-def linear_of_experts(x: Tensor, experts: AddressedExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
+def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
     """See `Backend.linear_of_experts`, for experts that have tables."""
     if not experts.parts:
         raise ValueError("experts of several kinds have no tables")
@@ -154,7 +154,7 @@ def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> 
     out = torch.empty(ids.shape[0], table.columns, dtype=dtype, device=table.device)
     block = min(1024, power_of_two(table.columns))
     launch(
-        gather_blocks,
+        embed_blocks_kernel,
         (ids.shape[0], -(-table.columns // block)),
         out,
         ids.contiguous(),
@@ -250,7 +250,7 @@ def _launch(
     row_tiles, column_tiles = rows if by_place else tiles, -(-columns // tile.columns)
     rows_first = row_tiles > _MOST_BEHIND  # else programs side by side read the same rows
     launch(
-        product,
+        matmul_kernel,
         (row_tiles, column_tiles, batches) if rows_first else (column_tiles, row_tiles, batches),
         x,
         x,

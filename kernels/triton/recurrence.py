@@ -35,19 +35,21 @@ def short_convolution(
     grid = sequences, -(-channels // block)
     parts = min(_MOST_PARTS, max(1, tokens // max(1, sequences * _TOKENS)))
     whose = rows.blocks, rows.starts, rows.lengths, window.shape[0]
-    kept = rows.blocks if rows.kept is None else rows.kept  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
     launch(
-        programs.short_convolution,
+        programs.short_convolution_kernel,
         (*grid, parts),
         x,
-        *(x, x.stride(0), weight, weight if bias is None else bias, window, *whose, kept, out, channels),
+        *(x, x.stride(0), weight, weight if bias is None else bias, window, *whose, snapshots, out, channels),
         HAS_BIAS=bias is not None,
         SILU=activation is not None,
         WIDTH=width,
         BLOCK=block,
-        KEEPS=rows.kept is not None,
+        KEEPS=rows.snapshots is not None,
     )
-    launch(programs.keep_inputs, grid, x, x, x.stride(0), window, *whose, channels, WIDTH=width, BLOCK=block)
+    launch(
+        programs.store_conv_window_kernel, grid, x, x, x.stride(0), window, *whose, channels, WIDTH=width, BLOCK=block
+    )
     return out
 
 
@@ -60,28 +62,28 @@ def gated_delta_rule(
     memory: Tensor,
     rows: StateRows,
     *,
-    in_turns: bool = False,
+    tiled_heads: bool = False,
 ) -> Tensor:
     """See `Recurrences.gated_delta_rule`; rows of a block that the memory lacks become NaN."""
     qkv, decay, strength = strided(qkv), strided(decay), strided(strength)
     blocks, heads, key_dim, value_dim = memory.shape
     out = qkv.new_empty(qkv.shape[0], heads * value_dim)
-    kept = rows.blocks if rows.kept is None else rows.kept  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
-        programs.gated_delta_rule,
+        programs.gated_delta_rule_kernel,
         (rows.blocks.shape[0], heads, -(-value_dim // block)),
         qkv,
         *(qkv, qkv.stride(0), decay, decay.stride(0), strength, strength.stride(0), rate, bias),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, kept, out, key_dim**-0.5),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, snapshots, out, key_dim**-0.5),
         KEY_HEADS=(qkv.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
-        IN_TURNS=in_turns,
+        IN_TURNS=tiled_heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEYS=power_of_two(key_dim),
         BLOCK=block,
-        KEEPS=rows.kept is not None,
+        KEEPS=rows.snapshots is not None,
     )
     return out
 
@@ -101,20 +103,20 @@ def state_space(
     mixed, step = strided(mixed), strided(step)
     blocks, heads, key_dim, value_dim = memory.shape
     out = mixed.new_empty(mixed.shape[0], heads * value_dim)
-    kept = rows.blocks if rows.kept is None else rows.kept  # which nobody reads then
+    snapshots = rows.blocks if rows.snapshots is None else rows.snapshots  # which nobody reads then
     block = min(_COLUMNS, power_of_two(value_dim))
     launch(
-        programs.state_space,
+        programs.state_space_kernel,
         (rows.blocks.shape[0], heads, -(-value_dim // block)),
         mixed,
         *(mixed, mixed.stride(0), step, step.stride(0), rate, bias, skip),
-        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, kept, out, *map(float, limits)),
+        *(memory, rows.blocks, rows.starts, rows.lengths, blocks, snapshots, out, *map(float, limits)),
         KEY_HEADS=(mixed.shape[1] - heads * value_dim) // (2 * key_dim),
         HEADS=heads,
         KEY_DIM=key_dim,
         VALUE_DIM=value_dim,
         KEYS=power_of_two(key_dim),
         BLOCK=block,
-        KEEPS=rows.kept is not None,
+        KEEPS=rows.snapshots is not None,
     )
     return out

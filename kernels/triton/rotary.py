@@ -24,7 +24,7 @@ def rotate_and_append(
     tile = max(1, min(power_of_two(q.shape[1]), _PAIRS // power_of_two(half)))
     each = 1 if q.shape[0] <= _FEW else _EACH
     launch(
-        programs.rotate_and_append,
+        programs.rotate_and_append_kernel,
         (-(-q.shape[0] // each), -(-q.shape[1] // tile) + k.shape[1]),
         q,
         q,
@@ -65,7 +65,7 @@ def rerotate_cached_keys(
         raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
     dim = pages.key.shape[3] if pages.key_scale is None else pages.key.shape[3] * 4  # padding rotates to zeros
     launch(
-        programs.rerotate_keys,
+        programs.rerotate_keys_kernel,
         (sources.shape[0], pages.num_kv_heads),
         pages.key,
         sources.contiguous(),
@@ -85,15 +85,15 @@ def rerotate_cached_keys(
     )
 
 
-def turn_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """See `Backend.turn_queries`; a row that q lacks gives NaN."""
+def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """See `Backend.rotate_queries`; a row that q lacks gives NaN."""
     half = cos.shape[-1]
     if rows.ndim != 1 or cos.shape != (len(rows), half) or sin.shape != cos.shape or 2 * half > q.shape[2]:
         raise ValueError(f"turn_queries: {tuple(rows.shape)} rows, {tuple(cos.shape)} cosines, q {tuple(q.shape)}")
     q = strided(q)
     out = q.new_empty(q.shape[0] + len(rows), *q.shape[1:])
     launch(
-        programs.turn_queries,
+        programs.rotate_queries_kernel,
         (out.shape[0], q.shape[1]),
         q,
         q,

@@ -14,19 +14,19 @@ _MOST_PLACES = 4096  # each is compared with each
 _BLOCK, _TILE = 64, 32  # places of a program, and of those that it compares them with at a time
 
 
-def takes(logits: Tensor, routing: Routing) -> bool:
+def takes_routing(logits: Tensor, routing: Routing) -> bool:
     """Whether there is a program for it."""
     return routing.scores != "sparsemixer" and logits.shape[1] <= _MOST_EXPERTS
 
 
 def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
-    """See `Backend.route`; of what it `takes`."""
+    """See `Backend.route`; of what it `takes_routing`."""
     tokens, experts = logits.shape
     logits = logits.contiguous()
     chosen = torch.empty(tokens, routing.top_k, dtype=torch.int64, device=logits.device)
     weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
     launch(
-        programs.route,
+        programs.route_kernel,
         (tokens,),
         logits,
         logits,
@@ -64,5 +64,5 @@ def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
         return ordered.indices, torch.searchsorted(ordered.values, every, right=True)
     order, ends = torch.empty_like(flat), flat.new_empty(experts)
     grid = (-(-max(places, experts) // _BLOCK),)
-    launch(programs.by_expert, grid, flat, flat, order, ends, places, EXPERTS=experts, BLOCK=_BLOCK, TILE=_TILE)
+    launch(programs.by_expert_kernel, grid, flat, flat, order, ends, places, EXPERTS=experts, BLOCK=_BLOCK, TILE=_TILE)
     return order, ends

@@ -13,7 +13,7 @@ import torch
 LEAST_CAPABILITY = (8, 0)  # Ampere: bfloat16 in its tensor cores
 
 
-def refusal(device: torch.device) -> str | None:
+def triton_refusal(device: torch.device) -> str | None:
     """Why the programs cannot run there, or None where they can."""
     if importlib.util.find_spec("triton") is None:
         return "Triton is not installed: torch's CUDA builds bring it"

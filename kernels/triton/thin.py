@@ -7,12 +7,12 @@ from torch import Tensor
 
 from windlass.kernels.triton.launch import launch, power_of_two, strided
 from windlass.kernels.triton.pointwise import check_activation
-from windlass.kernels.triton.programs.thin import thin_product
+from windlass.kernels.triton.programs.thin import gemv_kernel
 
 _NUMBERS, _LONGEST = 4096, 2048  # of a weight at once in a program, and of a row of it
 
 
-def takes(x: Tensor, weight: Tensor) -> bool:
+def takes_single_row(x: Tensor, weight: Tensor) -> bool:
     """Whether x is one row, and rows of the weight lie so that they are read in whole pieces."""
     return (
         x.shape[0] == 1
@@ -23,8 +23,8 @@ def takes(x: Tensor, weight: Tensor) -> bool:
     )
 
 
-def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
-    """x @ weight.T + bias; with an activation `Backend.gated_linear`. x: [1, K] that `takes` accepts."""
+def linear_single_row(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | None = None) -> Tensor:
+    """x @ weight.T + bias; with an activation `Backend.gated_linear`. x: [1, K] that `takes_single_row` accepts."""
     if activation is not None:
         check_activation(activation)
     x, inner = strided(x), x.shape[1]
@@ -33,7 +33,7 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None, activation: str | Non
     block_k = min(power_of_two(inner), _LONGEST)
     block_n = max(1, _NUMBERS // block_k // (1 if activation is None else 2))
     launch(
-        thin_product,
+        gemv_kernel,
         (-(-columns // block_n),),
         x,
         x,

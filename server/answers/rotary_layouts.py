@@ -11,7 +11,7 @@ from typing import Any
 from windlass.engine.api.context import ContextReport, ContextRule
 from windlass.engine.api.request import ModelInfo
 from windlass.engine.rotary.groups import RotaryGroup, main_group
-from windlass.engine.rotary.ladder import RotaryLadder
+from windlass.engine.rotary.ladder import AutoScalingThresholds
 from windlass.engine.rotary.policy import RotaryReport, make_auto_plan
 from windlass.engine.rotary.scaling import original_len
 from windlass.server.generation.deltas import SampleReport
@@ -92,7 +92,7 @@ def ladder_object(info: ModelInfo) -> dict[str, Any] | None:
 
 
 @lru_cache(maxsize=8)
-def _steps(ladder: RotaryLadder, longest: int) -> list[dict[str, Any]]:
+def _steps(ladder: AutoScalingThresholds, longest: int) -> list[dict[str, Any]]:
     """The stages of a request that grows to `longest` tokens, as far as there are steps for it."""
     longest = longest if ladder.end is None else min(longest, ladder.end)
     plan, shown = make_auto_plan(ladder, longest, "recompute"), []

@@ -147,7 +147,7 @@ def bench_engine(
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
-    from windlass.engine.core.threads import prepare_this_process
+    from windlass.engine.core.threads import apply_thread_settings
     from windlass.server.startup.choice import choose_model, with_draft_model
     from windlass.server.startup.display import LoadingDisplay
     from windlass.server.startup.launch import check_model
@@ -157,7 +157,7 @@ def bench_engine(
     engine = with_draft_model(engine)
     check_model(engine, path)
     config = engine.to_config(path)
-    prepare_this_process(config.compute.cores)
+    apply_thread_settings(config.compute.cores)
     from windlass.engine.offline.bench import run_engine_benchmark  # it brings torch: this process is no server
 
     display = LoadingDisplay()

@@ -16,7 +16,7 @@ from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient, name_of
+from windlass.engine.client import EngineClient, engine_name
 from windlass.engine.errors import EngineError
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
@@ -114,8 +114,8 @@ class _EngineCollector(Collector):
 
     def collect(self) -> Iterator[Metric]:
         engines = self._engine.engines
-        names = ["engine"] if self._engine.is_several else []
-        labels = [[name_of(engine, number)] if names else [] for number, engine in enumerate(engines)]
+        names = ["engine"] if self._engine.has_replicas else []
+        labels = [[engine_name(engine, number)] if names else [] for number, engine in enumerate(engines)]
         restarts = CounterMetricFamily("windlass_engine_restarts", "Engine restarts.", labels=names)
         up = GaugeMetricFamily("windlass_engine_up", "1 while the engine is ready.", labels=names)
         for values, engine in zip(labels, engines, strict=True):

@@ -15,7 +15,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from windlass.engine.api.request import STEP_TOKENS, EngineStats
-from windlass.engine.client import EngineClient, name_of
+from windlass.engine.client import EngineClient, engine_name
 from windlass.server.exchange.histograms import Histogram, family
 
 _FIRST_TOKEN: tuple[float, ...] = (
@@ -84,7 +84,7 @@ class VllmMetrics(Collector):
         self._engine = engine
         self._max_adapters = max_adapters
         self._adapters = adapters
-        self._labels = {"model_name": model_name, "engine": "all" if engine.is_several else "0"}
+        self._labels = {"model_name": model_name, "engine": "all" if engine.has_replicas else "0"}
         self._finished = Counter(dict.fromkeys(_REASONS, 0))
         self.registry = CollectorRegistry()
         self.registry.register(self)
@@ -145,7 +145,7 @@ class VllmMetrics(Collector):
             yield self._lora_requests()
         if self.stats is None:
             return
-        engines = [name_of(engine, number) for number, engine in enumerate(self._engine.engines)]
+        engines = [engine_name(engine, number) for number, engine in enumerate(self._engine.engines)]
         parts = zip(engines, self.stats.engines or (self.stats,), strict=False)
         known = [({**self._labels, "engine": engine}, part) for engine, part in parts if part is not None]
         for name, (attribute, text) in _GAUGES.items():

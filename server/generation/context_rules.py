@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, SHORTEST_PASSAGE, ContextRule, PassageReuse
-from windlass.engine.api.context_size import ContextSize, sizes_of
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, NonPrefixReuseParams
+from windlass.engine.api.context_size import ContextSize, context_sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.options.settings import ContextOverflow, ServerSettings
@@ -42,15 +42,15 @@ def window_rule(body: GenerationRequest | PromptRequest, settings: ServerSetting
     return ContextRule(attention_window=window, attention_sinks=sinks or 0)
 
 
-def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> PassageReuse:
-    """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `PassageReuse`.
+def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, chat: bool) -> NonPrefixReuseParams:
+    """What a request takes of other prompts; raises ApiError for what cannot be. scope: see `NonPrefixReuseParams`.
 
     One that takes nothing can still be taken from.
     """
     at_least = settings.cache_reuse if body.cache_reuse is None else body.cache_reuse
-    if 0 < at_least < SHORTEST_PASSAGE:
+    if 0 < at_least < MIN_PASSAGE_TOKENS:
         raise bad_request(
-            f"cache_reuse must be 0 or at least {SHORTEST_PASSAGE}: shorter passages are not taken, got {at_least}",
+            f"cache_reuse must be 0 or at least {MIN_PASSAGE_TOKENS}: shorter passages are not taken, got {at_least}",
             "cache_reuse",
         )
     if body.cache_reuse_recompute is not None and not at_least and body.passages is None:
@@ -63,12 +63,12 @@ def reuse_of(body: GenerationRequest, scope: str, settings: ServerSettings, *, c
         raise bad_request("passages goes with a prompt; chats have cache_reuse", "passages")
     spans = tuple((span.start, span.end) for span in body.passages or ())
     recompute = DEFAULT_RECOMPUTE if body.cache_reuse_recompute is None else body.cache_reuse_recompute
-    return PassageReuse(at_least, spans, recompute, scope)
+    return NonPrefixReuseParams(at_least, spans, recompute, scope)
 
 
 def size_of(rule: ContextRule, info: ModelInfo) -> ContextSize:
     """What the rule comes to on this model; raises RequestError for one that cannot be."""
-    return sizes_of(info).size(rule)
+    return context_sizes_of(info).size(rule)
 
 
 def keeping(rule: ContextRule, head: Sequence[int], prompt: Sequence[int], info: ModelInfo) -> ContextRule:

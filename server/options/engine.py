@@ -22,7 +22,7 @@ from windlass.engine.api.config import (
 )
 from windlass.engine.core.threads import split_cores
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, LadderStep
+from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, ScalingThreshold
 from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.adapters import parse_adapters
@@ -397,7 +397,7 @@ class EngineOptions:
         """The declared profiles; raises LoadError or RequestError that names the one at fault."""
         return parse_profiles(self.rope_profile or [])
 
-    def ladder(self) -> tuple[LadderStep, ...]:
+    def ladder(self) -> tuple[ScalingThreshold, ...]:
         """The operator's steps of `auto`, none where the model's own are meant; raises LoadError that names one."""
         return parse_ladder(self.rope_ladder, self.profiles())
 

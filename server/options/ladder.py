@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.rotary.ladder import MAX_STEPS, LadderStep
+from windlass.engine.rotary.ladder import MAX_STEPS, ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.spelling import split
 
@@ -18,7 +18,7 @@ _NONE = "none"  # the model as it is
 _MOST_DIGITS = 10
 
 
-def parse_ladder(values: Sequence[str] | None, profiles: Mapping[str, RopeScaling]) -> tuple[LadderStep, ...]:
+def parse_ladder(values: Sequence[str] | None, profiles: Mapping[str, RopeScaling]) -> tuple[ScalingThreshold, ...]:
     """Steps from any number of `TOKENS=PROFILE`, repeated or with commas between them; raises LoadError naming one."""
     parts = split(list(values or ()))
     if len(parts) > MAX_STEPS:
@@ -26,7 +26,7 @@ def parse_ladder(values: Sequence[str] | None, profiles: Mapping[str, RopeScalin
     return tuple(_step(part, profiles) for part in parts)
 
 
-def _step(part: str, profiles: Mapping[str, RopeScaling]) -> LadderStep:
+def _step(part: str, profiles: Mapping[str, RopeScaling]) -> ScalingThreshold:
     tokens, equals, name = (piece.strip() for piece in part.partition("="))
     plain = tokens.isascii() and tokens.isdigit() and len(tokens) <= _MOST_DIGITS
     if not equals or not plain or not name or int(tokens) < 1:
@@ -34,9 +34,9 @@ def _step(part: str, profiles: Mapping[str, RopeScaling]) -> LadderStep:
     if name in profiles:
         if name == _NONE:
             raise LoadError(f"{OPTION} {part}: none is the model as it is, and a --rope-profile too: rename that")
-        return LadderStep(int(tokens), profiles[name], name)
+        return ScalingThreshold(int(tokens), profiles[name], name)
     if name == _NONE:
-        return LadderStep(int(tokens))
+        return ScalingThreshold(int(tokens))
     raise LoadError(
         f"{OPTION} {part[:60]}: no --rope-profile has that name{did_you_mean(name, [*profiles, _NONE])}; none is the model "
         "as it is"

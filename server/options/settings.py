@@ -94,7 +94,7 @@ class ServerSettings:
     rope_exact: whether a request may ask for recomputing at every token.
     context_overflow: what becomes of requests that are longer than the context and do not say; completions have no turns and
     stop. keep_tokens, attention_window, attention_sinks: see `ContextRule`, of requests that do not say; keep_tokens None: a
-    chat's system prompt. cache_reuse: see `PassageReuse.at_least`.
+    chat's system prompt. cache_reuse: see `NonPrefixReuseParams.at_least`.
     sampling: of requests that leave it out. sampling_sources: where each of its fields that is set comes from, for people.
     recommended_sampling: those that hold since the model's authors recommend them.
     template_kwargs: variables of the chat template, of requests that do not give them.

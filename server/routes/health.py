@@ -27,7 +27,7 @@ async def health(request: Request) -> Response:
     # Anybody may ask: the name alone, in a folder that the operator knows.
     if (report := state.engine.crash_report) is not None:
         told["crash_report"] = report.name
-    if state.engine.is_several:
+    if state.engine.has_replicas:
         engines = state.engine.engines
         told["replicas"] = {"total": len(engines), "ready": sum(engine.state == "ready" for engine in engines)}
     return _status(state, state.engine.state == "ready", state.engine.state, told)

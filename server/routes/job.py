@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.context_size import ContextSize
 from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
@@ -65,7 +65,7 @@ class GenerationJob(RequestJob):
     chat: bool
     echo: bool
     overflow: ContextOverflow
-    reuse: PassageReuse
+    reuse: NonPrefixReuseParams
     size: ContextSize
     parsing: ParsingPlan | None
     structured: StructuredOutput | None
@@ -98,7 +98,7 @@ def engine_request(
     token_ids: list[int],
     sampling: SamplingParams,
     *,
-    reuse: PassageReuse | None = None,
+    reuse: NonPrefixReuseParams | None = None,
     pooling: PoolingRule | None = None,
 ) -> EngineRequest:
     """One prompt of a job, as the engine takes it."""

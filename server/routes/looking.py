@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.api.looks import AttentionPicture, AttentionQuestion, CacheQuestion
+from windlass.engine.api.looks import AttentionQuery, AttentionSnapshot, CacheQuery
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.slices import LargeJson
@@ -62,7 +62,7 @@ async def _cache(state: ServerState) -> tuple[bytes, float]:
     """The answer, and the seconds that it cost the engine."""
     info = loaded_model(state)
     # Asked for together, both are answered between the same two steps.
-    picture, fresh = await asyncio.gather(state.engine.look(CacheQuestion()), state.metrics.refresh())
+    picture, fresh = await asyncio.gather(state.engine.inspect(CacheQuery()), state.metrics.refresh())
     stats = fresh or state.metrics.last_stats
     counters = {name: getattr(stats, name) for name in _COUNTERS} if stats is not None else {}
     shown = asdict(picture)
@@ -101,10 +101,10 @@ async def attention(request: Request) -> Response:
         )
         token_ids = prompt.token_ids
     scaling = read_rotation(body.rope_scaling, None, state.settings, info).scaling
-    question = AttentionQuestion(tuple(token_ids), body.layer, body.head, scaling)
+    question = AttentionQuery(tuple(token_ids), body.layer, body.head, scaling)
     # One at a time: each holds up the steps of everybody else.
-    look = state.attention_turn.run(lambda: state.engine.look(question))
-    picture = await while_connected(request, look)
+    inspect = state.attention_turn.run(lambda: state.engine.inspect(question))
+    picture = await while_connected(request, inspect)
     return LargeJson(await state.text.on_thread(_shown, state.settings.served_model_name, question, picture))
 
 
@@ -118,7 +118,7 @@ def _check_shown(state: ServerState) -> None:
         )
 
 
-def _shown(model: str, question: AttentionQuestion, picture: AttentionPicture) -> bytes:
+def _shown(model: str, question: AttentionQuery, picture: AttentionSnapshot) -> bytes:
     weights = picture.rows(picture.weights)
     scores = [[x if x > -math.inf else None for x in row] for row in picture.rows(picture.scores)]
     answer: dict[str, Any] = {

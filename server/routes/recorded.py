@@ -170,7 +170,7 @@ def _fields(job: GenerationJob) -> dict[str, Any]:
         "attention_window": rule.attention_window,
         "attention_sinks": rule.attention_sinks if rule.attention_window is not None else None,
         "cache_reuse": reuse.at_least,
-        "cache_reuse_recompute": reuse.recompute if reuse.takes_any else None,
+        "cache_reuse_recompute": reuse.recompute if reuse.is_enabled else None,
         "passages": [{"start": start, "end": end} for start, end in reuse.passages] or None,
         "priority": job.priority or None,
         **rotation_fields(rotation, body.rope_scaling),

@@ -99,7 +99,7 @@ class Sized(Protocol):
     @property
     def max_num_seqs(self) -> int: ...
     @property
-    def sees_whole_texts(self) -> bool: ...
+    def is_bidirectional(self) -> bool: ...
 
 
 def summary(
@@ -190,7 +190,7 @@ def _rotation(group: RotaryGroup) -> str:
 
 def _room(info: Sized) -> str:
     """What the cache holds: tokens, and streams of the longest kind and of as many as run at once."""
-    if info.sees_whole_texts:
+    if info.is_bidirectional:
         return f"{info.num_kv_blocks[0] * info.block_size:,} tokens, which one step needs; nothing is kept behind it"
     blocks = " + ".join(f"{blocks:,}" for blocks in info.num_kv_blocks)
     if len(info.num_kv_blocks) > 1:  # windowed layers need fewer blocks the longer a stream is

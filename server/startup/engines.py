@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import TypeAlias
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, Seat, module_ahead
+from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, ProcessPlacement, preload_module
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.placement import Placement
+from windlass.engine.client.replicas.placement import ReplicaPlacement
 from windlass.engine.core.threads import split_cores
 from windlass.server.options.engine import EngineOptions
 
@@ -31,11 +31,11 @@ class Engines:
         self._core = os.environ.get(CORE_VARIABLE, DEFAULT_CORE)
         self._log_level = log_level
         self.replicas = replicas
-        self._placement = Placement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None
+        self._placement = ReplicaPlacement(replicas, leave_one=engine.pin_cores) if replicas > 1 else None
         if self._placement is None:
-            self._seats = [Seat(split_cores()[0] if engine.pin_cores else None)]
+            self._seats = [ProcessPlacement(split_cores()[0] if engine.pin_cores else None)]
         else:
-            self._seats = self._placement.seats
+            self._seats = self._placement.placements
         self._children = [self._start(self._seats[0])]
 
     def client(
@@ -49,7 +49,7 @@ class Engines:
         if self._placement is None:
             return self._single(replace(config, replicas=sharing), self._children[0], crash_folder)
         # What the others import they import while the first one loads.
-        self._children += [self._start(seat) for seat in self._seats[1:]]
+        self._children += [self._start(process_placement) for process_placement in self._seats[1:]]
         configs = self._placement.configs(config)
         clients = [self._single(each, child, crash_folder) for each, child in zip(configs, self._children, strict=True)]
         return ReplicatedClient(clients, config)
@@ -61,8 +61,10 @@ class Engines:
         if self._placement is not None:
             self._placement.close()
 
-    def _start(self, seat: Seat) -> ChildProcess:
-        return ChildProcess(self._core, self._log_level, ahead=module_ahead(self._core), seat=seat)
+    def _start(self, process_placement: ProcessPlacement) -> ChildProcess:
+        return ChildProcess(
+            self._core, self._log_level, preload=preload_module(self._core), process_placement=process_placement
+        )
 
     def _single(self, config: EngineConfig, child: ChildProcess, crash_folder: Path | None) -> ProcessClient:
         return ProcessClient(config, log_level=self._log_level, core=self._core, child=child, crash_folder=crash_folder)

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.formats import describe_other_format
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.gguf_directory import derive_directory, is_gguf
 from windlass.server.startup.gguf_files import all_parts, choose_file, gguf_names, model_files, spoken_models
@@ -56,7 +56,7 @@ def resolve_model(name: str | None) -> Path:
     if path.exists():
         if is_gguf(path):
             return derive_directory(path)
-        foreign = describe_foreign(path)
+        foreign = describe_other_format(path)
         raise LoadError(
             foreign or f"{path} is a file: give the directory that holds config.json and the safetensors files"
         )
@@ -86,7 +86,7 @@ def resolve_model(name: str | None) -> Path:
             continue
         if model_files(names := gguf_names(snapshot)):
             return derive_directory(snapshot / choose_file(names, None, repo, repo))
-        if foreign := describe_foreign(snapshot):
+        if foreign := describe_other_format(snapshot):
             raise LoadError(foreign)
     return _download(repo, revision)
 
@@ -120,7 +120,7 @@ def _in_directory(directory: Path, name: str) -> Path:
     if model_files(names):
         return derive_directory(directory / choose_file(names, None, str(directory)))
     if not (directory / "config.json").is_file():
-        foreign = describe_foreign(directory)
+        foreign = describe_other_format(directory)
         hides = f" (the folder hides the known model {name}: start from another)" if name in KNOWN else ""
         raise LoadError(
             foreign
@@ -289,7 +289,7 @@ def _download(repo: str, revision: str) -> Path:
     if model_files(ggufs):
         return derive_directory(_download_gguf(repo, revision, None))
     if not (snapshot / "config.json").is_file():
-        if foreign := describe_foreign(snapshot):
+        if foreign := describe_other_format(snapshot):
             raise LoadError(foreign)
         raise LoadError(f"{label} on {_endpoint()} holds no config.json: it is no Hugging Face model, choose another")
     return snapshot

@@ -21,10 +21,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.context_size import sizes_of
+from windlass.engine.api.context_size import context_sizes_of
 from windlass.engine.api.importing import importing
 from windlass.engine.client import EngineClient
-from windlass.engine.core.threads import pin, split_cores
+from windlass.engine.core.threads import pin_to_cores, split_cores
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.device import expect_device
 from windlass.engine.model.loading.preflight import check_start
@@ -139,7 +139,7 @@ def _serve_with(engines: Engines, start: _StartOptions, hung_up: Callable[[], bo
     path, engine, settings = prepare(start.model, start.engine, server, engines.replicas)
     client = engines.client(engine, path, crash_folder(server))
     if engine.pin_cores:
-        pin(split_cores()[1])
+        pin_to_cores(split_cores()[1])
     with _listener(server) as listener, exit_on_signal():
         client.spawn()
         url = _url(listener, start.tls is not None)
@@ -213,7 +213,7 @@ def check_model(
     if CORE_VARIABLE in os.environ:  # such a core loads no model
         return None
     model = check_start(replace(engine.to_config(path), replicas=replicas))
-    check_profiles(engine.profiles(), model.own_groups)
+    check_profiles(engine.profiles(), model.unscaled_groups)
     if server is not None:
         check_goes_with_model(server, model.spec)
     return model.spec
@@ -357,7 +357,7 @@ async def _follow(app: FastAPI, client: SupervisedEngine, loading: LoadingDispla
     loading.stop()
     state, settings = app.state.windlass, app.state.windlass.settings
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, sizes_of(info))
+    check_own_rule(settings, context_sizes_of(info))
     profiles, sampling = tuple(settings.rope_profiles), settings.sampling.described(settings.sampling_sources)
     names, chats = ", ".join(settings.model_names), state.text.renders_chats
     for line in summary(info, names, url, profiles, shown, sampling, chats=chats):

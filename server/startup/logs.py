@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from windlass.engine.api.json_log import JSON, VARIABLE, log_as_json
+from windlass.engine.api.json_log import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_as_json
 from windlass.server.exchange.request_id import RequestFields
 from windlass.server.options.engine_names import in_options
 
@@ -20,12 +20,12 @@ class _LogLines(logging.Formatter):
 
 def log_to_stderr(level: str, log_format: str) -> None:
     """Set up logging of this process, and of those that it will start. log_format: "text" or "json"."""
-    if log_format == JSON:
+    if log_format == JSON_FORMAT:
         # Before any of them is started; they are started from many places, and all of them inherit it.
-        os.environ[VARIABLE] = JSON
+        os.environ[LOG_FORMAT_VARIABLE] = JSON_FORMAT
         log_as_json("server", level, words=in_options, fields=RequestFields())
         return
-    os.environ.pop(VARIABLE, None)
+    os.environ.pop(LOG_FORMAT_VARIABLE, None)
     handler = logging.StreamHandler(sys.stderr)
     handler.setFormatter(_LogLines("%(asctime)s %(levelname)s %(name)s: %(message)s"))
     logging.basicConfig(level=level.upper(), handlers=[handler])

@@ -8,12 +8,12 @@ from __future__ import annotations
 import re
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, SHORTEST_PASSAGE, ContextRule
+from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule
 from windlass.engine.api.context_size import ContextSizes
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.scaling import OF_DISTANCES
+from windlass.engine.rotary.scaling import DISTANCE_KINDS
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 
@@ -32,8 +32,8 @@ def most_sizes(config: EngineConfig, spec: ModelSpec) -> ContextSizes:
 def check_own_rule(settings: ServerSettings, sizes: ContextSizes) -> None:
     """Raises LoadError, one line with the option at fault."""
     sinks, window, keep = settings.attention_sinks, settings.attention_window, settings.keep_tokens
-    if settings.cache_reuse < 0 or 0 < settings.cache_reuse < SHORTEST_PASSAGE:
-        raise LoadError(f"--cache-reuse must be 0 or at least {SHORTEST_PASSAGE}, got {settings.cache_reuse}")
+    if settings.cache_reuse < 0 or 0 < settings.cache_reuse < MIN_PASSAGE_TOKENS:
+        raise LoadError(f"--cache-reuse must be 0 or at least {MIN_PASSAGE_TOKENS}, got {settings.cache_reuse}")
     if sinks and window is None:
         raise LoadError("--attention-sinks goes with --attention-window")
     try:
@@ -60,7 +60,7 @@ def _check_moved_keys(server: ServerOptions, kinds: set[str]) -> None:
         "--cache-reuse": server.cache_reuse > 0,
     }
     for option, given in options.items():
-        if given and (kind := next(iter(kinds & {*OF_DISTANCES}), None)) is not None:
+        if given and (kind := next(iter(kinds & {*DISTANCE_KINDS}), None)) is not None:
             raise LoadError(f"{option} and rope_type {kind!r} both say where keys stand: leave one of them out")
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.answer_files import declared_answers
+from windlass.engine.model.loading.answer_files import read_reranker_config
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import RankSettings
 from windlass.server.options.spelling import read_template_file, split
@@ -30,15 +30,15 @@ def rank_settings(path: Path, server: ServerOptions, spec: ModelSpec | None) -> 
         one = spec.head is not None and not spec.head.classes.per_token and len(spec.head.classes.labels) == 1
         return (
             RankSettings(template=template, needs_template=template is not None)
-            if one and not spec.sees_whole_texts
+            if one and not spec.is_bidirectional
             else None
         )
-    declared = declared_answers(path)
+    declared = read_reranker_config(path)
     instruction = None if declared is None else declared.instruction
     tokens = given or (() if declared is None else declared.tokens)
     if server.rerank_template == _QWEN3:
         tokens = tokens or _QWEN3_TOKENS
-    elif template is None and declared is not None and declared.of_qwen3:
+    elif template is None and declared is not None and declared.is_qwen3_reranker:
         template = QWEN3_RERANKER
     if not tokens:
         if template is None:
@@ -63,7 +63,7 @@ def _check(server: ServerOptions, spec: ModelSpec | None) -> tuple[str, ...]:
     if server.rerank_template is not None:
         if spec.head is None or spec.head.classes.per_token or len(spec.head.classes.labels) != 1:
             raise LoadError(f"--rerank-template: a {spec.architecture} without one class ranks no pairs: leave it out")
-        if spec.sees_whole_texts:
+        if spec.is_bidirectional:
             raise LoadError("--rerank-template: pairs are joined by the tokenizer of this model: leave it out")
     return ()
 

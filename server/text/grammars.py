@@ -11,7 +11,7 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.grammar_limits import LIMITS, MAX_CHARACTERS
+from windlass.engine.api.grammar_limits import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
 from windlass.engine.errors import RequestError
 from windlass.server.text import ascii_classes
 from windlass.server.text.finite import never_ends
@@ -68,11 +68,13 @@ class FormCompiler:
         return grammar
 
     def _check(self, kind: str, grammar: str) -> None:
-        if len(grammar) > MAX_CHARACTERS:
-            raise RequestError(f"the grammar has {len(grammar)} characters, at most {MAX_CHARACTERS} are compiled")
+        if len(grammar) > MAX_GRAMMAR_CHARACTERS:
+            raise RequestError(
+                f"the grammar has {len(grammar)} characters, at most {MAX_GRAMMAR_CHARACTERS} are compiled"
+            )
         from llguidance import LLMatcher, LLParserLimits
 
-        matcher = LLMatcher(self._probe, grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+        matcher = LLMatcher(self._probe, grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
         if matcher.is_error() or not any(matcher.compute_bitmask()) or matcher.is_error():
             raise RequestError(_reason(kind, matcher.get_error() or "nothing at all satisfies it"))
 

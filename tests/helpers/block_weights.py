@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from windlass.kernels import BlockForm, BlockWeight
-from windlass.kernels.layouts.blocks import store
+from windlass.kernels.layouts.blocks import store_block_rows
 
 
 def random_blocks(rows: int, columns: int, form: BlockForm) -> BlockWeight:
@@ -22,5 +22,5 @@ def random_blocks(rows: int, columns: int, form: BlockForm) -> BlockWeight:
         scales, supers = torch.randn(rows, groups, form.parts).half() / (1 << form.bits - 1), None
     if form.minimum:  # of the size of the largest code times the scale
         (scales if supers is None else supers)[..., 1] *= 1 << form.bits - 1
-    store(weight.narrow(0, rows), codes, scales, supers)
+    store_block_rows(weight.narrow(0, rows), codes, scales, supers)
     return weight

@@ -29,15 +29,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from windlass.kernels import (
     FORMS,
     AttentionCall,
-    ChangedMatrix,
     Filters,
     KVPages,
     LogitsChanges,
+    LowRankTarget,
     Penalties,
     Routed,
     Routing,
-    RowDraws,
-    plane_shapes,
+    SamplingTensors,
+    page_tensor_shapes,
 )
 from windlass.kernels.triton import launch
 
@@ -201,11 +201,13 @@ def _prompts(dtype: torch.dtype) -> None:
         operands = case.table, case.start, case.lengths, case.temperature, case.scale
         call = AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk)
         q = case.q.to(dtype)
-        in_order.attend(q, case.all_pages, call, torch.empty_like(q))
+        in_order.prefill_attention(q, case.all_pages, call, torch.empty_like(q))
 
 
 def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
-    return KVPages(*[torch.zeros(shape, dtype=t) for shape, t in plane_shapes(3, 16, heads, dim, value_dim, kind)])
+    return KVPages(
+        *[torch.zeros(shape, dtype=t) for shape, t in page_tensor_shapes(3, 16, heads, dim, value_dim, kind)]
+    )
 
 
 def _rotation(dtype: torch.dtype, kind: torch.dtype, dim: int) -> None:
@@ -217,7 +219,7 @@ def _rotation(dtype: torch.dtype, kind: torch.dtype, dim: int) -> None:
         angles = torch.ones(4, half)
         rotary.rotate_and_append(q, k, k, angles, angles, torch.ones(4), pages, slots)
         rotary.rerotate_cached_keys(pages, slots, slots, angles, angles)
-        rotary.turn_queries(q, slots, angles, angles)
+        rotary.rotate_queries(q, slots, angles, angles)
 
 
 def _by_element(dtype: torch.dtype) -> None:
@@ -266,8 +268,8 @@ def _products(dtype: torch.dtype) -> None:
 
     if dtype != torch.float32:
         y = torch.ones(1, 4096).to(dtype)
-        thin.linear(y, torch.ones(128, 4096).to(dtype), torch.ones(128).to(dtype))
-        thin.linear(y, torch.ones(128, 4096).to(dtype), None, "silu")
+        thin.linear_single_row(y, torch.ones(128, 4096).to(dtype), torch.ones(128).to(dtype))
+        thin.linear_single_row(y, torch.ones(128, 4096).to(dtype), None, "silu")
     chosen = torch.zeros(300, 2).long()
     for rows in (4, 300):
         y = torch.ones(rows, 256).to(dtype)
@@ -276,9 +278,9 @@ def _products(dtype: torch.dtype) -> None:
             own = random_blocks(128, 256, form)
             products.linear(y, own, torch.ones(128).to(dtype))
             products.embed(own, torch.arange(4), dtype, 2.0)
-            products.linear_of_experts(y, products.AddressedExperts([own, own]), chosen[:rows])
+            products.linear_of_experts(y, products.PointerTableExperts([own, own]), chosen[:rows])
         plain = [torch.ones(128, 256).to(dtype)] * 2
-        experts = products.AddressedExperts(plain, [torch.ones(128)] * 2)
+        experts = products.PointerTableExperts(plain, [torch.ones(128)] * 2)
         products.linear_of_experts(y, experts, chosen[:rows])
         if dtype != torch.float32 and rows == 300:
             _many_rows(y, experts, chosen)
@@ -294,8 +296,8 @@ def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
     """Of experts in large tiles, and in those of fewer rows."""
     from windlass.kernels.triton import grouped, products
 
-    down = products.AddressedExperts([torch.ones(256, 64).to(x.dtype)] * 2)
-    plain = products.AddressedExperts(experts.weights)
+    down = products.PointerTableExperts([torch.ones(256, 64).to(x.dtype)] * 2)
+    plain = products.PointerTableExperts(experts.weights)
     for rows in (100, 300):
         some, own = x[:rows], chosen[:rows]
         grouped.linear_of_experts(some, experts, own, launch.SMALL)
@@ -311,8 +313,8 @@ def _low_rank(dtype: torch.dtype) -> None:
 
     for kept in dict.fromkeys((dtype, torch.bfloat16)):
         for parts, inner, rank in (((4096,), 14336, 64), ((4096, 1024, 1024), 4096, 192), ((100,), 60, 8)):
-            matrix = ChangedMatrix(parts, inner, rank, kept)
-            table = low_rank.AddressedLowRankTable(8, matrix, torch.device("cpu"))
+            matrix = LowRankTarget(parts, inner, rank, kept)
+            table = low_rank.DeviceLowRankTable(8, matrix, torch.device("cpu"))
             for rows, fixed in ((4, False), (300, False), (4, True)):
                 x, out = torch.ones(rows, inner).to(dtype), torch.ones(rows, matrix.columns).to(dtype)
                 low_rank.add_low_rank(out, x, table, torch.zeros(rows).long(), fixed=fixed, device=launch.SMALL)
@@ -355,16 +357,16 @@ def _draws() -> None:
     logits = torch.randn(2, 128_256)
     drawing.row_maxima(logits)
     drawing.log_sums(logits)
-    drawer = drawing.TritonDrawer()
-    one, some, numbers = drawer.new(Filters(top_k=5, top_p=0.9), Penalties(1.1)), torch.arange(3), torch.ones(3)
+    token_sampler = drawing.TritonSampler()
+    one, some, numbers = token_sampler.new(Filters(top_k=5, top_p=0.9), Penalties(1.1)), torch.arange(3), torch.ones(3)
     one.change(LogitsChanges(some, some, some, numbers, some, numbers, some, numbers))
     try:
-        drawer.draw(logits, [one])
+        token_sampler.sample(logits, [one])
     except ValueError as error:  # what was never drawn is no status
-        assert "DrawStatus" in str(error)
+        assert "SamplingStatus" in str(error)
     shares = torch.ones(2, dtype=torch.float64)
-    drawing.draw_rows(
-        logits, drawing.row_maxima(logits), RowDraws(shares.float(), *[some[:2].int()] * 2, shares, shares)
+    drawing.sample_rows(
+        logits, drawing.row_maxima(logits), SamplingTensors(shares.float(), *[some[:2].int()] * 2, shares, shares)
     )
 
 

@@ -107,7 +107,7 @@ def choose(patch: pytest.MonkeyPatch, form: Library | str) -> None:
 
 def look_again(patch: pytest.MonkeyPatch) -> None:
     """Have it found out at each question which compiled kernels this process can use."""
-    patch.setattr(library, "_attempt", library._attempt.__wrapped__)
+    patch.setattr(library, "_attempt", library._load_once.__wrapped__)
 
 
 def at_the_end_of_memory(tensor: torch.Tensor) -> torch.Tensor:

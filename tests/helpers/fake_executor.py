@@ -22,16 +22,16 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import KeyRerotation
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.pool import BlockPool
 from windlass.engine.cache.runs import SlotLayout
-from windlass.engine.execution.burst import Burst
-from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
-from windlass.engine.rotary.distances import PLAIN, Distances
+from windlass.engine.execution.burst import MultiStepState
+from windlass.engine.execution.sequences import InputBatch, MissedPlanError
+from windlass.engine.rotary.distances import PLAIN_DISTANCES, Distances
 from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling import sequence
@@ -43,7 +43,7 @@ from windlass.engine.scheduling.plan import (
 )
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import SequenceStatus
-from windlass.engine.scheduling.shifting import ContextLimits, HeldContext
+from windlass.engine.scheduling.shifting import ContextLimits, SequenceContextLimits
 
 VOCAB = 6
 EOS = 5
@@ -55,7 +55,7 @@ GRID = (6, 8, 11, 16, 23, 32)  # lengths after which the frequencies of `FakeRot
 @dataclass(frozen=True)
 class FakeSpec:
     fingerprint: str = "plain"
-    distances: Distances = field(default=PLAIN, repr=False)
+    distances: Distances = field(default=PLAIN_DISTANCES, repr=False)
 
     @property
     def inv_freq(self) -> tuple[str]:
@@ -146,11 +146,13 @@ def slots_of(layout: SlotLayout, num_tokens: int, kept: int) -> dict[int, tuple[
     for run in layout.runs:
         for slot in range(run.first_slot, min(run.end_slot, end)):
             stands = slot + run.offset
-            found[stands - (layout.num_closed if slot < kept else 0)] = slot, stands
+            found[stands - (layout.num_gap_closed if slot < kept else 0)] = slot, stands
     return found
 
 
-def seen_by(held: HeldContext, rule: ContextRule, index: int, num_dropped: int | None = None) -> dict[int, int]:
+def seen_by(
+    held: SequenceContextLimits, rule: ContextRule, index: int, num_dropped: int | None = None
+) -> dict[int, int]:
     """The tokens that a token has to see, by brute force, and where they stand for it.
 
     num_dropped: tokens dropped so far, where blocks with passages in them hold fewer tokens than slots.
@@ -162,7 +164,7 @@ def seen_by(held: HeldContext, rule: ContextRule, index: int, num_dropped: int |
     if held.window is not None and num_dropped is None:
         while index - dropped >= held.window:
             dropped += held.block_size
-    kept = held.kept_blocks * held.block_size if dropped else 0
+    kept = held.retained_blocks * held.block_size if dropped else 0
     return {j: j + dropped for j in range(kept)} | {j: j for j in range(kept + dropped, index + 1)}
 
 
@@ -186,7 +188,7 @@ class FakeExecutor:
     lose_plans: int = 0  # so many more do not reach `other`
     num_healed: int = 0
     num_unparked: int = 0
-    parked: dict[int, Any] = field(default_factory=dict)
+    swapped_out: dict[int, Any] = field(default_factory=dict)
     # per sequence: under which frequencies, the key of each token, and what the next one follows
     key_memo: dict[int, tuple[object, list[int], int]] = field(default_factory=dict)
     key_facts: dict[int, tuple[int, int, set[str]]] = field(default_factory=dict)  # its token, position, and scopes
@@ -195,15 +197,15 @@ class FakeExecutor:
 
     def __post_init__(self) -> None:
         self.store = [{} for _ in self.scheduler.blocks.pools]
-        self.sequences = LiveSequences(len(self.store), num_rows=1)
-        self.other = LiveSequences(len(self.store))
+        self.sequences = InputBatch(len(self.store), num_rows=1)
+        self.other = InputBatch(len(self.store))
         self.rows: dict[int, object] = {}  # of the rotary tables
         self.other_rows: dict[int, object] = {}
 
     def follow(self, output: SchedulerOutput) -> SchedulerOutput:
         """Take in a plan that came from far away, and compare what is known now with the scheduler's own books."""
         plan: SchedulerOutput = pickle.loads(pickle.dumps(output))
-        for seq_id in {*plan.removed} - {parked.seq_id for parked in plan.parked}:
+        for seq_id in {*plan.removed} - {swapped_out.seq_id for swapped_out in plan.swapped_out}:
             self.key_memo.pop(seq_id, None)
         self.sequences.apply(plan)
         self.rows.update((row.row, row.specs) for row in plan.rotary_rows)
@@ -244,7 +246,7 @@ class FakeExecutor:
         places = (SequenceStatus.RUNNING, SequenceStatus.FORKING)
         return {seq.seq_id: seq for seq in self.scheduler.live_sequences() if seq.status in places}
 
-    def compare(self, sequences: LiveSequences, seq: sequence.Sequence) -> None:
+    def compare(self, sequences: InputBatch, seq: sequence.Sequence) -> None:
         """Everything an executing side knows of a sequence is what the scheduler knows."""
         live = sequences.by_id[seq.seq_id]
         assert live.token_ids == seq.token_ids and live.slot.token_ids is live.token_ids
@@ -300,7 +302,7 @@ class FakeExecutor:
         """Of every token below `end` that a sequence holds, its slot and the position it stands at."""
         seq = next(seq for seq in self.scheduler.live_sequences() if seq.seq_id == seq_id)
         return slots_of(
-            self.sequences.by_id[seq_id].layout, end, seq.held.kept_blocks * self.scheduler.blocks.block_size
+            self.sequences.by_id[seq_id].layout, end, seq.held.retained_blocks * self.scheduler.blocks.block_size
         )
 
     def reused_key(self, seq_id: int, slot: int) -> int:
@@ -397,7 +399,7 @@ class FakeExecutor:
     def tables_under(self, specs: tuple[FakeSpec, ...]) -> list[tuple[int, BlockPool, bool]]:
         """Every KV group, its pool, and whether a table of it holds far keys: a second one for each where they are kept."""
         pools = list(enumerate(self.scheduler.blocks.pools))
-        kept = (False, True) if specs[0].distances.keeps_far_keys else (False,)
+        kept = (False, True) if specs[0].distances.has_second_keys else (False,)
         return [(group, pool, far) for far in kept for group, pool in pools]
 
     def execute(self, output: SchedulerOutput) -> list[StepResult]:
@@ -414,21 +416,23 @@ class FakeExecutor:
                 kept = seq.cache.originals[group].blocks if seq.cache.originals else []
                 holders[group].update(block for block in (*table, *kept) if block >= 0)
 
-        for parked in output.parked:
-            assert parked.seq_id not in self.parked
-            self.parked[parked.seq_id] = [
+        for swapped_out in output.swapped_out:
+            assert swapped_out.seq_id not in self.swapped_out
+            self.swapped_out[swapped_out.seq_id] = [
                 [{o: v for (b, o), v in store.items() if b == block} for block in blocks]
-                for store, blocks in zip(self.store, parked.blocks, strict=True)
+                for store, blocks in zip(self.store, swapped_out.blocks, strict=True)
             ]
-        for parked in output.unparked:
-            for store, blocks, kept in zip(self.store, parked.blocks, self.parked.pop(parked.seq_id), strict=True):
+        for swapped_out in output.swapped_in:
+            for store, blocks, kept in zip(
+                self.store, swapped_out.blocks, self.swapped_out.pop(swapped_out.seq_id), strict=True
+            ):
                 for block, contents in zip(blocks, kept, strict=True):
                     store.update({(block, offset): value for offset, value in contents.items()})
             self.num_unparked += 1
-        for seq_id in output.forgotten:
-            del self.parked[seq_id]
-        waiting = {seq.seq_id for seq in live.values() if seq.cache.is_parked}
-        assert waiting == set(self.parked), "pages are parked that nobody needs, or missing"
+        for seq_id in output.discarded:
+            del self.swapped_out[seq_id]
+        waiting = {seq.seq_id for seq in live.values() if seq.cache.is_swapped_out}
+        assert waiting == set(self.swapped_out), "pages are parked that nobody needs, or missing"
 
         targets: set[tuple[int, int]] = set()
         for copy in output.copies:
@@ -441,18 +445,18 @@ class FakeExecutor:
                 if (copy.source, offset) in store:
                     store[copy.target, offset] = store[copy.source, offset]
 
-        self.rerotate(output.set_aside, holders, aside=True)
+        self.rerotate(output.original_copies, holders, aside=True)
         self.rerotate(output.rerotations, holders, aside=False)
 
-        burst = Burst(output, self.sequences)
-        if output.passes > 1:
+        burst = MultiStepState(output, self.sequences)
+        if output.num_passes > 1:
             self.num_bursts += 1
             assert all(item.samples == (item.seq_id,) and item.num_tokens == 1 for item in output.sequences)
-        while burst.goes_on:
+        while burst.has_next:
             results = self.compute(burst.next_pass, live, holders)
-            if output.passes == 1:
+            if output.num_passes == 1:
                 return results
-            burst.take(results)
+            burst.add(results)
         return burst.results()
 
     def compute(
@@ -640,7 +644,7 @@ def make_request(
     deadline: float | None = None,
     cache_salt: str | None = None,
     context: ContextRule | None = None,
-    reuse: PassageReuse | None = None,
+    reuse: NonPrefixReuseParams | None = None,
     **sampling: object,
 ) -> EngineRequest:
     """A request with a seed and, unless said otherwise, no end before max_tokens."""

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 import torch
 
-from windlass.kernels import LowRank, LowRankPart
+from windlass.kernels import LowRankPart, LowRankUpdate
 
 Expected = tuple[torch.Tensor, torch.Tensor]
 
 
-def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtype, up: torch.dtype) -> LowRank:
+def change(columns: list[int], inner: int, ranks: list[int], *, down: torch.dtype, up: torch.dtype) -> LowRankUpdate:
     """Of a matrix made of parts with these columns; a part of rank 0 does not change."""
     parts, first, rank_first = [], 0, 0
     for size, rank in zip(columns, ranks, strict=True):
         if rank:
             parts.append(LowRankPart.of(torch.randn(size, rank).to(up), first, rank_first, 0.5 + rank))
         first, rank_first = first + size, rank_first + rank
-    return LowRank.of(torch.randn(rank_first, inner).to(down), parts)
+    return LowRankUpdate.of(torch.randn(rank_first, inner).to(down), parts)
 
 
-def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRank | None], slots: list[int]) -> Expected:
+def expected(out: torch.Tensor, x: torch.Tensor, changes: list[LowRankUpdate | None], slots: list[int]) -> Expected:
     """Float64, row by row; and how large what is summed can be, which rounding is measured by."""
     wanted, size = out.double(), out.double().abs()
     for row, slot in enumerate(slots):

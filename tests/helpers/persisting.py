@@ -24,7 +24,7 @@ def keeping(model: Path, folder: Path, **options: Any) -> Iterator[EngineCore]:
     core = make_core(model, **{"deterministic": True, "kv_persist": str(folder), **options})
     try:
         assert core._store is not None
-        core._store.wait_known(30)
+        core._store.wait_scanned(30)
         yield core
         written(core)
     finally:

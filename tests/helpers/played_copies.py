@@ -12,34 +12,34 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-from windlass.kernels import Copies, CopyQueue, Mark
+from windlass.kernels import Copies, CopyStream, DeviceEvent
 
 
-class PlayedCopyMark(Mark):
+class PlayedCopyMark(DeviceEvent):
     """Behind so many copies of a queue; of what is computed where there is none: that is done by then."""
 
-    def __init__(self, queue: PlayedQueue | None = None, place: int = 0) -> None:
+    def __init__(self, queue: PlayedCopyStream | None = None, place: int = 0) -> None:
         self._queue, self._place = queue, place
 
     def wait(self) -> None:
         if self._queue is not None:
             self._queue.do_until(self._place)
 
-    def precede(self) -> None:
+    def make_stream_wait(self) -> None:
         self.wait()
 
 
-class PlayedQueue(CopyQueue):
+class PlayedCopyStream(CopyStream):
     """asked: the marks that each was asked for behind. done: how many of them are done."""
 
     def __init__(self, device: PlayedCopies) -> None:
         self._device = device
-        self._pending: deque[tuple[Callable[[], None], Sequence[Mark]]] = deque()
-        self.asked: list[list[Mark]] = []
+        self._pending: deque[tuple[Callable[[], None], Sequence[DeviceEvent]]] = deque()
+        self.asked: list[list[DeviceEvent]] = []
         self.done = 0
         self._lock = threading.RLock()
 
-    def ask(self, copies: Callable[[], None], after: Sequence[Mark] = ()) -> Mark:
+    def submit(self, copies: Callable[[], None], after: Sequence[DeviceEvent] = ()) -> DeviceEvent:
         with self._lock:
             self._device.before_ask()
             self._pending.append((copies, after))
@@ -61,16 +61,16 @@ class PlayedCopies(Copies):
 
     def __init__(self) -> None:
         self.before_ask: Callable[[], None] = lambda: None
-        self.queues: list[PlayedQueue] = []
-        self.marks: list[Mark] = []
+        self.queues: list[PlayedCopyStream] = []
+        self.marks: list[DeviceEvent] = []
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.full(shape, 85, dtype=dtype)
 
-    def mark(self) -> Mark:
+    def record_event(self) -> DeviceEvent:
         self.marks.append(PlayedCopyMark())
         return self.marks[-1]
 
-    def queue(self) -> CopyQueue:
-        self.queues.append(PlayedQueue(self))
+    def queue(self) -> CopyStream:
+        self.queues.append(PlayedCopyStream(self))
         return self.queues[-1]

@@ -12,8 +12,8 @@ from helpers.every_request import Results
 from helpers.played_graphs import PlayedBackend, PlayedGraphs
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.drafter import Drafter
-from windlass.engine.execution.graphs_on_demand import StepKind
+from windlass.engine.execution.drafter import DraftModelProposer
+from windlass.engine.execution.graphs_on_demand import GraphKey
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import binding
 
@@ -34,34 +34,36 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _play(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = binding._Own(lambda options: None, PlayedBackend, narrow=False)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    own = binding._NativeBackend(lambda options: None, PlayedBackend, narrow=False)
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
 
 
 def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:
     """An engine that has captured its decode steps, and its device."""
     core = make_core(directory, **options)
-    drafter = core.runner.drafter
-    assert core.runner.graphs is not None and (not isinstance(drafter, Drafter) or drafter.graphs is not None)
-    for graphs in (core.runner.graphs, None if drafter is None else drafter.graphs):
+    proposer = core.runner.proposer
+    assert core.runner.graphs is not None and (
+        not isinstance(proposer, DraftModelProposer) or proposer.graphs is not None
+    )
+    for graphs in (core.runner.graphs, None if proposer is None else proposer.graphs):
         if graphs is not None:
             graphs.capture(graphs.sizes)
             assert graphs.obstacle is None
     return core, device_of(core.runner.decoder)
 
 
-def kinds_that_stand(core: EngineCore) -> list[StepKind]:
+def kinds_that_stand(core: EngineCore) -> list[GraphKey]:
     """Which captured steps with ranges or adapters stand for steps from now on, one after the other."""
-    found, graphs = list[StepKind](), core.runner.graphs
+    found, graphs = list[GraphKey](), core.runner.graphs
     assert graphs is not None
-    find = graphs.on_demand.find
+    find = graphs.lazy_graphs.find
 
-    def noted(kind: StepKind, *, ahead: bool) -> Any:
+    def noted(kind: GraphKey, *, ahead: bool) -> Any:
         one = find(kind, ahead=ahead)
         found.extend([] if one is None else [one[0]])
         return one
 
-    graphs.on_demand.find = noted  # type: ignore[method-assign]
+    graphs.lazy_graphs.find = noted  # type: ignore[method-assign]
     return found
 
 

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from windlass.kernels import AttentionCall, Graphs, KVPages, LowRankTable, Mark, RowDraws, RowSlots
+from windlass.kernels import AdapterSlots, AttentionCall, DeviceEvent, Graphs, KVPages, LowRankTable, SamplingTensors
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.draws import Filters
 from windlass.kernels.torch import draw, rowwise
@@ -109,7 +109,7 @@ def opaque(work: Callable[..., None], *operands: Any) -> None:
     _recorders[-1].calls.append(lambda: work(*operands))
 
 
-class PlayedMark(Mark):
+class PlayedEvent(DeviceEvent):
     def __init__(self, graphs: PlayedGraphs, place: int) -> None:
         self._graphs, self._place = graphs, place
 
@@ -117,7 +117,7 @@ class PlayedMark(Mark):
         self._graphs.waits.append(self._place)
         self._graphs.do_until(self._place)
 
-    def precede(self) -> None:
+    def make_stream_wait(self) -> None:
         self.wait()
 
 
@@ -150,7 +150,7 @@ class PlayedGraphs(Graphs):
 
         return again
 
-    def ask(self, work: Callable[[], None]) -> None:
+    def submit(self, work: Callable[[], None]) -> None:
         self._asked.append(work)
         self.asked += 1
 
@@ -160,7 +160,9 @@ class PlayedGraphs(Graphs):
                 self._asked.popleft()()
             self.done += 1
 
-    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
+    def sample_rows(
+        self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
         tokens, statuses = torch.empty((2, len(logits)), dtype=torch.int64)
         opaque(_draw, logits, maxima[1], *draws, tokens, statuses)
         return tokens, statuses
@@ -168,8 +170,8 @@ class PlayedGraphs(Graphs):
     def join(self) -> None:
         self.do_until(self.asked)
 
-    def mark(self) -> Mark:
-        return PlayedMark(self, self.asked)
+    def record_event(self) -> DeviceEvent:
+        return PlayedEvent(self, self.asked)
 
     def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         return torch.zeros(shape, dtype=dtype)
@@ -183,7 +185,7 @@ class PlayedBackend(RowIndependentBackend):
         self.played = PlayedGraphs()  # the last that were made
         self.copies = PlayedCopies()
 
-    def make_graphs(self) -> Graphs | None:
+    def make_graph_runner(self) -> Graphs | None:
         self.played = PlayedGraphs()
         return self.played
 
@@ -197,13 +199,13 @@ class PlayedBackend(RowIndependentBackend):
     def rotate_and_append(self, q: Tensor, *operands: Any) -> None:
         opaque(super().rotate_and_append, q, *operands)
 
-    def turn_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         out = q.new_empty(len(q) + len(rows), *q.shape[1:])
-        opaque(lambda *operands: out.copy_(super(PlayedBackend, self).turn_queries(*operands)), q, rows, cos, sin)
+        opaque(lambda *operands: out.copy_(super(PlayedBackend, self).rotate_queries(*operands)), q, rows, cos, sin)
         return out
 
     def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
-        if not call.only_single_tokens:
+        if not call.is_decode:
             return super().paged_attention(q, pages, call)
         out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
         opaque(_attend, q, pages, call, out)
@@ -226,9 +228,9 @@ class PlayedBackend(RowIndependentBackend):
         opaque(lambda *given: out.copy_(operation(*given, **options)), columns, *operands)
         return out
 
-    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: RowSlots) -> None:
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
         def add(out: Tensor, x: Tensor, slots: Tensor) -> None:
-            super(PlayedBackend, self).add_low_rank(out, x, table, RowSlots(slots))
+            super(PlayedBackend, self).add_low_rank(out, x, table, AdapterSlots(slots))
 
         opaque(add, out, x, rows.on(self.device))
 
@@ -245,7 +247,7 @@ def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None
     rows = (call.seq_lens > 0).nonzero().squeeze(1)  # those that are none see nothing
     if not len(rows):
         return
-    own = call.some_sequences(rows)[1]
+    own = call.select_sequences(rows)[1]
     out[rows] = rowwise.paged_attention(call.queries(q, rows), pages, own)
 
 
@@ -276,4 +278,4 @@ def _draw(
             floor = magnitude[row].view(torch.float32)
             min_p = 0.0 if int(magnitude[row]) == 0x7F7FFFFF else float(torch.exp(-floor.double()))
             filters = Filters(float(temperature[row]), min_p, int(top_k[row]), float(top_p[row]))
-            tokens[row], statuses[row] = draw.draw(own.clone(), [filters], [float(uniform[row])])[0], 0
+            tokens[row], statuses[row] = draw.sample(own.clone(), [filters], [float(uniform[row])])[0], 0

@@ -46,8 +46,8 @@ class _InParts(nn.Module):
         self.mtp_block, self.experts_block = (block(config, kinds.index(kind)) for kind in ("full_attention", "moe"))
 
     def forward(self, embedded: Tensor, states: Tensor, *, attention_mask: Tensor, **others: Any) -> Tensor:
-        joined = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1))
-        return self.post_norm(self.experts_block(self.mtp_block(joined, attention_mask=attention_mask)))
+        mtp_input = self.eh_proj(torch.cat((self.enorm(embedded), self.hnorm(states)), dim=-1))
+        return self.post_norm(self.experts_block(self.mtp_block(mtp_input, attention_mask=attention_mask)))
 
 
 def _renaming(family: str, layers: int) -> Callable[[str], str]:

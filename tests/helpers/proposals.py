@@ -10,17 +10,17 @@ from helpers.engines import make_core
 from helpers.prediction_layers import PredictionOracle
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.predictor import Predictor
+from windlass.engine.execution.predictor import MTPProposer
 from windlass.engine.scheduling.plan import SchedulerOutput
 
 
-def predicting(directory: Path, **options: Any) -> EngineCore:
+def mtp_engine(directory: Path, **options: Any) -> EngineCore:
     return make_core(directory, **{"speculative_mtp": True, "speculative_adaptive": False, **options})
 
 
-def predictor_of(core: EngineCore) -> Predictor:
-    assert isinstance(core.runner.drafter, Predictor)
-    return core.runner.drafter
+def predictor_of(core: EngineCore) -> MTPProposer:
+    assert isinstance(core.runner.proposer, MTPProposer)
+    return core.runner.proposer
 
 
 class Proposed:
@@ -48,7 +48,7 @@ class Proposed:
         for asked, item in zip(plan.sequences, filled.sequences, strict=True):
             if asked.num_drafted:
                 assert len(item.draft) == asked.num_drafted
-                known = self._predictor._sequences.by_id[item.seq_id].token_ids
+                known = self._predictor._input_batch.by_id[item.seq_id].token_ids
                 assert len(known) == item.start + 1
                 self.found.append((list(known), item.draft, self._logits[item.seq_id]))
         return filled

@@ -153,7 +153,7 @@ class RangeCase:
         return KVPages(key, value), table
 
     def versions(self) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-        """Rotated queries [T, Hq, D], then rows, cos and sin for `turn_queries`, and rows of ranges [B, R]."""
+        """Rotated queries [T, Hq, D], then rows, cos and sin for `rotate_queries`, and rows of ranges [B, R]."""
         positions, first = [], []
         for old, new in self.shapes:
             first.append(len(positions))
@@ -196,7 +196,7 @@ class RangeCase:
             ranges=KeyRanges(ends, range_rows, reaches, None if self.slopes is None else gaps),
             alibi_slopes=self.slopes,
         )
-        return reference.turn_queries(q, rows, cos, sin), pages, call
+        return reference.rotate_queries(q, rows, cos, sin), pages, call
 
 
 def random_parts(old: int, new: int, count: int, rng: random.Random, far: int = 3000) -> list[Part]:

@@ -130,7 +130,7 @@ class DeltaRule:
         memory[beginning(rows)] = torch.nan
         return cls(qkv, decay, strength, torch.rand(heads) * 2, torch.randn(heads), memory)
 
-    def in_turns(self) -> tuple[DeltaRule, list[int]]:
+    def tiled_heads(self) -> tuple[DeltaRule, list[int]]:
         """The same with the heads of values in such an order that they meet those of keys by turns, and that order."""
         _, heads, key_dim, value_dim = self.memory.shape
         keys = self.qkv.shape[1] - heads * value_dim

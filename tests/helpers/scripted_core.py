@@ -20,7 +20,7 @@ from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, EngineQuestion
+from windlass.engine.api.looks import A, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.core.black_box import PlanWatcher
 from windlass.engine.core.forecast import Announce
@@ -94,7 +94,7 @@ class ScriptedCore:
     def watch_ranks(self, gone: Callable[[str], None]) -> None:
         pass
 
-    def prepare_ahead(self) -> None:
+    def prepare_in_idle_time(self) -> None:
         self.prepared_ahead += 1
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class ScriptedCore:
                 del self._running[request_id]
         return outputs
 
-    def look(self, question: EngineQuestion[A]) -> A:
+    def inspect(self, question: IntrospectionQuery[A]) -> A:
         raise RequestError("there is nothing to see", "prompt", "refused")
 
     def stats(self) -> EngineStats:

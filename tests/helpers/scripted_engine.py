@@ -17,13 +17,13 @@ from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.context import ContextReport
 from windlass.engine.api.looks import (
     A,
-    AttentionPicture,
-    AttentionQuestion,
-    CacheGroupPicture,
-    CachePicture,
-    CacheQuestion,
-    CacheSequencePicture,
-    EngineQuestion,
+    AttentionQuery,
+    AttentionSnapshot,
+    CacheGroupSnapshot,
+    CacheQuery,
+    CacheSequenceSnapshot,
+    CacheSnapshot,
+    IntrospectionQuery,
 )
 from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
@@ -121,12 +121,12 @@ class ScriptedEngine:
     aborted_at: list[float] = field(default_factory=list)
     ended: list[tuple[str, int]] = field(default_factory=list)
     dropped: list[int] = field(default_factory=list)  # adapters
-    attention: list[AttentionQuestion] = field(default_factory=list)
+    attention: list[AttentionQuery] = field(default_factory=list)
     running: int = 0
     most_running: int = 0
     made: int = 0
 
-    name, is_several, crash_report, adapter_ids = "", False, None, None
+    name, has_replicas, crash_report, adapter_ids = "", False, None, None
 
     @property
     def engines(self) -> tuple[ScriptedEngine, ...]:
@@ -223,18 +223,18 @@ class ScriptedEngine:
     def end_sample(self, request_id: str, index: int) -> None:
         self.ended.append((request_id, index))
 
-    async def look(self, question: EngineQuestion[A]) -> A:
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
         """Of the cache one group of 4 cells; of attention weights that are equal and scores that are minus the distance."""
-        if isinstance(question, CacheQuestion):
-            group = CacheGroupPicture(64, 4, 1, None, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, -1, -1))
-            return CachePicture(16, (group,), (CacheSequencePicture(20, 18, 16, 2, 0, 0),))  # type: ignore[return-value]
-        assert isinstance(question, AttentionQuestion)
+        if isinstance(question, CacheQuery):
+            group = CacheGroupSnapshot(64, 4, 1, None, (1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0), (0, 0, -1, -1))
+            return CacheSnapshot(16, (group,), (CacheSequenceSnapshot(20, 18, 16, 2, 0, 0),))  # type: ignore[return-value]
+        assert isinstance(question, AttentionQuery)
         self.attention.append(question)
         count = len(question.token_ids)
         weights = [1 / (i + 1) if j <= i else 0.0 for i in range(count) for j in range(count)]
         scores = [float(j - i) if j <= i else -math.inf for i in range(count) for j in range(count)]
         both = [struct.pack(f"{count * count}f", *values) for values in (weights, scores)]
-        return AttentionPicture(count, 2, 4, *both, "f")  # type: ignore[return-value]
+        return AttentionSnapshot(count, 2, 4, *both, "f")  # type: ignore[return-value]
 
     async def stats(self) -> EngineStats:
         if self.state != "ready":

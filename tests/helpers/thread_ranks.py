@@ -17,44 +17,47 @@ from helpers.engines import make_core
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan
 from windlass.engine.core import engine_core
-from windlass.engine.core.black_box import memory_file
+from windlass.engine.core.black_box import create_memory_file
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.ranks.messages import PartLoaded, PartRoom
-from windlass.engine.core.ranks.part import RankPart
+from windlass.engine.core.ranks.messages import AvailableMemory, ShardLoaded
+from windlass.engine.core.ranks.part import RankShard
 from windlass.engine.errors import LoadError
-from windlass.kernels import Ranks, memory_bytes
+from windlass.kernels import RankGroup, shared_memory_bytes
 
 
 class ThreadRanks:
-    """What `OtherRanks` offers, with each rank's steps in a thread."""
+    """What `RankProcesses` offers, with each rank's steps in a thread."""
 
     def __init__(self, config: EngineConfig) -> None:
-        self.memory, self.store = memory_file(memory_bytes(config.compute.tensor_parallel)), memory_file(0)
+        self.memory, self.store = (
+            create_memory_file(shared_memory_bytes(config.compute.tensor_parallel)),
+            create_memory_file(0),
+        )
         self.parts = [
-            RankPart(config, rank, self.memory, self.store) for rank in range(1, config.compute.tensor_parallel)
+            RankShard(config, rank, self.memory, self.store) for rank in range(1, config.compute.tensor_parallel)
         ]
         self._queues = [SimpleQueue[Any]() for _ in self.parts]
         self._threads = [
             threading.Thread(target=self._run, args=pair) for pair in zip(self.parts, self._queues, strict=True)
         ]
-        self._meeting: Ranks | None = None
+        self._meeting: RankGroup | None = None
         self.failed: list[BaseException] = []
 
     def watch(self, gone: Callable[[str], None]) -> None:
         pass
 
-    def meet_in(self, ranks: Ranks | None) -> None:
+    def attach_collectives(self, ranks: RankGroup | None) -> None:
         self._meeting = ranks
 
-    def loaded(self) -> list[PartLoaded]:
-        return [PartLoaded(part.weight_bytes) for part in self.parts]
+    def loaded(self) -> list[ShardLoaded]:
+        return [ShardLoaded(part.weight_bytes) for part in self.parts]
 
-    def find_room(self) -> None:
-        self._found: list[PartRoom | LoadError] = []
+    def profile_memory(self) -> None:
+        self._found: list[AvailableMemory | LoadError] = []
 
-        def find(part: RankPart) -> None:
+        def find(part: RankShard) -> None:
             try:
-                self._found.append(part.find_room())
+                self._found.append(part.profile_memory())
             except LoadError as error:
                 self._found.append(error)
                 if self._meeting is not None:
@@ -64,26 +67,26 @@ class ThreadRanks:
         for thread in self._finding:
             thread.start()
 
-    def rooms(self) -> list[PartRoom]:
+    def available_memory_of_ranks(self) -> list[AvailableMemory]:
         for thread in self._finding:
             thread.join()
         for one in self._found:
             if isinstance(one, LoadError):
                 raise one
-        return [one for one in self._found if isinstance(one, PartRoom)]
+        return [one for one in self._found if isinstance(one, AvailableMemory)]
 
-    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+    def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         for part in self.parts:
-            part.make_pages(plan, rotary_rows)
+            part.allocate_cache(plan, rotary_rows)
         for thread in self._threads:
             thread.start()
 
-    def tell(self, order: object) -> None:
+    def send_command(self, order: object) -> None:
         for queue in self._queues:
             queue.put(order)
 
     def close(self) -> None:
-        self.tell(None)
+        self.send_command(None)
         for thread in self._threads:
             if thread.ident is not None:
                 thread.join()
@@ -91,7 +94,7 @@ class ThreadRanks:
         os.close(self.store)
         assert not self.failed, self.failed
 
-    def _run(self, part: RankPart, queue: SimpleQueue[Any]) -> None:
+    def _run(self, part: RankShard, queue: SimpleQueue[Any]) -> None:
         while (order := queue.get()) is not None:
             try:
                 part.do(order)
@@ -108,7 +111,7 @@ def ranked(directory: Path, ranks: int, **options: Any) -> Iterator[EngineCore]:
     if DEVICE != "cpu":
         pytest.skip("there is one GPU for all")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(engine_core, "OtherRanks", ThreadRanks)
+        patch.setattr(engine_core, "RankProcesses", ThreadRanks)
         core = make_core(directory, tensor_parallel=ranks, threads=1, **options)
     try:
         yield core

@@ -13,12 +13,12 @@ from windlass.kernels import (
     Backend,
     BlockWeight,
     PanelWeight,
-    bind,
     binding,
     cpu,
-    multiplies_narrow_rows,
+    has_native_bf16,
     ranks_refusal,
-    reads_narrow_weights,
+    reads_16bit_weights,
+    select_backend,
 )
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -34,9 +34,9 @@ def without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
 @WITH_KERNELS
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_a_cpu_gets_the_compiled_kernels(deterministic: bool) -> None:
-    backend = bind("cpu", torch.bfloat16, deterministic=deterministic)
-    assert isinstance(backend, CompiledBackend) and reads_narrow_weights("cpu")
-    assert backend.explain() == f"compiled CPU kernels ({cpu.load().isa})" and not backend.is_second_choice
+    backend = select_backend("cpu", torch.bfloat16, deterministic=deterministic)
+    assert isinstance(backend, CompiledBackend) and reads_16bit_weights("cpu")
+    assert backend.explain() == f"compiled CPU kernels ({cpu.load().isa})" and not backend.is_fallback
     assert backend.dtype == backend.weight_dtype == torch.bfloat16 and backend.deterministic == deterministic
     assert backend.recording_refusal is None and backend.reads_host_memory
 
@@ -45,9 +45,9 @@ def test_a_cpu_gets_the_compiled_kernels(deterministic: bool) -> None:
 def test_without_them_it_gets_plain_torch_and_is_told_why(
     without_kernels: None, deterministic: bool, kind: type[Backend]
 ) -> None:
-    backend = bind("cpu", deterministic=deterministic)
-    assert type(backend) is kind and not reads_narrow_weights("cpu")
-    assert backend.explain() == "plain torch kernels: not compiled: do this" and backend.is_second_choice
+    backend = select_backend("cpu", deterministic=deterministic)
+    assert type(backend) is kind and not reads_16bit_weights("cpu")
+    assert backend.explain() == "plain torch kernels: not compiled: do this" and backend.is_fallback
     assert backend.recording_refusal == "not compiled: do this" and backend.reads_host_memory
     with pytest.raises(ValueError, match="do this"):
         backend.recorder(1 << 20)
@@ -55,16 +55,16 @@ def test_without_them_it_gets_plain_torch_and_is_told_why(
 
 @pytest.mark.parametrize(("deterministic", "kind"), [(False, TorchBackend), (True, RowIndependentBackend)])
 def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool, kind: type[Backend]) -> None:
-    backend = bind("meta", deterministic=deterministic)
-    assert type(backend) is kind and not reads_narrow_weights("meta")
-    assert "no others for meta" in backend.explain() and not backend.is_second_choice
+    backend = select_backend("meta", deterministic=deterministic)
+    assert type(backend) is kind and not reads_16bit_weights("meta")
+    assert "no others for meta" in backend.explain() and not backend.is_fallback
     assert backend.recording_refusal == "the model is on meta" and not backend.reads_host_memory
     assert backend.table(3, 5, torch.float32).device.type == backend.pages((2, 3), torch.int8).device.type == "meta"
 
 
 def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(refused: str | None = None, **fields: Any) -> binding._Own:
-        return binding._Own(lambda _: refused, TorchBackend, **fields)
+    def entry(refused: str | None = None, **fields: Any) -> binding._NativeBackend:
+        return binding._NativeBackend(lambda _: refused, TorchBackend, **fields)
 
     for own, expected in (
         (None, (False, False, "no group for meta")),
@@ -73,16 +73,16 @@ def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.Mon
         (entry(narrow=True, share_memory=True), (True, False, None)),
         (entry("none", narrow=True, pairs=lambda _: True, share_memory=True), (False, False, "no group for meta")),
     ):
-        monkeypatch.setattr(binding, "_OWN_KERNELS", {} if own is None else {"meta": own})
+        monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {} if own is None else {"meta": own})
         refusal = ranks_refusal("meta")
-        assert (reads_narrow_weights("meta"), multiplies_narrow_rows("meta")) == expected[:2]
+        assert (reads_16bit_weights("meta"), has_native_bf16("meta")) == expected[:2]
         assert refusal is None if expected[2] is None else refusal is not None and expected[2] in refusal
 
 
 @pytest.mark.parametrize("name", FORMS)
 def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
-    backend, form = bind("cpu"), FORMS[name]
-    for make in (backend.matrix, backend.table, backend.table_and_head):
+    backend, form = select_backend("cpu"), FORMS[name]
+    for make in (backend.matrix, backend.table, backend.tied_embedding):
         weight = make(20, 33, form)
         assert isinstance(weight, BlockWeight) and weight.form == form and weight.shape == (20, 33)
         plain = make(20, 33, torch.float32)
@@ -90,7 +90,7 @@ def test_weights_have_the_form_that_is_asked_for(name: str) -> None:
 
 
 def test_torch_refuses_weights_in_panels() -> None:
-    backend, weight = bind("meta"), PanelWeight.empty(16, 4, torch.bfloat16)
+    backend, weight = select_backend("meta"), PanelWeight.empty(16, 4, torch.bfloat16)
     with pytest.raises(TypeError, match="panels"):
         backend.linear(torch.ones(1, 4), weight)
     with pytest.raises(TypeError, match="panels"):
@@ -107,8 +107,8 @@ def test_every_backend_embeds_the_same_rows(
     for unavailable in (False, True):
         if unavailable:
             choose(monkeypatch, "off")
-        backend = bind("cpu", dtype, torch.float32)
-        table = backend.table_and_head(5, 32, FORMS["q8_0"] if quantized else torch.float32)
+        backend = select_backend("cpu", dtype, torch.float32)
+        table = backend.tied_embedding(5, 32, FORMS["q8_0"] if quantized else torch.float32)
         if isinstance(table, BlockWeight):
             backend.pack(table.narrow(0, 5), source)
         else:
@@ -123,7 +123,10 @@ def test_every_backend_embeds_the_same_rows(
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_logarithms_of_counts(deterministic: bool) -> None:
     counts = torch.tensor([0, 1, 7, 100_000] * 9)
-    for backend in (bind("cpu", deterministic=deterministic), bind("cpu", torch.bfloat16, deterministic=deterministic)):
+    for backend in (
+        select_backend("cpu", deterministic=deterministic),
+        select_backend("cpu", torch.bfloat16, deterministic=deterministic),
+    ):
         found = backend.log1p(counts)
         assert found.dtype == torch.float32
         torch.testing.assert_close(found.double(), counts.double().log1p(), rtol=1e-6, atol=0)

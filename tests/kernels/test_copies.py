@@ -91,8 +91,8 @@ def test_a_copy_comes_after_what_was_computed_and_computing_after_the_copy(cuda:
     copies = CudaCopies(DEVICE)
     queue = copies.queue()
     cuda.done.append(("1: steps", "gathers"))
-    mark = queue.ask(lambda: cuda.done.append((cuda.current(None).name, "copies")), [copies.mark()])
-    mark.precede()
+    mark = queue.submit(lambda: cuda.done.append((cuda.current(None).name, "copies")), [copies.record_event()])
+    mark.make_stream_wait()
     mark.wait()
     assert cuda.done == [
         ("1: steps", "gathers"),
@@ -108,7 +108,7 @@ def test_another_thread_marks_what_the_engine_computes(cuda: PlayedCuda) -> None
     copies = CudaCopies(DEVICE)
 
     def work() -> None:
-        copies.queue().ask(lambda: None, [copies.mark()]).wait()
+        copies.queue().submit(lambda: None, [copies.record_event()]).wait()
 
     thread = threading.Thread(target=work)
     thread.start()

@@ -20,13 +20,13 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.core.adapter_shelf import AdapterShelf
-from windlass.engine.core.compiling import CompilingRequests
+from windlass.engine.core.adapter_shelf import AdapterManager
+from windlass.engine.core.compiling import GrammarQueue
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.steps import EngineSteps
+from windlass.engine.core.steps import StepExecutor
 from windlass.engine.errors import EngineError, RequestError
-from windlass.engine.execution.burst import Burst
-from windlass.engine.execution.sequences import LiveSequences
+from windlass.engine.execution.burst import MultiStepState
+from windlass.engine.execution.sequences import InputBatch
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.rotary.scaling import RotarySpec
 from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, StepResult
@@ -47,7 +47,7 @@ class SimulatedCore(EngineCore):
         self._planner = PLANNER
         self._process = process
         self._grammars = _NoGrammars()  # type: ignore[assignment]
-        self._compiling = CompilingRequests(self._grammars, config.scheduling.max_waiting)
+        self._grammar_queue = GrammarQueue(self._grammars, config.scheduling.max_waiting)
         self.blocks = BlockManager([KVGroupLayout(plan.num_blocks, None)], plan.block_size)
         self.rows = CountedRows(2 * config.scheduling.max_num_seqs + 2)
         self._limits = ContextLimits(plan.max_model_len, plan.block_size, plan.max_model_len)
@@ -65,7 +65,7 @@ class SimulatedCore(EngineCore):
         for source in config.adapters.sources:
             self.adapters.add(adapter_of(source))
         self.runner = SimulatedRunner(process, plan.num_blocks, plan.block_size, self.rows)  # type: ignore[assignment]
-        self._steps = EngineSteps(self.scheduler, self.runner)
+        self._steps = StepExecutor(self.scheduler, self.runner)
         info = _info(config, plan)
         self.info = replace(info, adapters=self.adapters.loaded.infos)
 
@@ -77,7 +77,7 @@ class SimulatedCore(EngineCore):
     def check_books(self) -> list[str]:
         """What an engine without work still holds."""
         found = []
-        if self.scheduler.has_work() or len(self._compiling):
+        if self.scheduler.has_work() or len(self._grammar_queue):
             found.append(f"{len(self.scheduler.live_sequences())} sequences are left")
         try:
             self.blocks.assert_consistent(seq.cache for seq in self.scheduler.live_sequences())
@@ -93,7 +93,7 @@ class SimulatedCore(EngineCore):
 
 
 class _NoGrammars:
-    def prepare_soon(self) -> None:
+    def prepare_in_background(self) -> None:
         pass
 
 
@@ -123,7 +123,7 @@ class CountedRows:
             self._free.append(row)
 
 
-class SimulatedShelf(AdapterShelf):
+class SimulatedShelf(AdapterManager):
     """Adapters without files: reading one takes a while, and the disk may fail."""
 
     def __init__(self, process: EngineProcess) -> None:
@@ -131,7 +131,7 @@ class SimulatedShelf(AdapterShelf):
         self._leaving = set()
         self._world = process.world
 
-    def read_soon(self, source: AdapterSource) -> Future[Any]:
+    def read_in_background(self, source: AdapterSource) -> Future[Any]:
         found: Future[Any] = Future()
 
         def read() -> None:
@@ -162,7 +162,7 @@ class SimulatedRunner:
         self._process = process
         self.tables = tables
         self.graphs = None
-        self.sequences = LiveSequences(1)
+        self.sequences = InputBatch(1)
         self._keys = PagedKeys(num_blocks, block_size)
         self._frequencies: dict[int, int] = {}  # by row
 
@@ -182,11 +182,11 @@ class SimulatedRunner:
         self._process.last_planned = {self._process.request_of(item.seq_id) for item in plan.sequences}
         self._process.compute(world.rng.uniform(0.002, 0.04) + 0.0002 * plan.num_tokens)
         self.follow(plan)
-        if plan.passes == 1:
+        if plan.num_passes == 1:
             return self._pass(plan)
-        burst = Burst(plan, self.sequences)
-        while burst.goes_on:
-            burst.take(self._pass(burst.next_pass))
+        burst = MultiStepState(plan, self.sequences)
+        while burst.has_next:
+            burst.add(self._pass(burst.next_pass))
         return burst.results()
 
     def _pass(self, plan: SchedulerOutput) -> list[StepResult]:

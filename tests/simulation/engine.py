@@ -18,7 +18,7 @@ from simulation.faults import INJECTED
 from simulation.network import connection
 
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.client.child import ANYWHERE, Seat
+from windlass.engine.client.child import UNPINNED, ProcessPlacement
 from windlass.engine.core.process import ORPHAN_GRACE, serve
 from windlass.engine.core.wire import Add, Close, Crashed, FrameReader, Load, Message, Ready, Rejected, StepDone, encode
 from windlass.engine.errors import LoadError, QueueFullError
@@ -33,7 +33,13 @@ class EngineProcess:
     """What `windlass.engine.client.child.ChildProcess` is to its client. Its `process` is itself."""
 
     def __init__(
-        self, world: World, core: str, log_level: str, *, ahead: str | None = None, seat: Seat = ANYWHERE
+        self,
+        world: World,
+        core: str,
+        log_level: str,
+        *,
+        preload: str | None = None,
+        process_placement: ProcessPlacement = UNPINNED,
     ) -> None:
         if len(world.ready) >= world.replicas and world.happens("no engine can be started"):
             raise OSError(f"{INJECTED}: Cannot allocate memory")
@@ -45,7 +51,7 @@ class EngineProcess:
         self.core: SimulatedCore | None = None
         self.inbox = _Inbox(self)
         self.returncode: int | None = None
-        self.box = self.stacks = _Nothing()
+        self.recorder = self.stacks = _Nothing()
         self._used = 0.0  # seconds of processor time
         self._computing_since: float | None = None
         self.stuck = self.stopped = False
@@ -81,7 +87,7 @@ class EngineProcess:
     def last_requests(self) -> set[str] | None:
         return self.last_planned
 
-    def forget(self) -> None:
+    def release(self) -> None:
         self.forgotten = True
 
     def ask_for_stacks(self) -> None:
@@ -252,15 +258,15 @@ class _Nothing:
 
 
 class SignsOfLife:
-    """What `windlass.engine.client.pulse.Pulse` is."""
+    """What `windlass.engine.client.pulse.ProcessActivity` is."""
 
     def __init__(self, world: World, pid: int) -> None:
         self._process = world.processes[pid]
-        self.lifeless = self.stopped = False
+        self.inactive = self.stopped = False
         self.used_seconds: float | None = None
         self.memory = None
 
-    def feel(self) -> None:
+    def refresh(self) -> None:
         before, self.used_seconds = self.used_seconds, self._process.used_seconds
-        self.lifeless = self.used_seconds == before
+        self.inactive = self.used_seconds == before
         self.stopped = self._process.stopped

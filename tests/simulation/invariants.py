@@ -57,8 +57,8 @@ def check_books(world: World) -> None:
         world.violation(f"the router has requests left: {left}")
     if isinstance(world.engine, ReplicatedClient):
         charged = [replica.in_flight for replica in world.engine._replicas]
-        if any(charged) or world.engine._where:
-            world.violation(f"replicas are still charged: {charged}, {world.engine._where}")
+        if any(charged) or world.engine._replica_of:
+            world.violation(f"replicas are still charged: {charged}, {world.engine._replica_of}")
     if state.callers._in_flight:
         world.violation(f"callers are still charged: {dict(state.callers._in_flight)}")
     lanes = state.text._pool
@@ -77,7 +77,7 @@ def check_books(world: World) -> None:
     if len(world.deaths) > causes:
         world.violation(f"{len(world.deaths)} engines died, {causes} had a reason")
     children = [engine._child for engine in world.engines]
-    spares = [engine._children.waiting for engine in world.engines]
+    spares = [engine._spawner.waiting for engine in world.engines]
     for process in world.processes.values():
         if not process.ended and process not in (*children, *spares):
             world.violation(f"the engine process {process.pid} is left")

@@ -16,8 +16,8 @@ from windlass.engine.client.router import RequestRouter
 from windlass.engine.core.wire import Message, StepDone
 from windlass.engine.errors import EngineDeadError
 from windlass.engine.scheduling.deadlines import Deadlines
-from windlass.engine.scheduling.places import Places
-from windlass.engine.scheduling.results import ResultIntake
+from windlass.engine.scheduling.places import SchedulerQueues
+from windlass.engine.scheduling.results import ResultProcessor
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.http.uvicorn_protocol import HttpProtocol
@@ -48,7 +48,7 @@ def the_last_token_is_dropped() -> AbstractContextManager[Any]:
 
         return patched
 
-    return _wrapped(ResultIntake, "_append", make)
+    return _wrapped(ResultProcessor, "_append", make)
 
 
 def an_event_goes_to_another_stream() -> AbstractContextManager[Any]:
@@ -111,14 +111,14 @@ def deadlines_are_ignored() -> Iterator[None]:
 
 def a_preempted_request_loses_a_token() -> AbstractContextManager[Any]:
     def make(preempt: Any) -> Any:
-        def patched(self: Places, seq: Any) -> None:
+        def patched(self: SchedulerQueues, seq: Any) -> None:
             preempt(self, seq)
             if seq.num_output_tokens > 1:
                 seq.token_ids.pop()
 
         return patched
 
-    return _wrapped(Places, "preempt", make)
+    return _wrapped(SchedulerQueues, "preempt", make)
 
 
 def nobody_watches_the_engine() -> AbstractContextManager[Any]:

@@ -71,7 +71,7 @@ class Ask:
 
 
 @dataclass
-class Drawer:
+class TokenSampler:
     """Draws asks.
 
     max_model_len: of the simulated model. keys: of the callers; none where no key is asked for. behaviours: shares of

@@ -27,7 +27,7 @@ from simulation.invariants import WRITE_SECONDS
 from simulation.loop import SimulatedLoop, simulated_time
 from simulation.network import Listener, Weather
 from simulation.text import SimulatedForkServer, tokenizer
-from simulation.workload import ADAPTERS, Drawer
+from simulation.workload import ADAPTERS, TokenSampler
 
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
@@ -221,17 +221,17 @@ class World:
         server.lifespan = server.config.lifespan_class(server.config)
         await engine.start()
         await server.startup()
-        drawer = self._drawer()
+        token_sampler = self._drawer()
         work = []
         for client in range(plan.clients):
-            asks = drawer.asks(f"r{client}", plan.asks)
+            asks = token_sampler.asks(f"r{client}", plan.asks)
             work.append(self.loop.create_task(SimulatedClient(self, client).run(asks)))
         cuts = self.loop.create_task(self._cut_connections())
         await asyncio.wait(work)
         cuts.cancel()
         self.faults.over = True
         await self._settle()
-        await self._probe(drawer)
+        await self._probe(token_sampler)
         await self._settle()
         for task in work:
             if task.exception() is not None:
@@ -256,9 +256,9 @@ class World:
 
         state.register, state.unregister = begin, end
 
-    def _drawer(self) -> Drawer:
+    def _drawer(self) -> TokenSampler:
         behaviours = {kind: rate for kind, rate in self.faults.rates.items() if kind in CLIENTS}
-        return Drawer(self.rng, self.plan.max_model_len, list(self.plan.concurrency), behaviours)
+        return TokenSampler(self.rng, self.plan.max_model_len, list(self.plan.concurrency), behaviours)
 
     async def _cut_connections(self) -> None:
         """The network resets connections, now and then."""
@@ -282,14 +282,14 @@ class World:
                 break
         await asyncio.sleep(3.0)
 
-    async def _probe(self, drawer: Drawer) -> None:
+    async def _probe(self, token_sampler: TokenSampler) -> None:
         """Whoever comes now is served, each caller as often at once as it may."""
         if self.engine.state != "ready":
             return
         clients = []
         for number, (key, most) in enumerate(self.plan.concurrency.items() or [(None, 1)]):
             for each in range(min(most or 1, self.plan.max_in_flight, self.plan.scheduling.max_waiting)):
-                ask = drawer.plain(f"probe-{number}-{each}", key)
+                ask = token_sampler.plain(f"probe-{number}-{each}", key)
                 clients.append(SimulatedClient(self, 100 + 10 * number + each).run([ask]))
             await asyncio.gather(*clients)
             clients.clear()

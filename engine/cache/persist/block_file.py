@@ -20,7 +20,7 @@ from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
 Bytes = NDArray[np.uint8]
 
 _KIND = "windlass KV block 1"
-_MOST_HEADER = 1 << 16  # bytes
+_MAX_HEADER_BYTES = 1 << 16  # bytes
 
 
 class DamagedBlockError(Exception):
@@ -41,7 +41,7 @@ class PlaneForm:
 
 
 @dataclass(frozen=True, slots=True)
-class KeptBlock:
+class StoredBlock:
     """What a file holds. planes: [layers, bytes of a layer] each. num_bytes: of the file."""
 
     planes: tuple[Bytes, ...]
@@ -68,9 +68,9 @@ class BlockFormat:
 
     def fits(self, group: int, num_bytes: int) -> bool:
         """Whether a file of this size may be one of these blocks."""
-        return 8 <= num_bytes - self.data_bytes(group) <= 8 + _MOST_HEADER
+        return 8 <= num_bytes - self.data_bytes(group) <= 8 + _MAX_HEADER_BYTES
 
-    def decode(self, key: BlockKey, file: bytearray | memoryview) -> KeptBlock:
+    def decode(self, key: BlockKey, file: bytearray | memoryview) -> StoredBlock:
         """What a whole file holds, in memory of `file`. Raises DamagedBlockError or ForeignBlockError."""
         metadata, end = read_metadata(file)
         record, checksum = metadata
@@ -88,7 +88,7 @@ class BlockFormat:
             start += plane.num_bytes
         if start != len(file) or self._checksum(key.group, record, planes) != checksum:
             raise DamagedBlockError
-        return KeptBlock(tuple(planes), passage_in(record), len(file))
+        return StoredBlock(tuple(planes), passage_in(record), len(file))
 
     def _identity(self, key: BlockKey) -> tuple[str, str, int]:
         return self.namespace.hex(), key.digest.hex(), key.group
@@ -121,7 +121,7 @@ class BlockFormat:
 def read_metadata(file: bytes | bytearray | memoryview) -> tuple[tuple[str, str], int]:
     """(record, checksum) of a file, of which the beginning is enough, and where its data begins. Raises DamagedBlockError."""
     length = int.from_bytes(file[:8], "little")
-    if not 2 <= length <= min(_MOST_HEADER, len(file) - 8):
+    if not 2 <= length <= min(_MAX_HEADER_BYTES, len(file) - 8):
         raise DamagedBlockError
     try:
         header = json.loads(bytes(file[8 : 8 + length]))
@@ -141,15 +141,15 @@ def passage_in(record: str) -> PassageRecord | None:
     try:
         return PassageRecord(
             bytes.fromhex(passage["parent"]),
-            _whole(passage["position"]),
-            tuple(_whole(token) for token in passage["token_ids"]),
+            _checked_int(passage["position"]),
+            tuple(_checked_int(token) for token in passage["token_ids"]),
             tuple(bytes.fromhex(scope) for scope in passage["scopes"]),
         )
     except (ValueError, KeyError, TypeError):
         raise DamagedBlockError from None
 
 
-def _whole(number: object) -> int:
+def _checked_int(number: object) -> int:
     """JSON has numbers too that are not whole, not finite, or longer than any of ours. Raises ValueError."""
     if type(number) is not int or not -(1 << 63) <= number < 1 << 63:
         raise ValueError

@@ -9,7 +9,7 @@ from windlass.engine.api.request import PersistStats
 _logger = logging.getLogger("windlass.engine")
 
 
-class PersistCounts:
+class PersistCounters:
     """Each number has one thread that raises it. The meaning of each is that of the field in `PersistStats`."""
 
     def __init__(self) -> None:
@@ -19,13 +19,13 @@ class PersistCounts:
         self.disk_bytes = 0
         self.host_saved = self.host_saved_bytes = self.host_read = self.host_read_bytes = 0
         self.host_lost = self.host_evicted = 0
-        self._said: set[str] = set()
+        self._reported: set[str] = set()
 
     def fail(self, what: str, error: Exception) -> None:
         """Count a failure, and say it unless it was said since it last went well."""
         self.failed += 1
-        if what not in self._said:
-            self._said.add(what)
+        if what not in self._reported:
+            self._reported.add(what)
             reason = (
                 error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
             )
@@ -33,9 +33,9 @@ class PersistCounts:
 
     def succeed(self, what: str) -> bool:
         """It went well; returns whether it did not before."""
-        if what not in self._said:
+        if what not in self._reported:
             return False
-        self._said.discard(what)
+        self._reported.discard(what)
         _logger.warning("%s: this is over", what)
         return True
 

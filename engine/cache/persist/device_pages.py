@@ -5,8 +5,8 @@ by itself, in the order of its steps and at the speed of its memory; between the
 So no step waits for the host's memory, unless it evicts more blocks than there are rows for.
 
 * What is evicted is gathered into rows before the step that overwrites it (`save`), and goes to the host's memory then.
-* What is wanted comes into rows first (`bring`, `stage`), and into the pages before the step that reads it (`put`).
-* What is written to files is copied by the writer's thread whenever it likes (`copy_of`); see `unwritten`.
+* What is wanted comes into rows first (`load`, `stage`), and into the pages before the step that reads it (`put`).
+* What is written to files is copied by the writer's thread whenever it likes (`read_block`); see `unwritten`.
 """
 
 from __future__ import annotations
@@ -23,24 +23,27 @@ from torch import Tensor
 
 from windlass.engine.cache.changes import LoadedBlock, SavedBlock
 from windlass.engine.cache.persist.block_file import Bytes
-from windlass.engine.cache.persist.host_rows import HostRows
-from windlass.engine.cache.persist.pages import BlockPages
-from windlass.engine.cache.persist.rows import GroupRows, runs
+from windlass.engine.cache.persist.host_rows import PinnedRows
+from windlass.engine.cache.persist.pages import BlockTransfer
+from windlass.engine.cache.persist.rows import GroupRows, consecutive_runs
 from windlass.engine.cache.persist.tier import HostBlock, HostTier
-from windlass.kernels import Copies, Mark, is_out_of_memory, sent
+from windlass.kernels import Copies, DeviceEvent, is_out_of_memory, to_device
 
-_LEAVING, _ARRIVING = 64 << 20, 128 << 20  # bytes of rows on the device: twice for what leaves, once for what comes
-_FEWEST = 4  # rows, however large blocks are
+_OUTGOING_BYTES, _INCOMING_BYTES = (
+    64 << 20,
+    128 << 20,
+)  # bytes of rows on the device: twice for what leaves, once for what comes
+_MIN_ROWS = 4  # rows, however large blocks are
 _POLL_SECONDS = 0.05
 
 
 def staging_bytes(block_bytes: int, *, saves: bool) -> int:
     """That all rows take on the device, at most. block_bytes: of the largest block. saves: whether what is evicted is kept."""
-    arriving, leaving = max(_ARRIVING, _FEWEST * block_bytes), 2 * max(_LEAVING, block_bytes)
-    return arriving + block_bytes + (leaving if saves else 0)
+    incoming, leaving = max(_INCOMING_BYTES, _MIN_ROWS * block_bytes), 2 * max(_OUTGOING_BYTES, block_bytes)
+    return incoming + block_bytes + (leaving if saves else 0)
 
 
-class DevicePages(BlockPages):
+class DeviceBlockTransfer(BlockTransfer):
     """planes: see `planes_of`. tier: the books of what is kept in the host's memory; None where nothing is.
 
     Raises what torch raises where there is no memory.
@@ -59,26 +62,26 @@ class DevicePages(BlockPages):
             return torch.empty((count, -(-largest // 8)), dtype=torch.int64, device=device)
 
         self._host = []
-        self._leaving: list[Tensor] = []
+        self._outgoing: list[Tensor] = []
         if tier is not None:
             for group in self._rows:
-                self._host.append(HostRows(copies, tier.num_slots, group.num_words, group.dtype))
-            self._leaving = [rows(_LEAVING, 1) for _ in range(2)]
-        self._left: list[Mark | None] = [None, None]  # behind the copies from these rows
-        self._turn = 0
-        self._arriving = rows(_ARRIVING, _FEWEST)
-        self.most_staged = self._arriving.nbytes
-        self.beside_streams = self.alone = self._arriving.nbytes
+                self._host.append(PinnedRows(copies, tier.num_slots, group.num_words, group.dtype))
+            self._outgoing = [rows(_OUTGOING_BYTES, 1) for _ in range(2)]
+        self._outgoing_events: list[DeviceEvent | None] = [None, None]  # behind the copies from these rows
+        self._next_outgoing = 0
+        self._incoming = rows(_INCOMING_BYTES, _MIN_ROWS)
+        self.max_staged_bytes = self._incoming.nbytes
+        self.load_budget_streaming = self.load_budget_idle = self._incoming.nbytes
         # Blocks: of fewer, threads take turns for longer than copies take. Others shall find places there meanwhile.
-        self.most_at_once = max(1, min(len(self._arriving), blocks if tier is None else 2 * tier.num_slots) // 4)
-        self._free = list(range(len(self._arriving)))
-        self._put: list[Mark | None] = [None] * len(self._arriving)  # behind the copies from these rows
+        self.max_blocks_per_load = max(1, min(len(self._incoming), blocks if tier is None else 2 * tier.num_slots) // 4)
+        self._free = list(range(len(self._incoming)))
+        self._row_events: list[DeviceEvent | None] = [None] * len(self._incoming)  # behind the copies from these rows
         self._staged: dict[int, int] = {}  # row by ticket
         self._changed = threading.Condition()
-        self._read = copies.host_memory((self._arriving.shape[1],), torch.int64)
-        self._writing, self._written = rows(0, 1)[0], copies.host_memory((self._arriving.shape[1],), torch.int64)
-        self._out, self._in, self._aside = copies.queue(), copies.queue(), copies.queue()
-        self._computed, self._computed_at = copies.mark(), time.monotonic()
+        self._read = copies.host_memory((self._incoming.shape[1],), torch.int64)
+        self._writing, self._written = rows(0, 1)[0], copies.host_memory((self._incoming.shape[1],), torch.int64)
+        self._save_copies, self._load_copies, self._write_copies = copies.queue(), copies.queue(), copies.queue()
+        self._computed, self._computed_at = copies.record_event(), time.monotonic()
 
     # -- by the engine's thread ------------------------------------------------------------------------------------
 
@@ -88,27 +91,29 @@ class DevicePages(BlockPages):
         by_group: dict[int, list[SavedBlock]] = defaultdict(list)
         for one in saved:
             by_group[one.group].append(one)
-        most = len(self._leaving[0])
+        most = len(self._outgoing[0])
         for group, of_group in by_group.items():
             of_group.sort(key=lambda one: one.slot)
             for first in range(0, len(of_group), most):
                 part = of_group[first : first + most]
                 try:
-                    self._tier.filled(part, self._save(group, part))
+                    self._tier.copy_started(part, self._save(group, part))
                 except RuntimeError as error:
                     if not is_out_of_memory(error):
                         raise
-                    self._tier.failed(part, error)
+                    self._tier.copy_failed(part, error)
 
-    def _save(self, group: int, saved: Sequence[SavedBlock]) -> Mark:
-        turn, self._turn = self._turn, 1 - self._turn
-        before = self._left[turn]
+    def _save(self, group: int, saved: Sequence[SavedBlock]) -> DeviceEvent:
+        buffer, self._next_outgoing = self._next_outgoing, 1 - self._next_outgoing
+        before = self._outgoing_events[buffer]
         if before is not None:
-            before.precede()
-        rows = self._packed(group, self._leaving[turn], len(saved))
-        self._rows[group].gather(self._numbers([one.block for one in saved]), rows)
+            before.make_stream_wait()
+        rows = self._packed(group, self._outgoing[buffer], len(saved))
+        self._rows[group].gather(self._block_ids([one.block for one in saved]), rows)
         host, slots = self._host[group], [one.slot for one in saved]
-        mark = self._left[turn] = self._out.ask(lambda: host.receive(slots, rows), [self._copies.mark()])
+        mark = self._outgoing_events[buffer] = self._save_copies.submit(
+            lambda: host.receive(slots, rows), [self._copies.record_event()]
+        )
         return mark
 
     def put(self, loaded: Sequence[LoadedBlock]) -> None:
@@ -125,26 +130,26 @@ class DevicePages(BlockPages):
                 if not is_out_of_memory(error):
                     raise
                 for block, row in row_of.items():
-                    self._rows[group].put(self._of(group, self._arriving[row]), block)
-        self._give_back(taken, self._copies.mark())
+                    self._rows[group].put(self._group_rows(group, self._incoming[row]), block)
+        self._give_back(taken, self._copies.record_event())
 
     def _scatter(self, group: int, row_of: Mapping[int, int]) -> None:
         pairs = sorted((row, block) for block, row in row_of.items())
-        rows, blocks = [row for row, _ in pairs], self._numbers([block for _, block in pairs])
-        arrived = self._of(group, self._arriving)
-        for first, end in runs(rows):
+        rows, blocks = [row for row, _ in pairs], self._block_ids([block for _, block in pairs])
+        arrived = self._group_rows(group, self._incoming)
+        for first, end in consecutive_runs(rows):
             self._rows[group].scatter(blocks[first:end], arrived[rows[first] : rows[first] + end - first])
 
     def drop(self, ticket: int) -> None:
         row = self._staged.pop(ticket, None)
         if row is not None:
-            self._give_back([row], self._put[row])
+            self._give_back([row], self._row_events[row])
 
     # -- by the reader's thread ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def bring(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
-        """Tickets of blocks that the host's memory holds, at most `most_at_once`; None where `stop` came before."""
+    def load(self, held: Sequence[HostBlock], stop: Callable[[], bool]) -> list[int] | None:
+        """Tickets of blocks that the host's memory holds, at most `max_blocks_per_load`; None where `stop` came before."""
         # As they lie there: what lies side by side comes in one copy.
         order = sorted(range(len(held)), key=lambda index: (held[index].key.group, held[index].slot))
 
@@ -156,11 +161,11 @@ class DevicePages(BlockPages):
             for group, of_group in slots.items():
                 own = rows[first : first + len(of_group)]
                 first += len(of_group)
-                arriving = self._of(group, self._arriving)
-                for begin, end in runs(own):
-                    self._host[group].send(of_group[begin:end], arriving[own[begin] : own[begin] + end - begin])
+                incoming = self._group_rows(group, self._incoming)
+                for begin, end in consecutive_runs(own):
+                    self._host[group].send(of_group[begin:end], incoming[own[begin] : own[begin] + end - begin])
 
-        found = self._arrive(len(held), copy, [block.mark for block in held], stop)
+        found = self._load_rows(len(held), copy, [block.mark for block in held], stop)
         if found is None:
             return None
         tickets = dict(zip(order, found, strict=True))
@@ -172,20 +177,20 @@ class DevicePages(BlockPages):
         np.concatenate([plane.reshape(-1) for plane in planes], out=flat[: self.block_bytes[group]])
 
         def copy(rows: Sequence[int]) -> None:
-            self._arriving[rows[0]].copy_(self._read, non_blocking=True)
+            self._incoming[rows[0]].copy_(self._read, non_blocking=True)
 
-        tickets = self._arrive(1, copy, [], stop)
+        tickets = self._load_rows(1, copy, [], stop)
         return None if tickets is None else tickets[0]
 
-    def _arrive(
-        self, count: int, copy: Callable[[Sequence[int]], None], after: Sequence[Mark], stop: Callable[[], bool]
+    def _load_rows(
+        self, count: int, copy: Callable[[Sequence[int]], None], after: Sequence[DeviceEvent], stop: Callable[[], bool]
     ) -> list[int] | None:
         rows = self._take_rows(count, stop)
         if rows is None:
             return None
         try:
-            marks = dict.fromkeys([*after, *(mark for row in rows if (mark := self._put[row]) is not None)])
-            self._in.ask(lambda: copy(rows), list(marks)).wait()
+            marks = dict.fromkeys([*after, *(mark for row in rows if (mark := self._row_events[row]) is not None)])
+            self._load_copies.submit(lambda: copy(rows), list(marks)).wait()
         except BaseException:
             self._give_back(rows, None)
             raise
@@ -201,32 +206,32 @@ class DevicePages(BlockPages):
                 self._changed.wait(_POLL_SECONDS)
             return [heapq.heappop(self._free) for _ in range(count)]
 
-    def _give_back(self, rows: Sequence[int], mark: Mark | None) -> None:
+    def _give_back(self, rows: Sequence[int], mark: DeviceEvent | None) -> None:
         """mark: behind what still reads them."""
         with self._changed:
             for row in rows:
-                self._put[row] = mark
+                self._row_events[row] = mark
                 heapq.heappush(self._free, row)
             self._changed.notify_all()
 
     # -- by the writer's thread ------------------------------------------------------------------------------------
 
     @torch.inference_mode()
-    def copy_of(self, group: int, block: int, full_since: float) -> list[Bytes]:
+    def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
         if full_since >= self._computed_at:  # the step that has filled it may be under way
             self._computed_at = time.monotonic()
-            self._computed = self._copies.mark()
-        row = self._of(group, self._writing)
+            self._computed = self._copies.record_event()
+        row = self._group_rows(group, self._writing)
 
         def copy() -> None:
-            self._rows[group].copy_of(block, row)
+            self._rows[group].read_block(block, row)
             self._written.copy_(self._writing, non_blocking=True)
 
-        self._aside.ask(copy, [self._computed]).wait()
+        self._write_copies.submit(copy, [self._computed]).wait()
         return self._planes_in(group, self._written)
 
-    def in_host(self, block: HostBlock) -> list[Bytes]:
-        """The bytes of a block that the host's memory holds, as `copy_of` has them, until it is given back."""
+    def read_host_block(self, block: HostBlock) -> list[Bytes]:
+        """The bytes of a block that the host's memory holds, as `read_block` has them, until it is given back."""
         block.mark.wait()
         return self._planes_in(block.key.group, self._host[block.key.group].row(block.slot))
 
@@ -240,7 +245,7 @@ class DevicePages(BlockPages):
 
     # --------------------------------------------------------------------------------------------------------------
 
-    def _of(self, group: int, rows: Tensor) -> Tensor:
+    def _group_rows(self, group: int, rows: Tensor) -> Tensor:
         """The part of rows [..., words] that a block of this group fills, in its words."""
         own = self._rows[group]
         return rows.view(own.dtype)[..., : own.num_words]
@@ -250,5 +255,5 @@ class DevicePages(BlockPages):
         own = self._rows[group]
         return rows.view(-1).view(own.dtype)[: count * own.num_words].view(count, own.num_words)
 
-    def _numbers(self, numbers: Sequence[int]) -> Tensor:
-        return sent(torch.tensor(numbers), self._device)
+    def _block_ids(self, numbers: Sequence[int]) -> Tensor:
+        return to_device(torch.tensor(numbers), self._device)

@@ -24,7 +24,7 @@ from windlass.engine.cache.persist.block_file import (
     BlockFormat,
     Bytes,
     DamagedBlockError,
-    KeptBlock,
+    StoredBlock,
     passage_in,
     read_metadata,
 )
@@ -40,10 +40,10 @@ _LOW_WATER = 14 / 16  # of the cap, to which files are removed
 
 
 class BlockDirectory:
-    """root: the folder of all namespaces, which share one cap of `most_bytes`."""
+    """root: the folder of all namespaces, which share one cap of `max_bytes`."""
 
-    def __init__(self, root: Path, form: BlockFormat, most_bytes: int) -> None:
-        self._root, self._form, self._most_bytes = root, form, most_bytes
+    def __init__(self, root: Path, form: BlockFormat, max_bytes: int) -> None:
+        self._root, self._form, self._max_bytes = root, form, max_bytes
         self.folder = root / form.namespace.hex()[:32]
         self.folder.mkdir(mode=0o700, exist_ok=True)
 
@@ -62,7 +62,7 @@ class BlockDirectory:
         except OSError:
             return 0
 
-    def read(self, key: BlockKey) -> KeptBlock | None:
+    def read(self, key: BlockKey) -> StoredBlock | None:
         """The block, None if there is no such file. Raises DamagedBlockError, ForeignBlockError or OSError."""
         try:
             with open(self._path(key), "rb", buffering=0, opener=_open_plain) as file:
@@ -112,7 +112,7 @@ class BlockDirectory:
             raise
         return size
 
-    def use(self, key: BlockKey, index: int) -> None:
+    def touch(self, key: BlockKey, index: int) -> None:
         """Its block is used now."""
         with contextlib.suppress(OSError):
             os.utime(self._path(key), ns=_stamp(index))
@@ -121,7 +121,7 @@ class BlockDirectory:
         with contextlib.suppress(OSError):
             self._path(key).unlink()
 
-    def make_room(self) -> tuple[int, int, OSError | None]:
+    def enforce_cap(self) -> tuple[int, int, OSError | None]:
         """Remove the oldest files, whosever they are, where all of them are more than the cap less a sixteenth.
 
         Returns the bytes that are left, the files removed, and why one could not be. What writers that were killed have left
@@ -144,10 +144,10 @@ class BlockDirectory:
                 found.append((stat.st_mtime_ns, size, path))
             total += size
         removed = 0
-        if total > self._most_bytes * 15 // 16:
+        if total > self._max_bytes * 15 // 16:
             found.sort()
             for _, size, path in found:
-                if total <= self._most_bytes * _LOW_WATER:
+                if total <= self._max_bytes * _LOW_WATER:
                     break
                 error = _unlink(path)
                 if error is not None:

@@ -30,7 +30,7 @@ class ArrivedBlock:
 class FetchReader(Protocol):
     """Whoever reads for a `Fetch`."""
 
-    def give_back(self, num_bytes: int) -> None:
+    def release_staged(self, num_bytes: int) -> None:
         """So much of what was read has been taken."""
         ...
 
@@ -42,7 +42,7 @@ class FetchReader(Protocol):
 class Fetch:
     """Blocks that somebody waits for. The engine's thread takes what has arrived, and may cancel the rest at any time.
 
-    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it. num_brought: by
+    keys: of all blocks. num_read: blocks so far. is_done: no more will arrive. num_waiting: how many wait for it. num_loaded: by
     KV group, blocks that have come into the cache.
     """
 
@@ -51,12 +51,12 @@ class Fetch:
         self.keys = frozenset(block.key for block in wanted)
         self.num_waiting = 1
         self.arrived: deque[ArrivedBlock] = deque()
-        self._num_places = len({block.key.digest if block.index is None else block.index for block in wanted})
+        self._num_distinct_blocks = len({block.key.digest if block.index is None else block.index for block in wanted})
         self.num_read = 0
-        self.num_brought: Counter[int] = Counter()
+        self.num_loaded: Counter[int] = Counter()
         self.is_done = self.is_cancelled = False
         self.queued_at = time.monotonic()
-        self.begun_at: float | None = None
+        self.started_at: float | None = None
         self.idle_seconds = 0.0  # in which it could not read, as the engine had not taken what was there
 
     @property
@@ -66,16 +66,16 @@ class Fetch:
 
     def tokens_read(self, block_size: int) -> float:
         """Of text, about: where there are several KV groups, or keys as seen from afar, several blocks hold the same tokens."""
-        return self.num_read * block_size * self._num_places / max(1, len(self.wanted))
+        return self.num_read * block_size * self._num_distinct_blocks / max(1, len(self.wanted))
 
     def busy_seconds(self, now: float) -> float:
         """Seconds that reading has taken, or that it has waited for others to be read."""
-        return now - (self.queued_at if self.begun_at is None else self.begun_at) - self.idle_seconds
+        return now - (self.queued_at if self.started_at is None else self.started_at) - self.idle_seconds
 
     def take(self) -> ArrivedBlock:
         """The next block that has arrived."""
         block = self.arrived.popleft()
-        self._reader.give_back(block.num_bytes)
+        self._reader.release_staged(block.num_bytes)
         return block
 
     def leave(self) -> None:

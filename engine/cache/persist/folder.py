@@ -12,11 +12,11 @@ from windlass.engine.api.machine import available_memory
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
 
-_FEWEST_BLOCKS = 64  # of all KV groups, that the cap has to have room for
+_MIN_BLOCKS = 64  # of all KV groups, that the cap has to have room for
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
-def check_folder(config: EngineConfig) -> None:
+def check_tier_options(config: EngineConfig) -> None:
     """Make the folder that is asked for, if any is. Raises LoadError where no model at all can be served so."""
     for field, asked in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
         if asked is not None and not config.cache.prefix_caching:
@@ -30,7 +30,7 @@ def check_folder(config: EngineConfig) -> None:
         prepare_folder(config.cache.persist)
 
 
-def check_keeping(config: EngineConfig, token_bytes: int, *, sees_whole_texts: bool, on_device: bool) -> None:
+def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirectional: bool, on_device: bool) -> None:
     """Raises LoadError where blocks of this model cannot be kept as asked for. token_bytes: of a token in the cache. on_device:
     whether the cache lies in a memory of its own."""
     cache = config.cache
@@ -45,15 +45,15 @@ def check_keeping(config: EngineConfig, token_bytes: int, *, sees_whole_texts: b
     ):
         if size is None:
             continue
-        if sees_whole_texts:
+        if is_bidirectional:
             raise LoadError(
                 f"`cache.{field}` keeps what texts share, and a token of this model sees those behind it: leave it out"
             )
-        fewest = _FEWEST_BLOCKS * cache.block_size * token_bytes
+        fewest = _MIN_BLOCKS * cache.block_size * token_bytes
         if size < fewest:
             name = "persist_size" if field == "persist" else field
             raise LoadError(
-                f"`cache.{name}` is {gib(size)}, and {_FEWEST_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
+                f"`cache.{name}` is {gib(size)}, and {_MIN_BLOCKS} blocks of this model take {gib(fewest)}: raise it"
             )
 
 

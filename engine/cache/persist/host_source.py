@@ -6,8 +6,8 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from windlass.engine.cache.persist.counts import PersistCounts
-from windlass.engine.cache.persist.device_pages import DevicePages
+from windlass.engine.cache.persist.counts import PersistCounters
+from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer
 from windlass.engine.cache.persist.fetch import ArrivedBlock, WantedBlock
 from windlass.engine.cache.persist.tier import HostBlock, HostTier
 
@@ -15,23 +15,27 @@ from windlass.engine.cache.persist.tier import HostBlock, HostTier
 @dataclass(frozen=True, slots=True)
 class HostSource:
     tier: HostTier
-    pages: DevicePages
-    counts: PersistCounts
+    pages: DeviceBlockTransfer
+    counts: PersistCounters
 
-    def bring(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[ArrivedBlock]:
+    def load(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[ArrivedBlock]:
         """The first of these, as far as the host's memory has them and as many as come at once; they are wanted no more.
 
         skip_prefix: blocks of a prefix are of no use any more. None at all where it has not got the first, or `stop` came.
         """
         held: list[HostBlock] = []
         try:
-            while wanted and len(held) < self.pages.most_at_once and not (skip_prefix and wanted[0].index is not None):
+            while (
+                wanted
+                and len(held) < self.pages.max_blocks_per_load
+                and not (skip_prefix and wanted[0].index is not None)
+            ):
                 block = self.tier.acquire(wanted[0].key)
                 if block is None:
                     break
                 held.append(block)
                 wanted.popleft()
-            tickets = self.pages.bring(held, stop) if held else None
+            tickets = self.pages.load(held, stop) if held else None
         finally:
             for block in held:
                 self.tier.release(block)

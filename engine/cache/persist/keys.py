@@ -27,11 +27,11 @@ class PassageRecord:
 
 def passage_of(passages: PassageIndex, digest: bytes) -> PassageRecord | None:
     """What an index knows of a block."""
-    said = passages.said_of(digest)
-    return None if said is None else PassageRecord(*said, passages.scopes_of(digest))
+    entry = passages.recorded(digest)
+    return None if entry is None else PassageRecord(*entry, passages.scopes_of(digest))
 
 
-class BlockKeeper(Protocol):
+class BlockListener(Protocol):
     """Whom the books tell of blocks that have become full, and of those that are evicted."""
 
     def offer(self, key: BlockKey, block: int, index: int) -> None:

@@ -12,7 +12,7 @@ from windlass.engine.cache.passages import Passage, PassageIndex
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord, passage_of
 
 
-class KnownBlocks:
+class TierIndex:
     """Any thread may ask and tell."""
 
     def __init__(self, block_size: int) -> None:
@@ -40,7 +40,7 @@ class KnownBlocks:
             if key.group == 0:
                 self._passages.remove(key.digest)
 
-    def use(self, key: BlockKey, minute: int) -> bool:
+    def touch(self, key: BlockKey, minute: int) -> bool:
         """Whether this is its first use in that minute, of those said here."""
         with self._lock:
             before = self._used.get(key)

@@ -15,21 +15,21 @@ import torch
 
 from windlass.engine.cache.changes import LoadedBlock, SavedBlock
 from windlass.engine.cache.persist.block_file import Bytes, PlaneForm
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 
 _NAMES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16", torch.int8: "I8"}
 _NAMES[torch.float8_e4m3fn] = "F8_E4M3"
 
 
-class BlockPages(ABC):
+class BlockTransfer(ABC):
     """Pages that blocks are taken from and put back into.
 
-    forms: of a block's planes, per KV group; block_bytes: of all of them. most_staged: bytes that are held before their turn has
-    come. beside_streams, alone: bytes that come into the cache before one step, where streams run and where none do.
+    forms: of a block's planes, per KV group; block_bytes: of all of them. max_staged_bytes: bytes that are held before their turn has
+    come. load_budget_streaming, alone: bytes that come into the cache before one step, where streams run and where none do.
     """
 
-    most_staged = 64 << 20
-    beside_streams, alone = 8 << 20, 64 << 20
+    max_staged_bytes = 64 << 20
+    load_budget_streaming, load_budget_idle = 8 << 20, 64 << 20
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]]) -> None:
         self.forms = [[_form(plane) for plane in of_group] for of_group in planes]
@@ -37,7 +37,7 @@ class BlockPages(ABC):
         self._tickets = itertools.count()
 
     @abstractmethod
-    def copy_of(self, group: int, block: int, full_since: float) -> list[Bytes]:
+    def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
         """The bytes of a block as they are: [layers, bytes] for each plane, until the next copy is made.
 
         full_since: when its last token was computed or about to be, by the monotonic clock.
@@ -60,7 +60,7 @@ class BlockPages(ABC):
         raise RuntimeError("these blocks lie in the host's memory already")
 
 
-class PersistedPages(BlockPages):
+class CPUBlockTransfer(BlockTransfer):
     """Those of main memory. planes: see `planes_of`."""
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]]) -> None:
@@ -68,7 +68,7 @@ class PersistedPages(BlockPages):
         self._views = [[_bytes_of(plane) for plane in of_group] for of_group in planes]  # [layers, blocks, bytes] each
         self._staged: dict[int, tuple[Bytes, ...]] = {}
 
-    def copy_of(self, group: int, block: int, full_since: float) -> list[Bytes]:
+    def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
         return [view[:, block].copy() for view in self._views[group]]
 
     def stage(self, group: int, planes: tuple[Bytes, ...], stop: Callable[[], bool]) -> int | None:
@@ -90,7 +90,7 @@ def bytes_of_blocks(planes: Sequence[Sequence[torch.Tensor]]) -> list[int]:
     return [sum(_form(plane).num_bytes for plane in of_group) for of_group in planes]
 
 
-def planes_of(storages: Sequence[KVStorage]) -> list[list[torch.Tensor]]:
+def planes_of(storages: Sequence[KVCache]) -> list[list[torch.Tensor]]:
     """Of each group all that a block has. storages: of the model and, if there is one, of its draft model, which has one KV
     group, and states only where the model has them too."""
     first, *others = [storage.planes for storage in storages]

@@ -15,12 +15,12 @@ from collections.abc import Callable, Sequence
 from queue import SimpleQueue
 
 from windlass.engine.cache.persist.block_file import DamagedBlockError, ForeignBlockError
-from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.counts import PersistCounters
 from windlass.engine.cache.persist.directory import BlockDirectory, minute
 from windlass.engine.cache.persist.fetch import ArrivedBlock, Fetch, WantedBlock
 from windlass.engine.cache.persist.host_source import HostSource
-from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import BlockPages
+from windlass.engine.cache.persist.known import TierIndex
+from windlass.engine.cache.persist.pages import BlockTransfer
 
 _logger = logging.getLogger("windlass.engine")
 
@@ -31,12 +31,12 @@ class BlockFileReader:
     def __init__(
         self,
         directory: Callable[[], BlockDirectory | None],
-        pages: BlockPages,
-        known: KnownBlocks,
-        counts: PersistCounts,
+        pages: BlockTransfer,
+        known: TierIndex,
+        counts: PersistCounters,
         host: HostSource | None = None,
     ) -> None:
-        self._directory, self._pages, self._known, self._counts = directory, pages, known, counts
+        self._directory, self._pages, self._index, self._counts = directory, pages, known, counts
         self._host = host
         self._queue: SimpleQueue[Fetch | None] = SimpleQueue()
         self._changed = threading.Condition()
@@ -58,7 +58,7 @@ class BlockFileReader:
                 lambda: any(f.arrived or f.is_done or f.is_cancelled for f in fetches), seconds
             )
 
-    def give_back(self, num_bytes: int) -> None:
+    def release_staged(self, num_bytes: int) -> None:
         with self._changed:
             self._staged -= num_bytes
             self._changed.notify_all()
@@ -81,7 +81,7 @@ class BlockFileReader:
 
     def _run(self) -> None:
         while (fetch := self._queue.get()) is not None and not self._closed:
-            fetch.begun_at = time.monotonic()
+            fetch.started_at = time.monotonic()
             try:
                 self._read_all(fetch)
             except Exception:  # whatever is wrong with files, requests go on without them
@@ -103,10 +103,10 @@ class BlockFileReader:
                 continue
             if self._host is not None:
                 began = time.monotonic()
-                brought = self._host.bring(wanted, stop, skip_prefix=broken)
+                loaded = self._host.load(wanted, stop, skip_prefix=broken)
                 fetch.idle_seconds += time.monotonic() - began  # what it waits for is the engine
-                if brought:
-                    self._arrive(fetch, brought)
+                if loaded:
+                    self._deliver(fetch, loaded)
                     continue
                 if stop():  # it may have come while that waited, and then the first of these is wanted no more
                     return
@@ -131,22 +131,22 @@ class BlockFileReader:
             self._counts.fail(f"cached blocks cannot be read from {directory.folder}", error)
             block = None
         if block is None:
-            self._known.remove(key)
+            self._index.remove(key)
             return False
-        if self._known.use(key, minute()):
-            directory.use(key, wanted.index or 0)
+        if self._index.touch(key, minute()):
+            directory.touch(key, wanted.index or 0)
         self._counts.read += 1
         self._counts.read_bytes += block.num_bytes
         waited = time.monotonic()
         with self._changed:
-            self._changed.wait_for(lambda: self._staged < self._pages.most_staged or stop())
+            self._changed.wait_for(lambda: self._staged < self._pages.max_staged_bytes or stop())
         ticket = self._pages.stage(key.group, block.planes, stop)
         fetch.idle_seconds += time.monotonic() - waited
         if ticket is not None:
-            self._arrive(fetch, [ArrivedBlock(key, ticket, block.num_bytes, block.passage)])
+            self._deliver(fetch, [ArrivedBlock(key, ticket, block.num_bytes, block.passage)])
         return True
 
-    def _arrive(self, fetch: Fetch, blocks: Sequence[ArrivedBlock]) -> None:
+    def _deliver(self, fetch: Fetch, blocks: Sequence[ArrivedBlock]) -> None:
         with self._changed:
             if fetch.is_cancelled:
                 for block in blocks:

@@ -40,7 +40,7 @@ class GroupRows:
             for layer, own in zip(view[block], part[0], strict=True):
                 layer.copy_(own)
 
-    def copy_of(self, block: int, row: Tensor) -> None:
+    def read_block(self, block: int, row: Tensor) -> None:
         """Take a block into a row [words] of the device."""
         for view, part in zip(self._views, self._parts(row[None]), strict=True):
             part[0].copy_(view[block])
@@ -51,7 +51,7 @@ class GroupRows:
             yield rows[:, first:end].view(len(rows), *view.shape[1:])
 
 
-def runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
+def consecutive_runs(numbers: Sequence[int]) -> Iterator[tuple[int, int]]:
     """(first, end) of entries whose numbers follow one another, in order."""
     first = 0
     for index in range(1, len(numbers) + 1):

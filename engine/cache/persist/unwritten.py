@@ -19,7 +19,7 @@ EVICTED = -1
 
 
 @dataclass(frozen=True, slots=True)
-class UnwrittenBlock:
+class QueuedBlock:
     """block: where it lies, `EVICTED` where the host's memory has it. index: blocks before it in its text. full_since: at least
     so long, by the monotonic clock."""
 
@@ -30,27 +30,27 @@ class UnwrittenBlock:
     full_since: float = field(default_factory=time.monotonic)
 
 
-class UnwrittenBlocks:
+class WriteQueue:
     """num_lost: blocks that were evicted before they were written."""
 
     def __init__(self) -> None:
-        self._blocks: OrderedDict[BlockKey, UnwrittenBlock] = OrderedDict()
-        self._coming: dict[BlockKey, UnwrittenBlock] = {}
-        self._copied: UnwrittenBlock | None = None
+        self._blocks: OrderedDict[BlockKey, QueuedBlock] = OrderedDict()
+        self._loading: dict[BlockKey, QueuedBlock] = {}
+        self._copying: QueuedBlock | None = None
         self._changed = threading.Condition()
-        self._refuses = False
+        self._closed = False
         self.num_lost = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def offer(self, item: UnwrittenBlock, *, comes: bool = False) -> None:
-        """comes: what lies in the block is not it before `arrive`."""
+    def offer(self, item: QueuedBlock, *, is_loading: bool = False) -> None:
+        """comes: what lies in the block is not it before `finish_loading`."""
         with self._changed:
-            if self._refuses:
+            if self._closed:
                 return
-            if comes:
-                self._coming[item.key] = item
+            if is_loading:
+                self._loading[item.key] = item
                 return
             waiting = self._blocks.get(item.key)
             if waiting is not None and item.passage is None:
@@ -60,30 +60,30 @@ class UnwrittenBlocks:
             self._blocks[item.key] = item
             self._changed.notify()
 
-    def arrive(self) -> None:
+    def finish_loading(self) -> None:
         """All that comes was put into its blocks, or the device was asked to: whoever copies from now on has it."""
-        if not self._coming:
+        if not self._loading:
             return
         with self._changed:
-            coming, self._coming = self._coming, {}
-            for item in coming.values():
+            loading, self._loading = self._loading, {}
+            for item in loading.values():
                 self.offer(replace(item, full_since=time.monotonic()))
 
-    def withdraw(self, key: BlockKey, *, kept: bool) -> None:
+    def withdraw(self, key: BlockKey, *, in_host_memory: bool) -> None:
         """The block is about to be overwritten. kept: the host's memory has it from then on."""
         with self._changed:
-            coming = self._coming.pop(key, None)
-            copied = self._copied if self._copied is not None and self._copied.key == key else None
+            loading = self._loading.pop(key, None)
+            copied = self._copying if self._copying is not None and self._copying.key == key else None
             if copied is not None:
-                self._copied = None
-            if kept:
-                item = coming or self._blocks.get(key, copied)
+                self._copying = None
+            if in_host_memory:
+                item = loading or self._blocks.get(key, copied)
                 if item is not None:
                     self._blocks[key] = replace(item, block=EVICTED)
-            elif (self._blocks.pop(key, None) or coming) is not None:
+            elif (self._blocks.pop(key, None) or loading) is not None:
                 self.num_lost += 1
 
-    def forget(self, key: BlockKey) -> None:
+    def host_evicted(self, key: BlockKey) -> None:
         """The host's memory has the block no more."""
         with self._changed:
             item = self._blocks.get(key)
@@ -91,7 +91,7 @@ class UnwrittenBlocks:
                 del self._blocks[key]
                 self.num_lost += 1
 
-    def take(self, seconds: float) -> UnwrittenBlock | None:
+    def take(self, seconds: float) -> QueuedBlock | None:
         """The next one, to be copied now; None where none comes within so many seconds."""
         with self._changed:
             deadline = time.monotonic() + seconds
@@ -100,36 +100,36 @@ class UnwrittenBlocks:
                 if left <= 0 or not self._changed.wait(left):
                     return None
             _, item = self._blocks.popitem(last=False)
-            self._copied = item
+            self._copying = item
             return item
 
-    def put_back(self, item: UnwrittenBlock) -> None:
+    def put_back(self, item: QueuedBlock) -> None:
         """It could not be written, and comes first again, unless it is gone."""
         with self._changed:
-            if self._copied is item and item.key not in self._blocks:
+            if self._copying is item and item.key not in self._blocks:
                 self._blocks[item.key] = item
                 self._blocks.move_to_end(item.key, last=False)
-            self._copied = None
+            self._copying = None
 
-    def is_copied(self, item: UnwrittenBlock) -> bool:
+    def finish_copy(self, item: QueuedBlock) -> bool:
         """Whether the block lay there as it is until now."""
         with self._changed:
-            if self._copied is item:
+            if self._copying is item:
                 return True
             self.num_lost += item.key not in self._blocks  # else it waits once more
             return False
 
-    def lose(self) -> None:
+    def count_lost(self) -> None:
         """What was taken is nowhere any more."""
         with self._changed:
             self.num_lost += 1
 
-    def refuse(self) -> None:
+    def close(self) -> None:
         """Nobody will take any of these, nor what is offered from now on."""
         with self._changed:
-            self._refuses = True
+            self._closed = True
             self._blocks.clear()
-            self._coming.clear()
+            self._loading.clear()
 
     def wake(self) -> None:
         """Let `take` return."""

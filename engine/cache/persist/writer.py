@@ -16,55 +16,55 @@ from collections import deque
 from collections.abc import Callable, Sequence
 
 from windlass.engine.cache.persist.block_file import Bytes, DamagedBlockError
-from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.counts import PersistCounters
 from windlass.engine.cache.persist.directory import BlockDirectory, minute
 from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import BlockPages
-from windlass.engine.cache.persist.unwritten import EVICTED, UnwrittenBlock, UnwrittenBlocks
+from windlass.engine.cache.persist.known import TierIndex
+from windlass.engine.cache.persist.pages import BlockTransfer
+from windlass.engine.cache.persist.unwritten import EVICTED, QueuedBlock, WriteQueue
 
 _logger = logging.getLogger("windlass.engine")
 
 _NICENESS = 10
-_LOOK_SECONDS = 1.0  # between two looks at what other processes have written, at least
-_LOOK_SHARE = 100  # and so many times what a look takes
-_ROOM_SHARE = 32  # of the cap, after which the folder is measured again
-_FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds after a failure
-_MOST_USES = 64  # texts whose use waits to be noted
-_CANNOT_KEEP = "cached blocks cannot be kept"
+_MIN_SCAN_INTERVAL = 1.0  # between two looks at what other processes have written, at least
+_SCAN_INTERVAL_FACTOR = 100  # and so many times what a look takes
+_MEASURE_SHARE = 32  # of the cap, after which the folder is measured again
+_MIN_BACKOFF, _MAX_BACKOFF = 1.0, 60.0  # seconds after a failure
+_MAX_PENDING_USES = 64  # texts whose use waits to be noted
+_CANNOT_STORE = "cached blocks cannot be kept"
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 
-class NeverOpenError(Exception):
+class UnusableFolderError(Exception):
     """The folder cannot be opened, and to try again is of no use."""
 
 
 class BlockFileWriter:
-    """open_directory: makes what `directory` is from then on; raises OSError or NeverOpenError. It may take its time, and may
-    return None when what it is given says that nobody needs it any more. most_bytes: of all files together. host: copies of
+    """open_directory: makes what `directory` is from then on; raises OSError or UnusableFolderError. It may take its time, and may
+    return None when what it is given says that nobody needs it any more. max_bytes: of all files together. host: copies of
     what the pages have lost."""
 
     def __init__(
         self,
         open_directory: Callable[[Callable[[], bool]], BlockDirectory | None],
-        pages: BlockPages,
-        unwritten: UnwrittenBlocks,
-        known: KnownBlocks,
-        counts: PersistCounts,
-        most_bytes: int,
+        pages: BlockTransfer,
+        write_queue: WriteQueue,
+        known: TierIndex,
+        counts: PersistCounters,
+        max_bytes: int,
         host: HostSource | None = None,
     ) -> None:
         self.directory: BlockDirectory | None = None
-        self._open, self._pages, self._unwritten = open_directory, pages, unwritten
-        self._known, self._counts, self._most_bytes, self._host = known, counts, most_bytes, host
-        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MOST_USES)
+        self._open, self._pages, self._write_queue = open_directory, pages, write_queue
+        self._index, self._counts, self._max_bytes, self._host = known, counts, max_bytes, host
+        self._uses: deque[Sequence[BlockKey]] = deque(maxlen=_MAX_PENDING_USES)
         self._closing: float | None = None  # when it ends at last
-        self._looked_at, self._look_seconds, self._changed_at = 0.0, 0.0, 0
+        self._scanned_at, self._scan_seconds, self._changed_at = 0.0, 0.0, 0
         self._unmeasured = 0  # bytes written since the folder was measured
         self._pause, self._resumes_at = 0.0, 0.0
-        self._has_seen = threading.Event()  # what the folder holds, or that it cannot be opened
+        self._has_scanned = threading.Event()  # what the folder holds, or that it cannot be opened
         self._thread = threading.Thread(target=self._run, name="kv-writer", daemon=True)
         self._thread.start()
 
@@ -72,89 +72,89 @@ class BlockFileWriter:
         """The blocks of a text, in order, are used now. Of many that come at once only the last are noted."""
         self._uses.append(keys)
 
-    def wait_seen(self, seconds: float) -> None:
+    def wait_first_scan(self, seconds: float) -> None:
         """Until it is known what the folder holds, for so many seconds at most."""
-        self._has_seen.wait(seconds)
+        self._has_scanned.wait(seconds)
 
     def close(self, seconds: float) -> None:
         """Write what is left, for so many seconds at most, and end."""
         self._closing = time.monotonic() + seconds
-        self._unwritten.wake()
+        self._write_queue.wake()
         self._thread.join()
 
     def _run(self) -> None:
-        while not self._is_over():
+        while not self._should_stop():
             try:
                 if self.directory is None:
-                    self.directory = self._open(self._is_over)
+                    self.directory = self._open(self._should_stop)
                     if self.directory is None:
                         return
                     self._measure(self.directory)
-                self._note_uses(self.directory)
-                self._look(self.directory)
-                self._see()
+                self._write_use_times(self.directory)
+                self._scan(self.directory)
+                self._finish_first_scan()
                 self._write_next(self.directory)
-            except NeverOpenError as error:
-                self._counts.fail(_CANNOT_KEEP, error)
-                self._unwritten.refuse()
-                self._see()
+            except UnusableFolderError as error:
+                self._counts.fail(_CANNOT_STORE, error)
+                self._write_queue.close()
+                self._finish_first_scan()
                 return
             except Exception as error:  # the engine goes on whatever becomes of files
-                self._fail(_CANNOT_KEEP, error)
-                self._see()
-                while not self._is_over() and self._pauses():
+                self._fail(_CANNOT_STORE, error)
+                self._finish_first_scan()
+                while not self._should_stop() and self._is_backing_off():
                     pass
 
-    def _see(self) -> None:
+    def _finish_first_scan(self) -> None:
         """Whoever starts need wait no longer; from here on the engine goes first."""
-        if not self._has_seen.is_set():
+        if not self._has_scanned.is_set():
             with contextlib.suppress(OSError, AttributeError):
                 os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), _NICENESS)
-            self._has_seen.set()
+            self._has_scanned.set()
 
-    def _is_over(self) -> bool:
+    def _should_stop(self) -> bool:
         if self._closing is None:
             return False
-        return not len(self._unwritten) or self._pause > 0 or time.monotonic() >= self._closing
+        return not len(self._write_queue) or self._pause > 0 or time.monotonic() >= self._closing
 
     def _write_next(self, directory: BlockDirectory) -> None:
-        if self._pauses():
+        if self._is_backing_off():
             return
-        item = self._unwritten.take(0.25)
+        item = self._write_queue.take(0.25)
         if item is None or not self._is_wanted(item):
             return
         held = None if self._host is None else self._host.tier.acquire(item.key)
         if held is not None and self._host is not None:
             try:
-                self._write(directory, item, self._host.pages.in_host(held))
+                self._write(directory, item, self._host.pages.read_host_block(held))
             finally:
                 self._host.tier.release(held)
         elif item.block == EVICTED:
-            self._unwritten.lose()
+            self._write_queue.count_lost()
         else:
-            planes = self._pages.copy_of(item.key.group, item.block, item.full_since)
-            if self._unwritten.is_copied(item):
+            planes = self._pages.read_block(item.key.group, item.block, item.full_since)
+            if self._write_queue.finish_copy(item):
                 self._write(directory, item, planes)
 
-    def _write(self, directory: BlockDirectory, item: UnwrittenBlock, planes: list[Bytes]) -> None:
+    def _write(self, directory: BlockDirectory, item: QueuedBlock, planes: list[Bytes]) -> None:
         what = _CANNOT_WRITE.format(directory.folder)
         try:
             size = directory.write(item.key, item.index, item.passage, planes)
         except OSError as error:
-            self._unwritten.put_back(item)
+            self._write_queue.put_back(item)
             self._fail(what, error)
             return
-        self._known.add(item.key, minute(), item.passage)
+        self._index.add(item.key, minute(), item.passage)
         self._counts.written += 1
         self._counts.written_bytes += size
         self._counts.disk_bytes += size
         self._unmeasured += size
         self._pause = 0.0
         self._counts.succeed(what)
-        if self._unmeasured * _ROOM_SHARE > self._most_bytes:
+        if self._unmeasured * _MEASURE_SHARE > self._max_bytes:
             self._measure(directory)
 
-    def _pauses(self) -> bool:
+    def _is_backing_off(self) -> bool:
         """Whether a failure is too fresh to try again; a part of the pause is over then."""
         pause = self._resumes_at - time.monotonic()
         if pause <= 0:
@@ -162,21 +162,21 @@ class BlockFileWriter:
         time.sleep(min(pause, 0.1))
         return True
 
-    def _is_wanted(self, item: UnwrittenBlock) -> bool:
+    def _is_wanted(self, item: QueuedBlock) -> bool:
         """Whether no file holds it, or one that lacks what is known of its passage."""
-        if item.key not in self._known:
+        if item.key not in self._index:
             return True
         scopes = () if item.passage is None else item.passage.scopes
-        return any(not self._known.is_passage_of(scope, item.key.digest) for scope in scopes)
+        return any(not self._index.is_passage_of(scope, item.key.digest) for scope in scopes)
 
     def _fail(self, what: str, error: Exception) -> None:
         self._counts.fail(what, error)
-        self._pause = min(max(_FIRST_PAUSE, 2 * self._pause), _LONGEST_PAUSE)
+        self._pause = min(max(_MIN_BACKOFF, 2 * self._pause), _MAX_BACKOFF)
         self._resumes_at = time.monotonic() + self._pause
 
     def _measure(self, directory: BlockDirectory) -> None:
         """Hold the cap."""
-        self._counts.disk_bytes, removed, fault = directory.make_room()
+        self._counts.disk_bytes, removed, fault = directory.enforce_cap()
         self._unmeasured = 0
         self._counts.evicted += removed
         what = _CANNOT_REMOVE.format(directory.folder.parent)
@@ -184,33 +184,33 @@ class BlockFileWriter:
             self._counts.fail(what, fault)
         elif removed:
             self._counts.succeed(what)
-        self._looked_at = 0.0  # look again at once
+        self._scanned_at = 0.0  # look again at once
 
-    def _look(self, directory: BlockDirectory) -> None:
+    def _scan(self, directory: BlockDirectory) -> None:
         """See what has come and gone."""
         began = time.monotonic()
-        if began - self._looked_at < max(_LOOK_SECONDS, _LOOK_SHARE * self._look_seconds):
+        if began - self._scanned_at < max(_MIN_SCAN_INTERVAL, _SCAN_INTERVAL_FACTOR * self._scan_seconds):
             return
         changed_at = directory.changed_at()
         if changed_at != self._changed_at or not changed_at:
-            new = self._known.compare(directory.present())
+            new = self._index.compare(directory.present())
             for key in new:
-                self._known.add(key, -1)
+                self._index.add(key, -1)
             for key in new:
                 if key.group == 0 and self._closing is None:
                     with contextlib.suppress(OSError, DamagedBlockError):  # whoever reads it will see
                         passage = directory.passage_of(key)
                         if passage is not None:
-                            self._known.add(key, -1, passage)
+                            self._index.add(key, -1, passage)
             self._changed_at = changed_at
-        if self._counts.succeed(_CANNOT_KEEP):
+        if self._counts.succeed(_CANNOT_STORE):
             self._pause = 0.0
-        self._looked_at = time.monotonic()
-        self._look_seconds = self._looked_at - began
+        self._scanned_at = time.monotonic()
+        self._scan_seconds = self._scanned_at - began
 
-    def _note_uses(self, directory: BlockDirectory) -> None:
+    def _write_use_times(self, directory: BlockDirectory) -> None:
         now = minute()
         while self._uses:
             for index, key in enumerate(self._uses.popleft()):
-                if self._known.use(key, now):
-                    directory.use(key, index)
+                if self._index.touch(key, now):
+                    directory.touch(key, index)

@@ -4,7 +4,7 @@ What a replica has cached is not asked but remembered: the prompts that were sen
 its cache forgets them. Knows replicas by any key, prompts by their digests (see `prefix`), and nothing of how either is reached.
 
 A replica is too busy for a prompt where it has more requests than the least busy one by more than one for each
-TOKENS_PER_REQUEST that it would save, and by more than MOST_AHEAD in any case. Among equals the least busy wins, then the one
+TOKENS_PER_REQUEST that it would save, and by more than MAX_EXTRA_LOAD in any case. Among equals the least busy wins, then the one
 that was chosen longest ago.
 """
 
@@ -17,20 +17,20 @@ from typing import Generic, TypeVar
 
 K = TypeVar("K", bound=Hashable)
 
-MOST_REMEMBERED = 65_536  # blocks of a replica, some 200 bytes each
-MOST_AHEAD = 8  # requests
+MAX_TRACKED_BLOCKS = 65_536  # blocks of a replica, some 200 bytes each
+MAX_EXTRA_LOAD = 8  # requests
 TOKENS_PER_REQUEST = 64  # saved, that are worth waiting for one more
 
 
-class _Remembered:
+class _TrackedPrefixes:
     """The blocks that one replica should have, the ones used last at the end."""
 
-    __slots__ = ("_blocks", "_most", "chosen")
+    __slots__ = ("_blocks", "_most", "last_chosen")
 
     def __init__(self, most: int) -> None:
         self._blocks: OrderedDict[bytes, None] = OrderedDict()
         self._most = most
-        self.chosen = 0
+        self.last_chosen = 0
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -55,16 +55,16 @@ class _Remembered:
 
 
 class PrefixRouter(Generic[K]):
-    """block_tokens: of a digest's block. most_blocks: that a replica's cache holds, at most MOST_REMEMBERED are remembered."""
+    """block_tokens: of a digest's block. most_blocks: that a replica's cache holds, at most MAX_TRACKED_BLOCKS are remembered."""
 
-    def __init__(self, block_tokens: int, most_blocks: int = MOST_REMEMBERED) -> None:
+    def __init__(self, block_tokens: int, most_blocks: int = MAX_TRACKED_BLOCKS) -> None:
         self._block_tokens = block_tokens
-        self._most = max(1, min(most_blocks, MOST_REMEMBERED))
-        self._replicas: dict[K, _Remembered] = {}
-        self._turns = count(1)
+        self._most = max(1, min(most_blocks, MAX_TRACKED_BLOCKS))
+        self._replicas: dict[K, _TrackedPrefixes] = {}
+        self._choice_counter = count(1)
 
     @property
-    def num_remembered(self) -> int:
+    def num_tracked_blocks(self) -> int:
         """Blocks, of all replicas."""
         return sum(map(len, self._replicas.values()))
 
@@ -75,25 +75,25 @@ class PrefixRouter(Generic[K]):
         for replica, requests in load.items():
             known = self._replicas.get(replica)
             matched = 0 if known is None else known.match(digests)
-            ranked.append((-matched, requests, 0 if known is None else known.chosen, replica))
+            ranked.append((-matched, requests, 0 if known is None else known.last_chosen, replica))
         ranked.sort(key=lambda one: one[:3])
         for matched, requests, _, replica in ranked:
             saved = -matched * self._block_tokens
-            if requests - least <= min(MOST_AHEAD, saved // TOKENS_PER_REQUEST):
+            if requests - least <= min(MAX_EXTRA_LOAD, saved // TOKENS_PER_REQUEST):
                 return replica
         raise AssertionError("the least busy replica is never too busy")
 
     def sent(self, replica: K, digests: Sequence[bytes]) -> None:
         """A prompt went to this replica, which has it cached from now on."""
-        known = self._replicas.setdefault(replica, _Remembered(self._most))
-        known.chosen = next(self._turns)
+        known = self._replicas.setdefault(replica, _TrackedPrefixes(self._most))
+        known.last_chosen = next(self._choice_counter)
         known.add(digests)
 
     def forget(self, replica: K) -> None:
         """This replica has nothing cached (any more)."""
         self._replicas.pop(replica, None)
 
-    def keep_only(self, replicas: Sequence[K]) -> None:
+    def retain_only(self, replicas: Sequence[K]) -> None:
         """Forget all the others."""
         for gone in self._replicas.keys() - set(replicas):
             del self._replicas[gone]

@@ -16,14 +16,14 @@ from pathlib import Path
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
+from windlass.engine.api.looks import A, CacheQuery, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client import EngineClient
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.replicas.choice import PrefixRouter
 from windlass.engine.client.replicas.member import Replica
 from windlass.engine.client.replicas.prefix import PrefixKeys
-from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.client.replicas.sums import concat_cache_snapshots, sum_stats
 from windlass.engine.core.loop import ProgressCallback
 from windlass.engine.errors import EngineDeadError, LoadError, QueueFullError, RequestError
 
@@ -45,7 +45,7 @@ class ReplicatedClient(EngineClient):
         self._config = config
         self._replicas = [Replica(number, client) for number, client in enumerate(clients)]
         self._adapters = {source.adapter_id: source for source in config.adapters.sources}
-        self._where: dict[str, Replica | None] = {}  # of requests that run; None: on their way to another
+        self._replica_of: dict[str, Replica | None] = {}  # of requests that run; None: on their way to another
         self._keys: PrefixKeys | None = None
         self._router: PrefixRouter[int] = PrefixRouter(1)
         self._info: ModelInfo | None = None
@@ -60,7 +60,7 @@ class ReplicatedClient(EngineClient):
         return tuple(replica.client for replica in self._replicas)
 
     @property
-    def is_several(self) -> bool:
+    def has_replicas(self) -> bool:
         return True
 
     @property
@@ -105,17 +105,17 @@ class ReplicatedClient(EngineClient):
     async def generate(self, request: EngineRequest) -> AsyncGenerator[RequestOutput, None]:
         """See `EngineClient.generate`."""
         request_id, samples = request.request_id, request.sampling.n
-        if request_id in self._where:
+        if request_id in self._replica_of:
             raise RequestError(f"a request with the id {request_id!r} is already running", "request_id")
         digests = self._digests(request)
         tried: list[int] = []
-        self._where[request_id] = None
+        self._replica_of[request_id] = None
         try:
             while True:
                 replica = self._choose(request, digests, tried)
                 tried.append(replica.number)
                 begun = False
-                self._where[request_id] = replica
+                self._replica_of[request_id] = replica
                 replica.in_flight += samples
                 try:
                     async with contextlib.aclosing(replica.client.generate(request)) as stream:
@@ -124,20 +124,20 @@ class ReplicatedClient(EngineClient):
                             yield output
                     return
                 except EngineDeadError as error:
-                    if begun or error.begun or not self._others(request, tried):
+                    if begun or error.begun or not self._has_alternative(request, tried):
                         raise
                 except QueueFullError:
-                    if begun or not self._others(request, tried):
+                    if begun or not self._has_alternative(request, tried):
                         raise
                 finally:
                     replica.in_flight -= samples
-                    self._where[request_id] = None
+                    self._replica_of[request_id] = None
         finally:
-            del self._where[request_id]
+            del self._replica_of[request_id]
 
     def end_sample(self, request_id: str, index: int) -> None:
         """See `EngineClient.end_sample`."""
-        if (replica := self._where.get(request_id)) is not None:
+        if (replica := self._replica_of.get(request_id)) is not None:
             replica.client.end_sample(request_id, index)
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo:
@@ -154,10 +154,10 @@ class ReplicatedClient(EngineClient):
         infos = [result for result in results if isinstance(result, AdapterInfo)]
         # A replica that died over it comes back with it.
         errors = [result for result in results if isinstance(result, BaseException)]
-        grave = [error for error in errors if not isinstance(error, EngineDeadError)] or (errors if not infos else [])
-        if grave:
+        fatal = [error for error in errors if not isinstance(error, EngineDeadError)] or (errors if not infos else [])
+        if fatal:
             self.drop_adapter(source.adapter_id)
-            raise grave[0]
+            raise fatal[0]
         return infos[0]
 
     def drop_adapter(self, adapter_id: int) -> None:
@@ -166,12 +166,12 @@ class ReplicatedClient(EngineClient):
         for replica in self._replicas:
             replica.client.drop_adapter(adapter_id)
 
-    async def look(self, question: EngineQuestion[A]) -> A:
-        """See `EngineClient.look`. A picture of the cache has the pages of all; anything else is asked of the least busy."""
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
+        """See `EngineClient.inspect`. A picture of the cache has the pages of all; anything else is asked of the least busy."""
         usable = self._usable()
-        if not isinstance(question, CacheQuestion):
-            return await min(usable, key=lambda replica: replica.in_flight).client.look(question)
-        asked = await asyncio.gather(*(one.client.look(question) for one in usable), return_exceptions=True)
+        if not isinstance(question, CacheQuery):
+            return await min(usable, key=lambda replica: replica.in_flight).client.inspect(question)
+        asked = await asyncio.gather(*(one.client.inspect(question) for one in usable), return_exceptions=True)
         seen = [
             (one.number, found)
             for one, found in zip(usable, asked, strict=True)
@@ -179,7 +179,7 @@ class ReplicatedClient(EngineClient):
         ]
         if not seen:
             raise next(found for found in asked if isinstance(found, BaseException))
-        return side_by_side(seen)  # type: ignore[return-value]
+        return concat_cache_snapshots(seen)  # type: ignore[return-value]
 
     async def stats(self) -> EngineStats:
         """The sum of all, with each one's in `engines`; see `ProcessClient.stats`."""
@@ -194,7 +194,7 @@ class ReplicatedClient(EngineClient):
     async def close(self) -> None:
         """End all engines; see `ProcessClient.close`."""
         self._closed = True
-        self._tell()
+        self._notify()
         await asyncio.gather(*(replica.client.close() for replica in self._replicas))
         for task in self._tasks:
             task.cancel()
@@ -240,12 +240,12 @@ class ReplicatedClient(EngineClient):
             info = await self._load()
         except LoadError as error:
             self._failure = str(error)
-            self._tell()
+            self._notify()
             self.kill(reap=False)
             return
         self._keys = (
             None
-            if info.sees_whole_texts or not self._config.cache.prefix_caching
+            if info.is_bidirectional or not self._config.cache.prefix_caching
             else PrefixKeys(info, self._config.rotary)
         )
         if self._keys is not None:
@@ -254,9 +254,11 @@ class ReplicatedClient(EngineClient):
         for replica in self._replicas:
             await replica.prepare(self._adapters)
         self._info = replace(info, replicas=len(self._replicas))
-        self._tell()
+        self._notify()
         follow = asyncio.get_running_loop().create_task
-        self._tasks += [follow(self._follow(replica), name=f"replica-{replica.number}") for replica in self._replicas]
+        self._tasks += [
+            follow(self._supervise(replica), name=f"replica-{replica.number}") for replica in self._replicas
+        ]
 
     async def _load(self) -> ModelInfo:
         """The first one, then the others as it is. Raises LoadError."""
@@ -265,7 +267,7 @@ class ReplicatedClient(EngineClient):
         first.start_nowait()
         info = await first.wait_ready()
         for replica in self._replicas:
-            replica.client.reconfigure(settled(replica.client.config, info))
+            replica.client.reconfigure(replica_config(replica.client.config, info))
         for client in others:
             client.start_nowait()
         waiting = [asyncio.ensure_future(client.wait_ready()) for client in others]
@@ -278,17 +280,17 @@ class ReplicatedClient(EngineClient):
             raise LoadError("the files of the model changed while they were read: start the server again")
         return info
 
-    async def _follow(self, replica: Replica) -> None:
+    async def _supervise(self, replica: Replica) -> None:
         """Notice what becomes of one engine, and bring a new one to what the others have."""
         client = replica.client
         while (state := client.state) != "closed":
             if state == "ready" and not replica.usable:
                 self._router.forget(replica.number)
-                if (amiss := await replica.prepare(self._adapters)) is not None:
-                    _logger.error("replica %d: %s", replica.number, amiss)
+                if (problem := await replica.prepare(self._adapters)) is not None:
+                    _logger.error("replica %d: %s", replica.number, problem)
             if state == "failed" and self.state != "failed":
                 _logger.error("replica %d was given up, the others go on: %s", replica.number, client.failure)
-            self._tell()
+            self._notify()
             if client.state == state:
                 await client.wait_state(*_STATES - {state})
 
@@ -305,7 +307,7 @@ class ReplicatedClient(EngineClient):
         self._router.sent(number, digests)
         return self._replicas[number]
 
-    def _others(self, request: EngineRequest, tried: Sequence[int]) -> bool:
+    def _has_alternative(self, request: EngineRequest, tried: Sequence[int]) -> bool:
         others = (one for one in self._replicas if one.usable and one.has(request.adapter))
         return not self._closed and any(one.number not in tried for one in others)
 
@@ -325,12 +327,12 @@ class ReplicatedClient(EngineClient):
                 raise EngineDeadError("the engine was closed")
         raise EngineDeadError("the engines are being restarted; try again soon")
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
 
 
-def settled(config: EngineConfig, info: ModelInfo) -> EngineConfig:
+def replica_config(config: EngineConfig, info: ModelInfo) -> EngineConfig:
     """What an engine loads that is to be like one that has loaded."""
     cache = replace(config.cache, memory=info.kv_cache_bytes)
     return replace(config, replicas=1, max_model_len=info.max_model_len, cache=cache)

@@ -26,7 +26,7 @@ class Replica:
 
     async def prepare(self, adapters: dict[int, AdapterSource]) -> str | None:
         """Take requests, once it has these adapters, which may change meanwhile. Returns what is amiss with one of them."""
-        restarts, amiss = self.client.restarts, None
+        restarts, problem = self.client.restarts, None
         refused: set[int] = set()
         while missing := adapters.keys() - self.client.adapter_ids - refused:
             source = adapters[missing.pop()]
@@ -34,10 +34,10 @@ class Replica:
                 await self.client.load_adapter(source)
             except EngineError as error:
                 refused.add(source.adapter_id)
-                amiss = f"adapter {source.name}: {error}"
+                problem = f"adapter {source.name}: {error}"
             if self.client.restarts != restarts or self.client.state != "ready":
-                return amiss
+                return problem
         for adapter_id in self.client.adapter_ids - adapters.keys():
             self.client.drop_adapter(adapter_id)
         self._prepared = restarts
-        return amiss
+        return problem

@@ -8,34 +8,36 @@ from dataclasses import replace
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.machine import processor_quota
-from windlass.engine.client.child import Seat
-from windlass.engine.core.black_box import memory_file
-from windlass.engine.core.threads import rank_threads, share_cores
+from windlass.engine.client.child import ProcessPlacement
+from windlass.engine.core.black_box import create_memory_file
+from windlass.engine.core.threads import partition_cores, threads_per_rank
 
 _MODELS = 2  # a model and a draft model
 
 
-class Placement:
+class ReplicaPlacement:
     """Seats for so many engines; raises LoadError where there are not. leave_one: the last core is the server's. `close` it.
 
     Nothing lies in the memory files until the first engine loads.
     """
 
     def __init__(self, replicas: int, *, leave_one: bool = False) -> None:
-        self._cores = share_cores(replicas, leave_one=leave_one)
-        self._files = tuple(memory_file(0) for _ in range(_MODELS))
+        self._cores = partition_cores(replicas, leave_one=leave_one)
+        self._files = tuple(create_memory_file(0) for _ in range(_MODELS))
 
     @property
-    def seats(self) -> list[Seat]:
-        return [Seat(cores, self._files) for cores in self._cores]
+    def placements(self) -> list[ProcessPlacement]:
+        return [ProcessPlacement(cores, self._files) for cores in self._cores]
 
     def configs(self, config: EngineConfig) -> list[EngineConfig]:
         """What each engine loads."""
         engines, loading = len(self._cores), replace(config.loading, shared_memory=self._files)
-        seats = [replace(config.compute, cores=cores) for cores in self._cores]
+        placements = [replace(config.compute, cores=cores) for cores in self._cores]
         if processor_quota() is not None:  # an engine knows its cores, and not with how many it shares the quota
-            seats = [replace(compute, threads=rank_threads(compute, engines=engines)) for compute in seats]
-        return [replace(config, replicas=engines, loading=loading, compute=compute) for compute in seats]
+            placements = [
+                replace(compute, threads=threads_per_rank(compute, engines=engines)) for compute in placements
+            ]
+        return [replace(config, replicas=engines, loading=loading, compute=compute) for compute in placements]
 
     def close(self) -> None:
         """Give the descriptors back; engines that run keep what they have mapped. Safe to call twice."""

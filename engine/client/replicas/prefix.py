@@ -12,27 +12,27 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from windlass.engine.api.config import RotaryConfig
-from windlass.engine.api.context_size import sizes_of
+from windlass.engine.api.context_size import context_sizes_of
 from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.cache.prefix import root_digest
 from windlass.engine.errors import EngineError
 from windlass.engine.rotary.policy import RopeUpdate, RotaryPlanner
-from windlass.engine.rotary.scaling import OF_DISTANCES, RopeScaling
+from windlass.engine.rotary.scaling import DISTANCE_KINDS, RopeScaling
 
-FEWEST_TOKENS = 32  # of a block: a shorter prefix is not worth a detour
-MOST_BLOCKS = 4096  # of a prompt that are looked at
-_KEPT_ROTATIONS = 256
+MIN_KEY_BLOCK_TOKENS = 32  # of a block: a shorter prefix is not worth a detour
+MAX_KEY_BLOCKS = 4096  # of a prompt that are looked at
+_MAX_CACHED_ROTATIONS = 256
 
 
 class PrefixKeys:
     """The keys of one model's requests. rotary: as the engines have it. block_tokens: of a key's block."""
 
     def __init__(self, info: ModelInfo, rotary: RotaryConfig) -> None:
-        self.block_tokens = -(-FEWEST_TOKENS // info.block_size) * info.block_size
+        self.block_tokens = -(-MIN_KEY_BLOCK_TOKENS // info.block_size) * info.block_size
         self._namespace = info.fingerprint.encode()
         self._planner = RotaryPlanner(info.rotary_groups, rotary.update, info.rotary_ladder, info.rotary_auto)
-        self._sizes = sizes_of(info)
-        self._fingerprints = lru_cache(_KEPT_ROTATIONS)(self._resolve)
+        self._sizes = context_sizes_of(info)
+        self._fingerprints = lru_cache(_MAX_CACHED_ROTATIONS)(self._resolve)
 
     def root(self, request: EngineRequest) -> bytes:
         """What requests have in common that can share anything. One that no engine will run has some root too."""
@@ -51,13 +51,13 @@ class PrefixKeys:
 
     def of(self, request: EngineRequest) -> list[bytes]:
         """A key for each leading block of the prompt; equal ones stand for equal beginnings. None for a short prompt."""
-        return chain(self.root(request), request.prompt_token_ids, self.block_tokens)
+        return digest_chain(self.root(request), request.prompt_token_ids, self.block_tokens)
 
     def _follows_length(self, scaling: RopeScaling | None) -> bool:
         if self._planner.chooses(scaling):
             return True
         used = [group.scaling for group in self._planner.groups] + ([] if scaling is None else [scaling])
-        return any(one.groups or one.depends_on_length or one.rope_type in OF_DISTANCES for one in used)
+        return any(one.groups or one.depends_on_length or one.rope_type in DISTANCE_KINDS for one in used)
 
     def _resolve(
         self, scaling: RopeScaling | None, update: RopeUpdate | None, exact: bool, prompt: int, longest: int
@@ -66,9 +66,9 @@ class PrefixKeys:
         return tuple(spec.fingerprint for spec in stage.specs)
 
 
-def chain(root: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
+def digest_chain(root: bytes, token_ids: Sequence[int], block_tokens: int) -> list[bytes]:
     """Digests of 16 bytes, one for each full block, of all that stands before its end and of the root."""
-    count = min(len(token_ids) // block_tokens, MOST_BLOCKS)
+    count = min(len(token_ids) // block_tokens, MAX_KEY_BLOCKS)
     if count == 0:
         return []
     try:

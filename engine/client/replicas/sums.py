@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from typing import Any
 
-from windlass.engine.api.looks import CacheGroupPicture, CachePicture
+from windlass.engine.api.looks import CacheGroupSnapshot, CacheSnapshot
 from windlass.engine.api.request import EngineStats, PersistStats
 
 
@@ -42,9 +42,9 @@ def _sum_persist(parts: Sequence[PersistStats]) -> PersistStats:
     return PersistStats(**{n: max(each, default=0) if n in shared else sum(each) for n, each in found.items()})
 
 
-def side_by_side(pictures: Sequence[tuple[int, CachePicture]]) -> CachePicture:
+def concat_cache_snapshots(pictures: Sequence[tuple[int, CacheSnapshot]]) -> CacheSnapshot:
     """One picture of several caches, each with the number of its engine."""
-    groups: list[CacheGroupPicture] = []
+    groups: list[CacheGroupSnapshot] = []
     before = 0
     for engine, picture in pictures:
         for group in picture.groups:
@@ -53,4 +53,4 @@ def side_by_side(pictures: Sequence[tuple[int, CachePicture]]) -> CachePicture:
         before += len(picture.sequences)
     sequences = tuple(sequence for _, picture in pictures for sequence in picture.sequences)
     seconds = max(picture.seconds for _, picture in pictures)
-    return CachePicture(pictures[0][1].block_size, tuple(groups), sequences, seconds)
+    return CacheSnapshot(pictures[0][1].block_size, tuple(groups), sequences, seconds)

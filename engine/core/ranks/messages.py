@@ -9,44 +9,44 @@ from windlass.engine.cache.budget import CachePlan
 
 
 @dataclass(frozen=True, slots=True)
-class LoadPart:
-    """The first message: which part of what to load. Answered by `PartLoaded` or `PartFailed`."""
+class LoadShard:
+    """The first message: which part of what to load. Answered by `ShardLoaded` or `ShardFailed`."""
 
     config: EngineConfig
     rank: int
 
 
 @dataclass(frozen=True, slots=True)
-class PartLoaded:
+class ShardLoaded:
     """weight_bytes: of this rank's weights."""
 
     weight_bytes: int
 
 
 @dataclass(frozen=True, slots=True)
-class PartFailed:
+class ShardFailed:
     """Why it cannot be loaded, one line."""
 
     message: str
 
 
 @dataclass(frozen=True, slots=True)
-class FindRoom:
-    """Find out, by the largest step that all ranks compute together, what is left for pages. Answered by `PartRoom` or
-    `PartFailed`; sent where each rank has a device with memory of its own."""
+class ProfileMemory:
+    """Find out, by the largest step that all ranks compute together, what is left for pages. Answered by `AvailableMemory` or
+    `ShardFailed`; sent where each rank has a device with memory of its own."""
 
 
 @dataclass(frozen=True, slots=True)
-class PartRoom:
+class AvailableMemory:
     """Bytes that are left for pages, and what a token takes of them on this rank."""
 
-    room: int
-    token_bytes: int
+    num_bytes: int
+    bytes_per_kv_token: int
 
 
 @dataclass(frozen=True, slots=True)
-class MakePages:
-    """How many pages there are, and how many rows of the rotary tables. Answered by `PartLoaded` or `PartFailed`.
+class AllocateCache:
+    """How many pages there are, and how many rows of the rotary tables. Answered by `ShardLoaded` or `ShardFailed`.
 
     After it come the orders of `windlass.engine.execution.runner`, which are not answered.
     """

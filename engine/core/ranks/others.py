@@ -21,11 +21,18 @@ from typing import Any, TypeVar
 from windlass.engine.api.child_output import child_output
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.cache.budget import CachePlan
-from windlass.engine.core.black_box import memory_file
-from windlass.engine.core.ranks.messages import FindRoom, LoadPart, MakePages, PartFailed, PartLoaded, PartRoom
-from windlass.engine.core.threads import wait_settings
+from windlass.engine.core.black_box import create_memory_file
+from windlass.engine.core.ranks.messages import (
+    AllocateCache,
+    AvailableMemory,
+    LoadShard,
+    ProfileMemory,
+    ShardFailed,
+    ShardLoaded,
+)
+from windlass.engine.core.threads import thread_wait_environment
 from windlass.engine.errors import LoadError
-from windlass.kernels import Ranks, memory_bytes
+from windlass.kernels import RankGroup, shared_memory_bytes
 
 _END_SECONDS = 2.0  # that a rank has to end by itself once nobody holds the other end of its pipe
 
@@ -33,7 +40,7 @@ Gone = Callable[[str], None]
 T = TypeVar("T")
 
 
-class _OtherRank:
+class _RankHandle:
     """A process, the pipe to it, and what it has answered; None once it is gone."""
 
     def __init__(self, rank: int, memory: int, store: int, log_level: str) -> None:
@@ -48,7 +55,7 @@ class _OtherRank:
                     *(f"--parent={os.getpid()}", f"--log-level={log_level}"),
                 ],
                 pass_fds=[theirs.fileno(), memory, store],
-                env={**os.environ, **wait_settings(os.environ)},
+                env={**os.environ, **thread_wait_environment(os.environ)},
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=output,
@@ -65,22 +72,22 @@ class _OtherRank:
         return f"killed by {signal.Signals(-code).name}" if code < 0 else f"exit code {code}"
 
 
-class OtherRanks:
+class RankProcesses:
     """They begin to load at once. `close` it, or end this process."""
 
     def __init__(self, config: EngineConfig, log_level: str = "warning") -> None:
         self.count = config.compute.tensor_parallel
-        self.memory, self.store = memory_file(memory_bytes(self.count)), memory_file(0)
+        self.memory, self.store = create_memory_file(shared_memory_bytes(self.count)), create_memory_file(0)
         self._gone: Gone | None = None
-        self._meeting: Ranks | None = None
+        self._collectives: RankGroup | None = None
         self._fault: str | None = None
         self._closing = False
-        self._ranks: list[_OtherRank] = []
+        self._ranks: list[_RankHandle] = []
         try:
             for rank in range(1, self.count):
-                other = _OtherRank(rank, self.memory, self.store, log_level)
+                other = _RankHandle(rank, self.memory, self.store, log_level)
                 self._ranks.append(other)
-                other.pipe.send(LoadPart(config, rank))
+                other.pipe.send(LoadShard(config, rank))
                 threading.Thread(target=self._read, args=(other,), name=f"rank-{rank}", daemon=True).start()
         except OSError as error:
             self.close()
@@ -92,31 +99,31 @@ class OtherRanks:
         if self._fault is not None:
             gone(self._fault)
 
-    def meet_in(self, ranks: Ranks | None) -> None:
+    def attach_collectives(self, ranks: RankGroup | None) -> None:
         """Have steps fail that wait in there for a rank that is gone."""
-        self._meeting = ranks
+        self._collectives = ranks
         if self._fault is not None and ranks is not None:
             ranks.end(self._fault)
 
-    def loaded(self) -> list[PartLoaded]:
+    def loaded(self) -> list[ShardLoaded]:
         """What each of them has loaded, once all have. Raises LoadError."""
-        return [self._answer(other, PartLoaded) for other in self._ranks]
+        return [self._answer(other, ShardLoaded) for other in self._ranks]
 
-    def find_room(self) -> None:
+    def profile_memory(self) -> None:
         """Have them compute the largest step, as the first rank has to at the same time."""
-        self.tell(FindRoom())
+        self.send_command(ProfileMemory())
 
-    def rooms(self) -> list[PartRoom]:
+    def available_memory_of_ranks(self) -> list[AvailableMemory]:
         """What they have found. Raises LoadError."""
-        return [self._answer(other, PartRoom) for other in self._ranks]
+        return [self._answer(other, AvailableMemory) for other in self._ranks]
 
-    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+    def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         """Have them make ready for steps. Raises LoadError."""
-        self.tell(MakePages(plan, rotary_rows))
+        self.send_command(AllocateCache(plan, rotary_rows))
         for other in self._ranks:
-            self._answer(other, PartLoaded)
+            self._answer(other, ShardLoaded)
 
-    def tell(self, order: object) -> None:
+    def send_command(self, order: object) -> None:
         """Send all of them an order. Raises RuntimeError where one is gone."""
         data = pickle.dumps(order, pickle.HIGHEST_PROTOCOL)
         for other in self._ranks:
@@ -128,8 +135,8 @@ class OtherRanks:
     def close(self) -> None:
         """End them. Safe to call twice."""
         self._closing = True
-        if self._meeting is not None:
-            self._meeting.end("the engine was closed")
+        if self._collectives is not None:
+            self._collectives.end("the engine was closed")
         for other in self._ranks:
             other.process.kill()
         for other in self._ranks:
@@ -140,15 +147,15 @@ class OtherRanks:
             if number >= 0:
                 os.close(number)
 
-    def _answer(self, other: _OtherRank, kind: type[T]) -> T:
+    def _answer(self, other: _RankHandle, kind: type[T]) -> T:
         answer = other.answers.get()
         if isinstance(answer, kind):
             return answer
-        if isinstance(answer, PartFailed):
+        if isinstance(answer, ShardFailed):
             raise LoadError(answer.message)
         raise LoadError(f"rank {other.rank} ended while it loaded: {other.describe_end()}")
 
-    def _read(self, other: _OtherRank) -> None:
+    def _read(self, other: _RankHandle) -> None:
         while True:
             try:
                 other.answers.put(other.pipe.recv())
@@ -158,7 +165,7 @@ class OtherRanks:
         if self._closing:
             return
         self._fault = fault = self._fault or f"rank {other.rank} ended: {other.describe_end()}"
-        if self._meeting is not None:
-            self._meeting.end(fault)
+        if self._collectives is not None:
+            self._collectives.end(fault)
         if self._gone is not None:
             self._gone(fault)

@@ -8,48 +8,48 @@ import torch
 
 from windlass.engine.api.config import EngineConfig, SpeculationConfig
 from windlass.engine.cache.budget import CachePlan
-from windlass.engine.core.pages import allocate_pages
-from windlass.engine.core.ranks.messages import PartRoom
-from windlass.engine.core.ranks.room import room_of_part
-from windlass.engine.core.threads import rank_threads
+from windlass.engine.core.pages import allocate_kv_storage
+from windlass.engine.core.ranks.messages import AvailableMemory
+from windlass.engine.core.ranks.room import rank_available_memory
+from windlass.engine.core.threads import threads_per_rank
 from windlass.engine.execution.rank_runner import RankRunner
-from windlass.engine.execution.runner import FollowPlan, RankOrder, TakePart
-from windlass.engine.model.loading.loader import RankSeat, load_model
+from windlass.engine.execution.runner import ApplyPlan, ExecutePlan, RankCommand
+from windlass.engine.model.loading.loader import RankPlacement, load_model
 from windlass.engine.rotary.tables import RotaryTables
 
 
-class RankPart:
+class RankShard:
     """Loads at once; raises LoadError. memory, store: descriptors of what the ranks meet in."""
 
     def __init__(self, config: EngineConfig, rank: int, memory: int, store: int) -> None:
-        torch.set_num_threads(rank_threads(config.compute))
+        torch.set_num_threads(threads_per_rank(config.compute))
         # Drafts are made by the first rank.
         self._config = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig()))
-        self._model = load_model(self._config, seat=RankSeat(rank, memory, store))
+        self._model = load_model(self._config, placement=RankPlacement(rank, memory, store))
         self._runner: RankRunner | None = None
 
     @property
     def weight_bytes(self) -> int:
         return self._model.decoder.weight_bytes()
 
-    def find_room(self) -> PartRoom:
+    def profile_memory(self) -> AvailableMemory:
         """What its device has left, by a step that all ranks compute together. Raises LoadError."""
-        return room_of_part(self._config, self._model)
+        return rank_available_memory(self._config, self._model)
 
-    def make_pages(self, plan: CachePlan, rotary_rows: int) -> None:
+    def allocate_cache(self, plan: CachePlan, rotary_rows: int) -> None:
         """Make what steps need, as large as the first rank has it. Raises LoadError."""
         decoder = self._model.decoder
-        cache = allocate_pages(self._config, self._model, self._model, plan)
+        cache = allocate_kv_storage(self._config, self._model, self._model, plan)
         tables = RotaryTables(rotary_rows, [group.base for group in decoder.spec.rotary_groups], decoder.backend)
         self._runner = RankRunner(decoder, cache, tables, self._config.cache.block_size)
 
-    def do(self, order: RankOrder) -> None:
+    def do(self, order: RankCommand) -> None:
         """What the first rank says."""
         assert self._runner is not None
         match order:
-            case TakePart(plan):
-                self._runner.take_part(plan)
-            case FollowPlan(plan):
-                self._runner.follow(plan)
+            case ExecutePlan(plan):
+                self._runner.execute_rank(plan)
+            case ApplyPlan(plan):
+                self._runner.apply(plan)
             case _:
                 self._runner.restore(order)

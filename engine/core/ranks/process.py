@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from multiprocessing.connection import Connection
 
 from windlass.engine.api.json_log import log_as_json, wants_json
-from windlass.engine.core.ranks.messages import FindRoom, LoadPart, MakePages, PartFailed, PartLoaded
+from windlass.engine.core.ranks.messages import AllocateCache, LoadShard, ProfileMemory, ShardFailed, ShardLoaded
 from windlass.engine.errors import LoadError
 
 _logger = logging.getLogger("windlass.engine")
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     pipe = Connection(options.fd)
     try:
-        order: LoadPart = pipe.recv()
+        order: LoadShard = pipe.recv()
         if wants_json():
             log_as_json(f"rank-{order.rank}", options.log_level)
         else:
@@ -65,22 +65,22 @@ def _end_with(parent: int) -> None:
         os._exit(0)
 
 
-def _serve(pipe: Connection, order: LoadPart, memory: int, store: int) -> int:
+def _serve(pipe: Connection, order: LoadShard, memory: int, store: int) -> int:
     # Late, because it brings torch.
-    from windlass.engine.core.ranks.part import RankPart
+    from windlass.engine.core.ranks.part import RankShard
 
     try:
-        part = RankPart(order.config, order.rank, memory, store)
-        pipe.send(PartLoaded(part.weight_bytes))
-        pages: MakePages | FindRoom = pipe.recv()
-        if isinstance(pages, FindRoom):
-            pipe.send(part.find_room())
+        part = RankShard(order.config, order.rank, memory, store)
+        pipe.send(ShardLoaded(part.weight_bytes))
+        pages: AllocateCache | ProfileMemory = pipe.recv()
+        if isinstance(pages, ProfileMemory):
+            pipe.send(part.profile_memory())
             pages = pipe.recv()
-        assert isinstance(pages, MakePages)
-        part.make_pages(pages.plan, pages.rotary_rows)
-        pipe.send(PartLoaded(part.weight_bytes))
+        assert isinstance(pages, AllocateCache)
+        part.allocate_cache(pages.plan, pages.rotary_rows)
+        pipe.send(ShardLoaded(part.weight_bytes))
     except LoadError as error:
-        pipe.send(PartFailed(str(error)))
+        pipe.send(ShardFailed(str(error)))
         return 1
     while True:
         part.do(pipe.recv())

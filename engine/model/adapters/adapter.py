@@ -12,7 +12,7 @@ from torch import Tensor
 
 from windlass.engine.api.adapters import AdapterInfo
 from windlass.engine.errors import RequestError
-from windlass.kernels import Backend, ChangedMatrix, LowRank, LowRankTable, RowSlots
+from windlass.kernels import AdapterSlots, Backend, LowRankTable, LowRankTarget, LowRankUpdate
 
 PartTables = Mapping[str, LowRankTable]  # by the names that `ModelSpec.adapted_parts` gives the matrices of a part
 
@@ -22,51 +22,51 @@ class Adapter:
     """parts: of each of `ModelSpec.adapted_parts` the changed weights, by the names that it has."""
 
     info: AdapterInfo
-    parts: tuple[Mapping[str, LowRank], ...]
+    parts: tuple[Mapping[str, LowRankUpdate], ...]
 
 
 @dataclass(frozen=True, slots=True)
-class LayerChanges:
+class LayerLoRA:
     """What products of a layer, or of what lies around layers, change by in a step. prefix: of the names that `add` is given."""
 
     backend: Backend
     tables: PartTables
-    rows: RowSlots
+    rows: AdapterSlots
     prefix: str = ""
 
     def add(self, name: str, out: Tensor, x: Tensor) -> None:
         """Add to `out` [T, N], the product of x [T, K] and the weight of this name, what the rows' adapters change."""
         self.backend.add_low_rank(out, x, self.tables[self.prefix + name], self.rows)
 
-    def below(self, prefix: str) -> LayerChanges:
+    def with_prefix(self, prefix: str) -> LayerLoRA:
         """For a part of the layer that knows its weights without this prefix."""
         return replace(self, prefix=self.prefix + prefix)
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterRows:
+class BatchAdapters:
     """The adapters of a step. parts: the tables of every layer, then of what lies around them, as long as the engine lives."""
 
     parts: Sequence[PartTables]
-    rows: RowSlots
+    rows: AdapterSlots
 
     @property
     def slots(self) -> Tensor:
         """[T] int64, -1 where a row has none."""
         return self.rows.slots
 
-    def with_slots(self, slots: Tensor) -> AdapterRows:
-        return AdapterRows(self.parts, RowSlots(slots))
+    def with_slots(self, slots: Tensor) -> BatchAdapters:
+        return BatchAdapters(self.parts, AdapterSlots(slots))
 
-    def at(self, rows: Tensor) -> AdapterRows:
+    def at(self, rows: Tensor) -> BatchAdapters:
         """Of these rows alone. rows: [n] int64."""
-        return AdapterRows(self.parts, self.rows.at(rows))
+        return BatchAdapters(self.parts, self.rows.at(rows))
 
-    def of_layer(self, index: int, backend: Backend) -> LayerChanges:
-        return LayerChanges(backend, self.parts[index], self.rows)
+    def for_layer(self, index: int, backend: Backend) -> LayerLoRA:
+        return LayerLoRA(backend, self.parts[index], self.rows)
 
-    def around_layers(self, backend: Backend) -> LayerChanges:
-        return LayerChanges(backend, self.parts[-1], self.rows)
+    def for_outer_weights(self, backend: Backend) -> LayerLoRA:
+        return LayerLoRA(backend, self.parts[-1], self.rows)
 
 
 class LoadedAdapters:
@@ -75,7 +75,7 @@ class LoadedAdapters:
     matrices: of every part what may change, by name.
     """
 
-    def __init__(self, most: int, matrices: Iterable[Mapping[str, ChangedMatrix]], backend: Backend) -> None:
+    def __init__(self, most: int, matrices: Iterable[Mapping[str, LowRankTarget]], backend: Backend) -> None:
         self.most = most
         self._slots: dict[int | None, int] = {None: -1}
         self._infos: dict[int, AdapterInfo] = {}
@@ -104,7 +104,7 @@ class LoadedAdapters:
     def add(self, adapter: Adapter) -> None:
         """Let requests use it, between two steps, in place of one with its id. Raises RequestError where there are too many."""
         self.drop(adapter.info.adapter_id)
-        self.check_room()
+        self.check_capacity()
         slot = min(set(range(self.most)).difference(self._slots.values()))
         for tables, changes in zip(self._parts, adapter.parts, strict=True):
             for name, change in changes.items():
@@ -112,7 +112,7 @@ class LoadedAdapters:
         self._slots[adapter.info.adapter_id] = slot
         self._infos[adapter.info.adapter_id] = adapter.info
 
-    def check_room(self) -> None:
+    def check_capacity(self) -> None:
         """Raises RequestError where one more would be too many."""
         if len(self._infos) >= self.most:
             raise RequestError(
@@ -133,7 +133,7 @@ class LoadedAdapters:
         """Of a step that has so many rows of each of these adapters, in order, every id loaded or None: [T], -1 for none."""
         return np.repeat(np.array([self._slots[i] for i in ids], dtype=np.int64), counts)
 
-    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> AdapterRows | None:
+    def rows(self, ids: Iterable[int | None], counts: Sequence[int], out: Tensor | None = None) -> BatchAdapters | None:
         """Of such a step; None without any. out: [T] int64 on the host, to be filled in."""
         if not self._infos:
             return None
@@ -143,6 +143,6 @@ class LoadedAdapters:
         found = torch.from_numpy(slots)
         return self.with_slots(found if out is None else out.copy_(found))
 
-    def with_slots(self, slots: Tensor) -> AdapterRows:
+    def with_slots(self, slots: Tensor) -> BatchAdapters:
         """Of a step whose rows have these, [T] int64."""
-        return AdapterRows(self._parts, RowSlots(slots))
+        return BatchAdapters(self._parts, AdapterSlots(slots))

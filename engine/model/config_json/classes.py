@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from windlass.engine.api.model_heads import Activation, ClassifierInfo
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 _MOST_CLASSES = 100_000
 _ACTIVATIONS: dict[str, Activation] = {
@@ -36,5 +36,7 @@ def read_classifier(config: Config, *, per_token: bool = False) -> ClassifierInf
     if kind is None:
         return ClassifierInfo(tuple(labels), "sigmoid" if len(labels) == 1 else "softmax")
     if kind not in _ACTIVATIONS:
-        raise LoadError(f"config.json: problem_type {shown(kind)} is not known: use one of {', '.join(_ACTIVATIONS)}")
+        raise LoadError(
+            f"config.json: problem_type {format_value(kind)} is not known: use one of {', '.join(_ACTIVATIONS)}"
+        )
     return ClassifierInfo(tuple(labels), _ACTIVATIONS[kind])

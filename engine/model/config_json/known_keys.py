@@ -9,9 +9,9 @@ from collections.abc import Container
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.older_names import OLDER_NAMES
+from windlass.engine.model.config_json.older_names import LEGACY_ROPE_KEYS
 from windlass.engine.model.config_json.values import Config
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 # Keys that would change the maths in a way no family here implements, with the values that change nothing.
 _MUST_BE_NEUTRAL: dict[str, tuple[Any, ...]] = {
@@ -49,7 +49,7 @@ _READ = frozenset(
     "kv_lora_rank q_lora_rank qk_nope_head_dim qk_rope_head_dim v_head_dim rope_interleave "
     "scale_emb scale_depth dim_model_base first_k_dense_replace mlp_layer_types "
     "classifier_from_token method is_original_qwen3_reranker".split()
-) | frozenset(OLDER_NAMES)
+) | frozenset(LEGACY_ROPE_KEYS)
 # Bookkeeping of the library that wrote the file; nothing at inference depends on it.
 _HARMLESS = frozenset(
     "_name_or_path transformers_version torch_dtype dtype use_cache initializer_range attention_dropout pretraining_tp "
@@ -65,16 +65,16 @@ _HARMLESS = frozenset(
 )
 
 
-def refuse_other_mathematics(config: Config, read: Container[str] = ()) -> None:
+def check_unsupported_keys(config: Config, read: Container[str] = ()) -> None:
     """LoadError for a key that would make another model of it. read: those that the family reads."""
     for key, neutral in _MUST_BE_NEUTRAL.items():
         if key in config and key not in read and config[key] not in neutral:
             raise LoadError(
-                f"config.json sets {key}={shown(config[key])}, which changes the model and is not supported"
+                f"config.json sets {key}={format_value(config[key])}, which changes the model and is not supported"
             )
 
 
-def unread_keys(config: Config, read: frozenset[str] = frozenset()) -> tuple[str, ...]:
+def unknown_key_notices(config: Config, read: frozenset[str] = frozenset()) -> tuple[str, ...]:
     """A notice of the keys that nobody here knows, none where there are none. read: those that the family reads."""
     understood = _READ | _HARMLESS | _MUST_BE_NEUTRAL.keys() | read
     unknown = sorted(key for key in config if key not in understood and config[key] is not None)

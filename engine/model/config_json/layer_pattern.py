@@ -12,7 +12,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_list, read_size
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import GROUP_NAMES, SLIDING_ATTENTION
 
 _MOST_LAYERS = 10_000  # far above any model, and below what would keep a loop busy
@@ -54,7 +54,7 @@ def _layer_types(config: Config, count: int, others: tuple[str, ...]) -> list[st
     known = (*GROUP_NAMES, *others)
     unknown = sorted({str(kind) for kind in types} - set(known))
     if unknown:
-        raise LoadError(f"config.json: layer_types has {shown(unknown[0])}: known are {', '.join(known)}")
+        raise LoadError(f"config.json: layer_types has {format_value(unknown[0])}: known are {', '.join(known)}")
     if len(types) != count:
         raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(known)}")
     return types

@@ -13,9 +13,9 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_number, read_object, read_size
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
-OLDER_NAMES = (
+LEGACY_ROPE_KEYS = (
     "rotary_pct",  # GPT-NeoX, StableLM
     "rotary_emb_base",  # GPT-NeoX
     "rotary_dim",  # GPT-J, CodeGen, MiniMax: dimensions rather than a share of them
@@ -28,7 +28,7 @@ OLDER_NAMES = (
 _CHATGLM_THETA = 10_000.0
 
 
-def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
+def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
     """The config with `rope_theta`, `rope_local_base_freq` and `partial_rotary_factor` for the older names it carries.
 
     Raises LoadError for a wrong value and for two names that say different things.
@@ -40,7 +40,9 @@ def with_current_names(config: Config, head_dim: int) -> dict[str, Any]:
             return
         given = result.get(name)
         if given is not None and given != value:
-            raise LoadError(f"config.json: {name} is {shown(given)} and {older} makes it {shown(value)}: keep one")
+            raise LoadError(
+                f"config.json: {name} is {format_value(given)} and {older} makes it {format_value(value)}: keep one"
+            )
         result[name] = value
 
     put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
@@ -32,28 +32,28 @@ class LayerFacts:
 Pattern = Callable[[Config, LayerFacts], tuple[Sequence[str], Sequence[str | None]]]
 
 
-def full_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def full_attention_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every layer sees everything, and all rotate alike."""
     full = [FULL_ATTENTION] * facts.count
     _refuse_mixture(config, facts, full)
     return full, full
 
 
-def unrotated_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
+def nope_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
     """Every layer sees everything, and none rotates."""
     full = [FULL_ATTENTION] * facts.count
     _refuse_mixture(config, facts, full)
     return full, [None] * facts.count
 
 
-def windowed_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def sliding_window_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every layer sees `sliding_window` tokens, or everything where that is null; all rotate alike."""
     full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
     _refuse_mixture(config, facts, sliding if facts.windowed else full)
     return sliding, full
 
 
-def layers_as_listed(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def layer_types_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """What `layer_types` says, or that every layer sees `sliding_window` tokens; all rotate alike."""
     full = [FULL_ATTENTION] * facts.count
     if not facts.windowed:
@@ -89,6 +89,6 @@ def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], l
 def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:
     if facts.given and facts.given != expected:
         raise LoadError(
-            f"config.json: layer_types mixes windows in a way that model_type {shown(config.get('model_type'))} does not: "
+            f"config.json: layer_types mixes windows in a way that model_type {format_value(config.get('model_type'))} does not: "
             "remove it"
         )

@@ -35,7 +35,7 @@ _COMPRESSED_FORMATS = (
 
 
 @dataclass(frozen=True, slots=True)
-class StoredQuantization:
+class QuantizationConfig:
     """What must be known of a checkpoint beside its tensors.
 
     group_size: of GPTQ and AWQ, None: one group a row. zeros_less_one: zero points are stored minus one (GPTQ's first format).
@@ -48,12 +48,12 @@ class StoredQuantization:
     group_size: int | None = None
     zeros_less_one: bool = False
     block: tuple[int, int] | None = None
-    divided: bool = False
+    divides_by_scale: bool = False
     bits: tuple[int, ...] = ()
-    unread: str | None = None
+    unsupported_reason: str | None = None
 
 
-def read_quantization(config: Config) -> StoredQuantization | None:
+def read_quantization_config(config: Config) -> QuantizationConfig | None:
     """What config.json tells of a quantized checkpoint; None for one that is not quantized, or by a method that is not read."""
     for key in ("quantization_config", "compression_config"):
         found = config.get(key)
@@ -64,68 +64,74 @@ def read_quantization(config: Config) -> StoredQuantization | None:
     return None
 
 
-def _gptq(found: Config) -> StoredQuantization:
+def _gptq(found: Config) -> QuantizationConfig:
     form = str(found.get("checkpoint_format") or found.get("format") or "gptq").lower()
     bits, packed = found.get("bits"), str(found.get("pack_dtype") or "int32")
-    unread = None
+    unsupported_reason = None
     if form not in ("gptq", "gptq_v2") or found.get("is_marlin_format") is True:
-        unread = f"format {'marlin' if found.get('is_marlin_format') is True else form}"
+        unsupported_reason = f"format {'marlin' if found.get('is_marlin_format') is True else form}"
     elif bits is not None and bits not in (2, 3, 4, 8):
-        unread = f"{bits} bits"
+        unsupported_reason = f"{bits} bits"
     elif packed.removeprefix("torch.") != "int32":
-        unread = f"packed into {packed}"
-    return StoredQuantization("GPTQ", _group_size(found), zeros_less_one=form == "gptq", unread=unread)
+        unsupported_reason = f"packed into {packed}"
+    return QuantizationConfig(
+        "GPTQ", _group_size(found), zeros_less_one=form == "gptq", unsupported_reason=unsupported_reason
+    )
 
 
-def _awq(found: Config) -> StoredQuantization:
+def _awq(found: Config) -> QuantizationConfig:
     form = str(found.get("version") or found.get("checkpoint_format") or found.get("format") or "gemm").lower()
     bits = found.get("bits", found.get("w_bit", 4))
-    unread = f"version {form}" if form != "gemm" else f"{bits} bits" if bits != 4 else None
-    return StoredQuantization("AWQ", _group_size(found), unread=unread)
+    unsupported_reason = f"version {form}" if form != "gemm" else f"{bits} bits" if bits != 4 else None
+    return QuantizationConfig("AWQ", _group_size(found), unsupported_reason=unsupported_reason)
 
 
-def _compressed(found: Config) -> StoredQuantization:
+def _compressed(found: Config) -> QuantizationConfig:
     groups = found.get("config_groups")
     groups = groups.values() if isinstance(groups, Mapping) else ()
     weights = [group["weights"] for group in groups if isinstance(group, Mapping) and _is_object(group.get("weights"))]
     forms = [found.get("format"), *(group.get("format") for group in groups if isinstance(group, Mapping))]
-    unread = None
+    unsupported_reason = None
     if other := [form for form in forms if form is not None and form not in _COMPRESSED_FORMATS]:
-        unread = f"format {other[0]}"
+        unsupported_reason = f"format {other[0]}"
     elif _is_object(found.get("transform_config")) and found["transform_config"].get("config_groups"):
-        unread = "with transforms"
+        unsupported_reason = "with transforms"
     elif _is_object(found.get("sparsity_config")) and found["sparsity_config"].get("format", "dense") != "dense":
-        unread = f"sparse, {found['sparsity_config']['format']}"
+        unsupported_reason = f"sparse, {found['sparsity_config']['format']}"
     elif found.get("quantization_status", "compressed") != "compressed" and not any(_is_stored(form) for form in forms):
         # With a form that stores codes, "frozen" is what older releases left there after they had stored them.
-        unread = f"status {found['quantization_status']}"
+        unsupported_reason = f"status {found['quantization_status']}"
     elif float4 := [w for w in weights if w.get("type") == "float" and w.get("num_bits", 8) != 8]:
-        unread = f"floating point of {float4[0].get('num_bits')} bits"
+        unsupported_reason = f"floating point of {float4[0].get('num_bits')} bits"
     block = next((block for w in weights if (block := _block(w.get("block_structure"))) is not None), None)
-    told = [w.get("num_bits", 8) for w in weights]  # 8 is what they have that do not say
-    bits = tuple(sorted({bits for bits in told if type(bits) is int and 1 <= bits <= 8}))
-    return StoredQuantization("compressed-tensors", block=block, bits=bits, unread=unread)
+    widths = [w.get("num_bits", 8) for w in weights]  # 8 is what they have that do not say
+    bits = tuple(sorted({bits for bits in widths if type(bits) is int and 1 <= bits <= 8}))
+    return QuantizationConfig("compressed-tensors", block=block, bits=bits, unsupported_reason=unsupported_reason)
 
 
 def _is_stored(form: Any) -> bool:
     return form is not None and form != "dense"
 
 
-def _fp8(found: Config) -> StoredQuantization:
-    return StoredQuantization("FP8", block=_block(found.get("weight_block_size")))
+def _fp8(found: Config) -> QuantizationConfig:
+    return QuantizationConfig("FP8", block=_block(found.get("weight_block_size")))
 
 
-def _mxfp4(found: Config) -> StoredQuantization:
-    return StoredQuantization("MXFP4")
+def _mxfp4(found: Config) -> QuantizationConfig:
+    return QuantizationConfig("MXFP4")
 
 
-def _bitnet(found: Config) -> StoredQuantization:
-    unread = None
+def _bitnet(found: Config) -> QuantizationConfig:
+    unsupported_reason = None
     if found.get("quantization_mode", "offline") != "offline":
-        unread = f"rounded while it runs (quantization_mode {found['quantization_mode']})"
+        unsupported_reason = f"rounded while it runs (quantization_mode {found['quantization_mode']})"
     elif found.get("use_rms_norm"):
-        unread = "with a norm in front of each product (use_rms_norm)"
-    return StoredQuantization("BitNet", divided=found.get("linear_class", "bitlinear") == "bitlinear", unread=unread)
+        unsupported_reason = "with a norm in front of each product (use_rms_norm)"
+    return QuantizationConfig(
+        "BitNet",
+        divides_by_scale=found.get("linear_class", "bitlinear") == "bitlinear",
+        unsupported_reason=unsupported_reason,
+    )
 
 
 _READERS = {

@@ -12,10 +12,10 @@ from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.layer_pattern import LayerPattern, read_layer_pattern
-from windlass.engine.model.config_json.older_names import with_current_names
+from windlass.engine.model.config_json.older_names import normalize_rope_keys
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_list, read_number, read_object, read_size
-from windlass.engine.rotary.fields import ALIASES, shown
+from windlass.engine.rotary.fields import ALIASES, format_value
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import (
     FULL_ATTENTION,
@@ -48,7 +48,10 @@ class RotaryLayout:
     def with_own_distances(self, reason: str) -> RotaryLayout:
         """The same of a model on which no scaling may change how far keys seem. reason: why, behind "this model, "."""
         return replace(
-            self, groups=tuple(replace(group, base=replace(group.base, own_distances=reason)) for group in self.groups)
+            self,
+            groups=tuple(
+                replace(group, base=replace(group.base, fixed_distances_reason=reason)) for group in self.groups
+            ),
         )
 
     def without_rotation(self, reason: str) -> RotaryLayout:
@@ -63,7 +66,7 @@ def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
     Learned frequencies are left empty: `loading.learned_frequencies` reads them. Raises LoadError for anything that is
     not understood: an unknown rope_type or field, a layer type without parameters, a wrong value.
     """
-    config = with_current_names(config, _head_dim(config, rules))
+    config = normalize_rope_keys(config, _head_dim(config, rules))
     layers = read_layer_pattern(config, rules)
     # A model none of whose layers rotates keeps one group, which nothing uses.
     names = [name for name in GROUP_NAMES if any(layer.group == name for layer in layers)] or [FULL_ATTENTION]
@@ -75,13 +78,13 @@ def read_rotary_layout(config: Config, rules: ConfigRules) -> RotaryLayout:
         index = dict.fromkeys(GROUP_NAMES, 0)
     else:
         index = {name: i for i, name in enumerate(names)}
-    reason = _own_distances(groups, layers, temperature)
+    reason = _no_distance_scaling_reason(groups, layers, temperature)
     chosen = tuple(None if layer.group is None else index[layer.group] for layer in layers)
     layout = RotaryLayout(groups, layers, chosen, temperature)
     return layout if reason is None else layout.with_own_distances(reason)
 
 
-def _own_distances(
+def _no_distance_scaling_reason(
     groups: tuple[RotaryGroup, ...], layers: tuple[LayerPattern, ...], temperature: tuple[float, int] | None
 ) -> str | None:
     """Why a scaling may not change how far keys seem on this model; None where it may."""
@@ -109,7 +112,7 @@ def _given_by_layer_type(
         unknown = sorted(set(map(str, new)) - set(GROUP_NAMES))
         if unknown:
             raise LoadError(
-                f"config.json: rope_parameters has {shown(unknown[0])} beside layer types: "
+                f"config.json: rope_parameters has {format_value(unknown[0])} beside layer types: "
                 f"known are {', '.join(GROUP_NAMES)}"
             )
         given = {name: dict(value) for name, value in new.items() if isinstance(value, Mapping)}
@@ -124,7 +127,7 @@ def _given_by_layer_type(
         if name not in given:
             raise LoadError(f"config.json: rope_parameters says nothing about the {name} layers")
     if old:
-        for name in (FULL_ATTENTION,) if own_local or rules.scales_full_layers_alone else tuple(given):
+        for name in (FULL_ATTENTION,) if own_local or rules.scales_full_attention_only else tuple(given):
             given[name] = _merged(given[name], dict(old))
     theta = config.get("rope_theta")
     local = config.get("rope_local_base_freq") if own_local else theta
@@ -143,8 +146,8 @@ def _thetas_by_layer(config: Config, layers: tuple[LayerPattern, ...]) -> dict[s
     for layer, theta in zip(layers, thetas or (), strict=False):
         if layer.group is not None and found.setdefault(layer.group, theta) != theta:
             raise LoadError(
-                f"config.json: layer_rope_theta gives the {layer.group} layers both {shown(found[layer.group])} and "
-                f"{shown(theta)}: layers of one kind must share a theta"
+                f"config.json: layer_rope_theta gives the {layer.group} layers both {format_value(found[layer.group])} and "
+                f"{format_value(theta)}: layers of one kind must share a theta"
             )
     return found
 
@@ -234,7 +237,7 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head
     """Dimensions and trained length; theta is filled in by the caller."""
     partial = rules.partial_rotary_factor if partial is None else partial
     if isinstance(partial, bool) or not isinstance(partial, int | float) or not 0 < partial <= 1:
-        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {shown(partial)}")
+        raise LoadError(f"config.json: partial_rotary_factor must lie in (0, 1], got {format_value(partial)}")
     proportional = kind == "proportional"
     rotary_dim = head_dim if proportional else int(head_dim * partial)
     if rotary_dim < 2 or rotary_dim % 2:
@@ -245,7 +248,7 @@ def _read_base(config: Config, rules: ConfigRules, partial: Any, kind: Any, head
     rotating = int(partial * head_dim // 2) if proportional and partial < 1 else None
     if rotating == 0:
         raise LoadError(
-            f"config.json: partial_rotary_factor {shown(partial)} of a head_dim of {head_dim} leaves no pair"
+            f"config.json: partial_rotary_factor {format_value(partial)} of a head_dim of {head_dim} leaves no pair"
         )
     trained_len = read_size(config, "max_position_embeddings", rules.max_position_embeddings)
     return RotaryBase(rules.rope_theta, head_dim, rotary_dim, trained_len, rotating, scales_scores=rules.scales_scores)

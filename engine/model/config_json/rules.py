@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import Pattern, full_layers
+from windlass.engine.model.config_json.patterns import Pattern, full_attention_layers
 from windlass.engine.model.config_json.values import Config
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 # Raises LoadError.
 Rewrite = Callable[[Config], dict[str, Any]]
@@ -25,7 +25,7 @@ class ConfigRules:
     num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. head_dim_key: the key of
     the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set where sliding layers have a theta of
     their own. rope_parameters: the object used when config.json has none. no_rope_layer_interval: every n-th layer does not
-    rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_layers_alone:
+    rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_attention_only:
     `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
     wide. full_head_dim: of layers that see everything, where their heads have another size, under `full_head_dim_key`.
     longrope_names: older names of longrope that mean something else elsewhere. other_layers: what `layer_types` may have beside
@@ -33,7 +33,7 @@ class ConfigRules:
     """
 
     max_position_embeddings: int
-    layer_pattern: Pattern = full_layers
+    layer_pattern: Pattern = full_attention_layers
     hidden_size: int = 4096
     num_hidden_layers: int = 32
     num_attention_heads: int = 32
@@ -55,7 +55,7 @@ class ConfigRules:
     rope_parameters: Mapping[str, Any] = field(default_factory=dict)
     no_rope_layer_interval: int | None = None
     query_temperature: bool = False
-    scales_full_layers_alone: bool = False
+    scales_full_attention_only: bool = False
     longrope_names: tuple[str, ...] = ("su",)
     other_layers: tuple[str, ...] = ()
     rewrite: Rewrite = dict
@@ -82,7 +82,7 @@ def renamed(names: Mapping[str, str]) -> Rewrite:
                 continue
             if result.get(common) not in (None, value):
                 raise LoadError(
-                    f"config.json: {common} is {shown(result[common])} and {own} is {shown(value)}: keep one"
+                    f"config.json: {common} is {format_value(result[common])} and {own} is {format_value(value)}: keep one"
                 )
             result[common] = value
         return result

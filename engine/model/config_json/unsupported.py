@@ -10,7 +10,7 @@ import re
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
-from windlass.engine.model.config_json.quantization import read_quantization
+from windlass.engine.model.config_json.quantization import read_quantization_config
 
 _METHODS = {
     "bitsandbytes": "bitsandbytes",
@@ -32,7 +32,7 @@ _ENDS = {
     "_proj_blocks": "MXFP4",
 }
 # Those of them that are read where config.json tells of them.
-_UNTOLD = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ", "MXFP4")
+_NEEDS_CONFIG = ("FP8", "compressed-tensors", "FP8 or compressed-tensors", "GPTQ or AWQ", "MXFP4")
 
 # By the name of the class in front of "For…", in small letters.
 _KINDS = {
@@ -96,15 +96,15 @@ def describe_quantized(config: Mapping[str, Any], tensors: Iterable[str] = ()) -
 
     tensors: names of the checkpoint's tensors.
     """
-    told = read_quantization(config)
+    told = read_quantization_config(config)
     if told is not None:
-        return _unread(f"{told.method}, {told.unread}") if told.unread is not None else None
+        return _unread(f"{told.method}, {told.unsupported_reason}") if told.unsupported_reason is not None else None
     if (method := _method(config)) is not None:
         return _unread(method)
     ends = {end for name in tensors for end in _ENDS if name.endswith(end)}
     if (method := next((_ENDS[end] for end in _ENDS if end in ends), None)) is None:
         return None
-    if method not in _UNTOLD:
+    if method not in _NEEDS_CONFIG:
         return _unread(method)
     return (
         f"this checkpoint is quantized ({method}), but its config.json has no quantization_config that says how: download "

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 Config = Mapping[str, Any]
 
@@ -18,7 +18,7 @@ def read_size(config: Config, key: str, default: int | None = None, *, most: int
     if value is None:
         value = default
     if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
-        raise LoadError(f"config.json: {key} must be a positive integer up to {most}, got {shown(value)}")
+        raise LoadError(f"config.json: {key} must be a positive integer up to {most}, got {format_value(value)}")
     return value
 
 
@@ -28,7 +28,7 @@ def read_number(config: Config, key: str) -> float | None:
     if value is None:
         return None
     if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
-        raise LoadError(f"config.json: {key} must be a positive number, got {shown(value)}")
+        raise LoadError(f"config.json: {key} must be a positive number, got {format_value(value)}")
     return float(value)
 
 
@@ -38,7 +38,7 @@ def read_flag(config: Config, key: str, default: bool = False) -> bool:
     if value is None:
         return default
     if not isinstance(value, bool):
-        raise LoadError(f"config.json: {key} must be true or false, got {shown(value)}")
+        raise LoadError(f"config.json: {key} must be true or false, got {format_value(value)}")
     return value
 
 
@@ -46,7 +46,7 @@ def read_object(config: Config, key: str) -> Config | None:
     """An object that is not empty, or None."""
     value = config.get(key)
     if value is not None and not isinstance(value, Mapping):
-        raise LoadError(f"config.json: {key} must be an object, got {shown(value)}")
+        raise LoadError(f"config.json: {key} must be an object, got {format_value(value)}")
     return value or None
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.patterns import unrotated_layers
+from windlass.engine.model.config_json.patterns import nope_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import Family
@@ -20,7 +20,7 @@ _SECOND_VOCAB = 125_696
 
 def _variant(family: Family, config: Config) -> Family:
     if read_size(config, "num_attention_heads", family.rules.num_attention_heads) == _ALIBI_HEADS:
-        family = replace(family, positions="alibi", rules=replace(family.rules, layer_pattern=unrotated_layers))
+        family = replace(family, positions="alibi", rules=replace(family.rules, layer_pattern=nope_layers))
     second = config.get("vocab_size") == _SECOND_VOCAB or "z_loss_weight" in config
     return replace(family, unit_head=second)
 
@@ -33,5 +33,5 @@ BAICHUAN = Family(
     rules=ConfigRules(max_position_embeddings=4096),
     attention_names=AttentionNames(qkv="self_attn.W_pack"),
     variant=_variant,
-    reads=frozenset({"z_loss_weight", "model_max_length"}),
+    extra_keys=frozenset({"z_loss_weight", "model_max_length"}),
 )

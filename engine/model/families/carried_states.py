@@ -7,14 +7,14 @@ from dataclasses import replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config
-from windlass.engine.model.spec import ModelSpec, StateMixerSpec
-from windlass.engine.rotary.fields import shown
+from windlass.engine.model.spec import ModelSpec, RecurrentMixerSpec
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
-_MOST_WIDTH = 8  # of convolutions
+_MAX_CONVOLUTION_WIDTH = 8  # of convolutions
 
 
-def checked_kinds(kinds: list[str], other: str) -> list[str]:
+def check_layer_types(kinds: list[str], other: str) -> list[str]:
     """The kinds of a model's layers, of which some attend and see everything. other: what those are called that carry a state.
 
     Raises LoadError.
@@ -30,19 +30,23 @@ def checked_kinds(kinds: list[str], other: str) -> list[str]:
     return kinds
 
 
-def check_width(key: str, width: int) -> None:
+def check_convolution_width(key: str, width: int) -> None:
     """LoadError for a convolution that kernels do not have."""
-    if not 2 <= width <= _MOST_WIDTH:
-        raise LoadError(f"config.json: {key} {width} is not supported: it may be 2 to {_MOST_WIDTH}")
+    if not 2 <= width <= _MAX_CONVOLUTION_WIDTH:
+        raise LoadError(f"config.json: {key} {width} is not supported: it may be 2 to {_MAX_CONVOLUTION_WIDTH}")
 
 
-def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec, carrying: str | None = None) -> ModelSpec:
+def with_recurrent_layers(
+    spec: ModelSpec, kinds: list[str], mixer: RecurrentMixerSpec, recurrent_kind: str | None = None
+) -> ModelSpec:
     """From the spec of a decoder all of whose layers attend to that with this mixer in those that do not, by their kinds.
 
     carrying: the kind that has it, where there are others yet; None: all that do not attend.
     """
     attending = tuple(index for index, kind in enumerate(kinds) if kind == FULL_ATTENTION)
-    others = tuple(i for i, kind in enumerate(kinds) if (i not in attending if carrying is None else kind == carrying))
+    others = tuple(
+        i for i, kind in enumerate(kinds) if (i not in attending if recurrent_kind is None else kind == recurrent_kind)
+    )
     layers = [replace(layer, mixer=mixer) if i in others else layer for i, layer in enumerate(spec.layers)]
     (group,) = spec.kv_groups
     return replace(
@@ -53,9 +57,11 @@ def with_states(spec: ModelSpec, kinds: list[str], mixer: StateMixerSpec, carryi
     )
 
 
-def refuse_other_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
+def reject_unsupported_values(config: Config, known: Mapping[str, tuple[object, ...] | None]) -> None:
     """LoadError for what would make another model of it. known: values that change nothing; None: any."""
     for key, values in known.items():
         found = config.get(key)
         if values is not None and found is not None and found not in values:
-            raise LoadError(f"config.json sets {key}={shown(found)}, which changes the model and is not supported")
+            raise LoadError(
+                f"config.json sets {key}={format_value(found)}, which changes the model and is not supported"
+            )

@@ -8,7 +8,7 @@ from windlass.engine.model.config_json.patterns import local_layers_rotate
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Multipliers
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms
 
 _RULES = ConfigRules(
@@ -21,7 +21,7 @@ _RULES = ConfigRules(
     rope_theta=500_000.0,
 )
 
-_CENTERED = NormForm(centered=True)
+_CENTERED = NormSpec(centered=True)
 
 
 def _with_head_norms(family: Family, config: Config) -> Family:
@@ -42,7 +42,7 @@ COHERE = Family(
     norms=LayerNorms(feed_forward=None, form=_CENTERED, parallel=True),
     norm_eps_key="layer_norm_eps",
     variant=_with_head_norms,
-    reads=frozenset({"use_qk_norm"}),
+    extra_keys=frozenset({"use_qk_norm"}),
 )
 
 # Its global layers do not rotate.
@@ -52,6 +52,6 @@ COHERE2 = replace(
     title="Cohere Command R7B (Cohere 2)",
     model_type="cohere2",
     variant=None,
-    reads=frozenset(),
+    extra_keys=frozenset(),
     rules=replace(_RULES, layer_pattern=local_layers_rotate, sliding_window=4096, rope_theta=10_000.0),
 )

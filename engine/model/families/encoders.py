@@ -9,16 +9,16 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, FamilyHead, Flag
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.head_spec import HeadNames
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.head_spec import ClassificationHeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, OuterNames
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
-_FORM = NormForm(centered=True, bias=True)
+_FORM = NormSpec(centered=True, bias=True)
 
 
 def _rewrite_modernbert(config: Config) -> dict[str, Any]:
@@ -35,18 +35,18 @@ def _every_nth_global(config: Config, facts: LayerFacts) -> tuple[list[str], lis
 
 def _modernbert(family: Family, config: Config) -> Family:
     """Norms have biases where `norm_bias` says so; the first layer takes the embedding's norm for its own."""
-    form = NormForm(centered=True, bias=read_flag(config, "norm_bias"))
+    form = NormSpec(centered=True, bias=read_flag(config, "norm_bias"))
     norms = replace(family.norms, form=form)
     return replace(family, norms=norms, first_norms=replace(norms, mixer=None), embedding_norm=form)
 
 
-_MODERNBERT_HEAD = FamilyHead(
-    HeadNames(out="classifier", dense="head.dense", norm="head.norm"),
+_MODERNBERT_HEAD = FamilyClassificationHead(
+    ClassificationHeadNames(out="classifier", dense="head.dense", norm="head.norm"),
     pooling="first",
     pooling_key="classifier_pooling",
     poolings={"cls": "first", "mean": "mean"},
     out_bias=True,
-    dense_bias=Flag("classifier_bias"),
+    dense_bias=ConfigFlag("classifier_bias"),
     activation_key="classifier_activation",
 )
 
@@ -74,7 +74,7 @@ MODERNBERT = Family(
     activation="gelu",
     activation_key="hidden_activation",
     attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.Wo"),
-    feed_forward_names=GatedNames(gate_up="mlp.Wi", down="mlp.Wo"),
+    feed_forward_names=GatedMLPNames(gate_up="mlp.Wi", down="mlp.Wo"),
     norms=LayerNorms(mixer="attn_norm", feed_forward="mlp_norm"),
     norm_eps_key="norm_eps",
     outer_names=OuterNames(
@@ -87,7 +87,7 @@ MODERNBERT = Family(
     token_head=_MODERNBERT_HEAD,
     unused_heads=("head.", "decoder."),
     variant=_modernbert,
-    reads=frozenset(
+    extra_keys=frozenset(
         "norm_bias local_attention global_attn_every_n_layers classifier_pooling classifier_bias classifier_activation "
         "decoder_bias mlp_dropout deterministic_flash_attn sparse_prediction sparse_pred_ignore_index "
         "initializer_cutoff_factor reference_compile repad_logits_with_grad position_embedding_type".split()
@@ -111,17 +111,17 @@ EUROBERT = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     feed_forward_bias=MLP_BIAS,
-    text_head=FamilyHead(
-        HeadNames(out="classifier", dense="dense"),
+    text_head=FamilyClassificationHead(
+        ClassificationHeadNames(out="classifier", dense="dense"),
         pooling="late",
         pooling_key="classifier_pooling",
         poolings={"late": "late", "bos": "first", "mean": "mean"},
         out_bias=True,
         dense_bias=True,
     ),
-    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
     unused_heads=("lm_head.",),
-    reads=frozenset({"classifier_pooling", "mask_token_id"}),
+    extra_keys=frozenset({"classifier_pooling", "mask_token_id"}),
 )
 
 
@@ -164,7 +164,7 @@ ROFORMER = Family(
     attention_names=AttentionNames(
         q="attention.self.query", k="attention.self.key", v="attention.self.value", out="attention.output.dense"
     ),
-    feed_forward_names=PlainNames(up="intermediate.dense", down="output.dense"),
+    feed_forward_names=PlainMLPNames(up="intermediate.dense", down="output.dense"),
     norms=LayerNorms(mixer=None, feed_forward="attention.output.LayerNorm", output="output.LayerNorm", form=_FORM),
     embedding_norm=_FORM,
     norm_eps_key="layer_norm_eps",
@@ -176,19 +176,19 @@ ROFORMER = Family(
         token_types="roformer.embeddings.token_type_embeddings",
     ),
     token_types=True,
-    text_head=FamilyHead(
-        HeadNames(out="classifier.out_proj", dense="classifier.dense"),
+    text_head=FamilyClassificationHead(
+        ClassificationHeadNames(out="classifier.out_proj", dense="classifier.dense"),
         pooling="first",
         out_bias=True,
         dense_bias=True,
         activation_key="hidden_act",
     ),
-    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
     # The sines of every position, which follow from config.json.
     unused=("roformer.encoder.embed_positions.", "encoder.embed_positions."),
     unused_heads=("cls.",),
     variant=_roformer,
-    reads=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
+    extra_keys=frozenset({"rotary_value", "embedding_size", *_DROPOUTS.split()}),
 )
 
 _nomic_names = renamed(
@@ -199,7 +199,7 @@ _nomic_names = renamed(
     }
 )
 # Of the files that came with a program: what another model would be made of, with what published ones have.
-_NOMIC_SETTLED = {
+_NOMIC_FIXED_VALUES = {
     "prenorm": False,
     "parallel_block": False,
     "use_rms_norm": False,
@@ -223,7 +223,7 @@ def _rewrite_nomic(config: Config) -> dict[str, Any]:
 
 
 def _nomic(family: Family, config: Config) -> Family:
-    for key, value in _NOMIC_SETTLED.items():
+    for key, value in _NOMIC_FIXED_VALUES.items():
         if config.get(key) not in (None, value):
             raise LoadError(
                 f"config.json sets {key}={config[key]!r}: published NomicBERT models do not, and it is not supported"
@@ -249,7 +249,7 @@ NOMIC_BERT = Family(
         rewrite=_rewrite_nomic,
     ),
     attention_names=AttentionNames(qkv="attn.Wqkv", out="attn.out_proj"),
-    feed_forward_names=GatedNames(gate="mlp.fc12", up="mlp.fc11", down="mlp.fc2"),
+    feed_forward_names=GatedMLPNames(gate="mlp.fc12", up="mlp.fc11", down="mlp.fc2"),
     norms=LayerNorms(mixer=None, feed_forward="norm1", output="norm2", form=_FORM),
     embedding_norm=_FORM,
     norm_eps_key="layer_norm_eps",
@@ -261,19 +261,19 @@ NOMIC_BERT = Family(
         token_types="nomic_bert.embeddings.token_type_embeddings",
     ),
     token_types=True,
-    text_head=FamilyHead(
-        HeadNames(out="classifier", dense="nomic_bert.pooler.dense"),
+    text_head=FamilyClassificationHead(
+        ClassificationHeadNames(out="classifier", dense="nomic_bert.pooler.dense"),
         pooling="first",
         out_bias=True,
         dense_bias=True,
         activation="tanh",
     ),
-    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
     unused_heads=("cls.",),
     variant=_nomic,
-    reads=frozenset(
+    extra_keys=frozenset(
         (
-            *_NOMIC_SETTLED,
+            *_NOMIC_FIXED_VALUES,
             *_DROPOUTS.split(),
             *"attn_pdrop embd_pdrop resid_pdrop use_flash_attn use_xentropy fused_bias_fc fused_dropout_add_ln dense_seq_output "
             "last_layer_subset pad_vocab_size_multiple scale_attn_weights max_trained_positions reorder_and_upcast_attn".split(),

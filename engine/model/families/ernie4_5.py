@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.families.family import ConfigFlag, Family
 
-_BIAS = Flag("use_bias")
+_BIAS = ConfigFlag("use_bias")
 
 ERNIE4_5 = Family(
     architecture="Ernie4_5ForCausalLM",

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertsSpec, RouterSpec
+from windlass.engine.model.feed_forward.experts_spec import MoENames, MoESpec, RouterSpec
 from windlass.engine.model.feed_forward.gated_spec import Activation
 
 # Whether the layer of this index has no experts. Raises LoadError.
@@ -62,14 +62,14 @@ class SharedExpert:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsRules:
+class MoERules:
     """Where config.json says of experts what, and what holds where it says nothing.
 
     counts, top_k_keys, width_keys: keys of the number of experts, of those that a token goes to, and of their width, of which
     the first that is there counts. router: top_k aside, and but for what the other keys say. normalized_key: whether weights
     are divided by their sum. scale_key: what multiplies them. grouped: `n_group` and `topk_group` are read. jitter_key,
     least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`. bias: on the experts' products. clamp_keys: of alpha and
-    limit of gpt-oss's activation. scaled_inputs: see `ExpertsSpec`. more_keys: that are looked at elsewhere, or say what
+    limit of gpt-oss's activation. scaled_inputs: see `MoESpec`. more_keys: that are looked at elsewhere, or say what
     always holds.
     """
 
@@ -91,7 +91,7 @@ class ExpertsRules:
     scaled_inputs: bool = False
     shared: SharedExpert | None = None
     dense: DenseLayer = no_dense_layers
-    names: ExpertsNames = field(default_factory=ExpertsNames)
+    names: MoENames = field(default_factory=MoENames)
     more_keys: frozenset[str] = frozenset()
 
     @property
@@ -105,7 +105,7 @@ class ExpertsRules:
         return frozenset(key for key in found if key is not None) | self.more_keys
 
 
-def read_experts(config: Config, rules: ExpertsRules, activation: Activation, bias: bool) -> ExpertsSpec:
+def read_experts(config: Config, rules: MoERules, activation: Activation, bias: bool) -> MoESpec:
     """The feed-forward of a layer that has experts. bias: on the products of a shared expert. Raises LoadError."""
     count_key, top_k_key = _present(config, rules.counts), _present(config, rules.top_k_keys)
     width_key = _present(config, rules.width_keys)
@@ -126,7 +126,7 @@ def read_experts(config: Config, rules: ExpertsRules, activation: Activation, bi
         router = replace(router, groups=groups, top_groups=read_size(config, "topk_group", router.top_groups))
     if (refusal := router.refusal(count)) is not None:
         raise LoadError(f"config.json: {count_key} {count} and {top_k_key} {top_k} do not go together: {refusal}")
-    return ExpertsSpec(
+    return MoESpec(
         experts=count,
         intermediate_size=width,
         router=router,

@@ -9,22 +9,22 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from windlass.engine.model.config_json.patterns import unrotated_layers
+from windlass.engine.model.config_json.patterns import nope_layers
 from windlass.engine.model.config_json.rules import ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
-from windlass.engine.model.families.family import Family, FamilyHead, Flag
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.head_spec import HeadNames
+from windlass.engine.model.families.family import ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.head_spec import ClassificationHeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
-_FORM = NormForm(centered=True, bias=True)
+_FORM = NormSpec(centered=True, bias=True)
 _ONE_NORM = LayerNorms(feed_forward=None, form=_FORM, parallel=True)
 _TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=_FORM, parallel=True)
 _IN_TURN = LayerNorms(form=_FORM)
 _FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
-_BIAS = Flag("bias")
+_BIAS = ConfigFlag("bias")
 _names = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
 
 
@@ -39,7 +39,7 @@ def _rewrite(config: Config) -> dict[str, Any]:
 
 def _variant(family: Family, config: Config) -> Family:
     if read_flag(config, "alibi"):
-        rules = replace(family.rules, layer_pattern=unrotated_layers)
+        rules = replace(family.rules, layer_pattern=nope_layers)
         family = replace(family, positions="alibi", scaled_alibi=True, rules=rules)
     if read_flag(config, "new_decoder_architecture"):
         norms = _ONE_NORM if read_size(config, "num_ln_in_parallel_attn", 2) == 1 else _TWO_NORMS
@@ -68,11 +68,13 @@ FALCON = Family(
     activation="gelu",
     activation_key="activation",
     attention_names=_FUSED,
-    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=_ONE_NORM,
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.word_embeddings", "transformer.h", "transformer.ln_f"),
-    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
     variant=_variant,
-    reads=frozenset({"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}),
+    extra_keys=frozenset(
+        {"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}
+    ),
 )

@@ -8,18 +8,18 @@ from typing import Literal
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import refuse_other_values
+from windlass.engine.model.families.carried_states import reject_unsupported_values
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Multipliers
-from windlass.engine.model.families.state_spaces import MOST, read_limits, read_shape
-from windlass.engine.model.feed_forward.gated_spec import GatedNames, GatedSpec
+from windlass.engine.model.families.state_spaces import MAX_SIZE, read_limits, read_shape
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames, GatedMLPSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.state_beside_spec import StateBesideSpec
+from windlass.engine.model.mixers.state_beside_spec import ParallelStateSpaceSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 _IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
-_MOST_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
+_MAX_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
 _READ = frozenset(
     "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
     "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
@@ -28,40 +28,42 @@ _READ = frozenset(
     "attn_layer_indices".split()
 )
 # What other values would make another model of.
-_ALWAYS: dict[str, tuple[object, ...] | None] = {
+_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "hidden_act": ("silu", "swish"),
     "mamba_use_mlp": (True,),
     "attn_layer_indices": ([],),
 }
 
 
-def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
-    refuse_other_values(config, _ALWAYS)
+def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
+    reject_unsupported_values(config, _FIXED_VALUES)
     given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
     if given != 1 and read_flag(config, "attention_bias"):
         raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
-    state = _state_space(config)
-    beside = StateBesideSpec(
+    state = _falcon_h1_state_space(config)
+    parallel_state_space = ParallelStateSpaceSpec(
         state,
-        attended=given * _factor(config, "attention_out_multiplier"),
-        remembered=_factor(config, "ssm_out_multiplier"),
+        attention_factor=given * _factor(config, "attention_out_multiplier"),
+        state_factor=_factor(config, "ssm_out_multiplier"),
     )
     gate, down = _factors(config, "mlp_multipliers", 2)
     factors = None if gate == down == 1 else (gate, down)
     layers = []
     for layer in spec.layers:
         attention, feed_forward = layer.mixer, layer.feed_forward
-        assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedSpec)
+        assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
         mixer = replace(attention, scale=attention.scale * given**2 * key)
-        layers.append(replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=beside))
+        layers.append(
+            replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=parallel_state_space)
+        )
     return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
 
 
-def _state_space(config: Config) -> StateSpaceSpec:
-    heads = read_size(config, "mamba_n_heads", 128, most=MOST)
+def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
+    heads = read_size(config, "mamba_n_heads", 128, most=MAX_SIZE)
     inner = read_size(config, "mamba_d_ssm", 1024) if "mamba_d_ssm" not in config or config["mamba_d_ssm"] else None
     if inner is None:
-        inner = read_size(config, "mamba_expand", 2, most=MOST) * read_size(config, "hidden_size")
+        inner = read_size(config, "mamba_expand", 2, most=MAX_SIZE) * read_size(config, "hidden_size")
     if config.get("mamba_d_head") in (None, "auto"):
         config = {**config, "mamba_d_head": max(1, inner // heads)}
     shape = read_shape(
@@ -97,8 +99,10 @@ def _state_space(config: Config) -> StateSpaceSpec:
 def _factor(config: Config, key: str) -> float:
     """One where config.json has none."""
     found = read_number(config, key) or 1.0
-    if found > _MOST_FACTOR:
-        raise LoadError(f"config.json: {key} must be a positive number up to {_MOST_FACTOR:g}, got {shown(found)}")
+    if found > _MAX_FACTOR:
+        raise LoadError(
+            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(found)}"
+        )
     return found
 
 
@@ -109,10 +113,10 @@ def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
         return (1.0,) * count
     numbers = given if isinstance(given, list) else []
     if len(numbers) != count or not all(
-        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= _MOST_FACTOR for one in numbers
+        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= _MAX_FACTOR for one in numbers
     ):
         raise LoadError(
-            f"config.json: {key} must be a list of {count} positive numbers up to {_MOST_FACTOR:g}, got {shown(given)}"
+            f"config.json: {key} must be a list of {count} positive numbers up to {_MAX_FACTOR:g}, got {format_value(given)}"
         )
     return tuple(map(float, numbers))
 
@@ -126,9 +130,9 @@ FALCON_H1 = Family(
     out_bias=ATTENTION_BIAS,
     feed_forward_bias=MLP_BIAS,
     multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
-    feed_forward_names=GatedNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
+    feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
     norms=LayerNorms(feed_forward="pre_ff_layernorm"),
     outer_names=OuterNames(final_norm="model.final_layernorm"),
-    refine=_with_states,
-    reads=_READ,
+    refine=_refine,
+    extra_keys=_READ,
 )

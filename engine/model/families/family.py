@@ -12,31 +12,31 @@ from typing import Literal
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.experts_rules import ExpertsRules
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.head_spec import HeadNames, HeadPooling
+from windlass.engine.model.families.experts_rules import MoERules
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.head_spec import ClassificationHeadNames, HeadPooling
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
 
 _NORMS_HEADS = frozenset({"use_qk_norm", "qk_layernorm"})  # keys that say that queries and keys are normed
 
 
 @dataclass(frozen=True, slots=True)
-class Flag:
+class ConfigFlag:
     """A switch that config.json sets under `key`."""
 
     key: str
     default: bool = False
 
 
-def is_set(config: Config, switch: bool | Flag) -> bool:
-    return read_flag(config, switch.key, switch.default) if isinstance(switch, Flag) else switch
+def is_set(config: Config, switch: bool | ConfigFlag) -> bool:
+    return read_flag(config, switch.key, switch.default) if isinstance(switch, ConfigFlag) else switch
 
 
-ATTENTION_BIAS = Flag("attention_bias")
-MLP_BIAS = Flag("mlp_bias")
+ATTENTION_BIAS = ConfigFlag("attention_bias")
+MLP_BIAS = ConfigFlag("mlp_bias")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,20 +88,20 @@ class Multipliers:
 
 
 @dataclass(frozen=True, slots=True)
-class FamilyHead:
-    """A classification head as the checkpoints of a family have it; see `HeadSpec`.
+class FamilyClassificationHead:
+    """A classification head as the checkpoints of a family have it; see `ClassificationHeadSpec`.
 
     pooling: where config.json has no `pooling_key`, whose words for it `poolings` lists. A bias is there always, never, or where
     config.json says so. activation: of the dense layer where config.json names none under `activation_key`.
     A norm behind it has the form of the family's.
     """
 
-    names: HeadNames = field(default_factory=HeadNames)
+    names: ClassificationHeadNames = field(default_factory=ClassificationHeadNames)
     pooling: HeadPooling = "last"
     pooling_key: str | None = None
     poolings: Mapping[str, HeadPooling] = field(default_factory=dict)
-    out_bias: bool | Flag = False
-    dense_bias: bool | Flag = False
+    out_bias: bool | ConfigFlag = False
+    dense_bias: bool | ConfigFlag = False
     activation: str = "gelu"
     activation_key: str | None = None
 
@@ -136,13 +136,13 @@ class Family:
     architecture: str
     model_type: str
     rules: ConfigRules
-    qkv_bias: bool | Flag = False
-    out_bias: bool | Flag = False
-    feed_forward_bias: bool | Flag = False
+    qkv_bias: bool | ConfigFlag = False
+    out_bias: bool | ConfigFlag = False
+    feed_forward_bias: bool | ConfigFlag = False
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
-    qk_norm_form: NormForm = field(default_factory=NormForm)
+    qk_norm_form: NormSpec = field(default_factory=NormSpec)
     clip_key: str | None = None
-    embedding_norm: NormForm | None = None
+    embedding_norm: NormSpec | None = None
     swapped: bool = False
     unit_head: bool = False
     norm_offset: float = 0.0
@@ -153,31 +153,31 @@ class Family:
     soft_caps: SoftCaps | None = None
     multipliers: Multipliers | None = None
     gelu_by_tanh: bool = False
-    interleaved: bool | Flag = False
+    interleaved: bool | ConfigFlag = False
     latent: LatentSizes | None = None
     other_model_types: tuple[str, ...] = ()
     attention_names: AttentionNames = field(default_factory=AttentionNames)
-    feed_forward_names: GatedNames | PlainNames = field(default_factory=GatedNames)
+    feed_forward_names: GatedMLPNames | PlainMLPNames = field(default_factory=GatedMLPNames)
     norms: LayerNorms = field(default_factory=LayerNorms)
-    parallel: Flag | None = None
+    parallel: ConfigFlag | None = None
     parallel_norms: LayerNorms | None = None
     norm_eps_key: str | None = "rms_norm_eps"
     outer_names: OuterNames = field(default_factory=OuterNames)
-    head_bias: bool | Flag = False
+    head_bias: bool | ConfigFlag = False
     text_part: str = ""
     title: str = ""
     other_names: tuple[str, ...] = ()
-    experts: ExpertsRules | None = None
+    experts: MoERules | None = None
     sinks: bool = False
     unused: tuple[str, ...] = ()
     unused_heads: tuple[str, ...] = ()
     variant: Callable[[Family, Config], Family] | None = None
-    reads: frozenset[str] = frozenset()
+    extra_keys: frozenset[str] = frozenset()
     causal: bool = True
     first_norms: LayerNorms | None = None
-    text_head: FamilyHead = field(default_factory=FamilyHead)
-    token_head: FamilyHead = field(
-        default_factory=lambda: FamilyHead(out_bias=Flag("token_classification_bias", default=True))
+    text_head: FamilyClassificationHead = field(default_factory=FamilyClassificationHead)
+    token_head: FamilyClassificationHead = field(
+        default_factory=lambda: FamilyClassificationHead(out_bias=ConfigFlag("token_classification_bias", default=True))
     )
     token_types: bool = False
     positions: Literal["rotary", "learned", "alibi", "states"] = "rotary"
@@ -192,7 +192,7 @@ class Family:
         """Keys of config.json that it reads and other families do not, or that say of it what always holds."""
         multipliers = frozenset[str]() if self.multipliers is None else self.multipliers.keys
         always = frozenset[str]() if self.qk_norm is None else _NORMS_HEADS
-        return self.reads | multipliers | always | (frozenset() if self.experts is None else self.experts.keys)
+        return self.extra_keys | multipliers | always | (frozenset() if self.experts is None else self.experts.keys)
 
     @property
     def models(self) -> str:

@@ -10,14 +10,19 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
+from windlass.engine.model.families.carried_states import (
+    check_convolution_width,
+    check_layer_types,
+    reject_unsupported_values,
+    with_recurrent_layers,
+)
+from windlass.engine.model.families.experts_rules import MoERules, SharedExpert, every_nth_layer
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.families.prediction import qwen_prediction
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.families.prediction import qwen_mtp
+from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetNames, GatedDeltaNetSpec
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
@@ -30,7 +35,7 @@ _SIZES = {
     "linear_conv_kernel_dim": 4,
 }
 # What their config.json says of what always holds, or of parts that are not loaded, and what values that may have; None: any.
-_ALWAYS: dict[str, tuple[object, ...] | None] = {
+_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "attn_output_gate": (True,),
     "output_gate_type": ("swish", "silu"),
     "hidden_act": ("silu", "swish"),
@@ -38,7 +43,7 @@ _ALWAYS: dict[str, tuple[object, ...] | None] = {
     "mtp_num_hidden_layers": None,
     "mtp_use_dedicated_embeddings": None,
 }
-_READ = frozenset((*_SIZES, *_ALWAYS, "full_attention_interval"))
+_READ = frozenset((*_SIZES, *_FIXED_VALUES, "full_attention_interval"))
 
 
 def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
@@ -47,19 +52,19 @@ def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
     return given or [FULL_ATTENTION if (i + 1) % interval == 0 else LINEAR_ATTENTION for i in range(count)]
 
 
-def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Those that attend see everything; all of these rotate alike."""
     kinds = _kinds(config, facts.count, facts.given)
-    return checked_kinds(kinds, LINEAR_ATTENTION), [FULL_ATTENTION] * facts.count
+    return check_layer_types(kinds, LINEAR_ATTENTION), [FULL_ATTENTION] * facts.count
 
 
-def _as_published(family: Family, config: Config) -> Family:
+def _check_published(family: Family, config: Config) -> Family:
     """The family. Raises LoadError for what would make another model of it."""
-    refuse_other_values(config, _ALWAYS)
+    reject_unsupported_values(config, _FIXED_VALUES)
     return family
 
 
-def _with_states(names: DeltaNames) -> Callable[[ModelSpec, Config], ModelSpec]:
+def _refine(names: GatedDeltaNetNames) -> Callable[[ModelSpec, Config], ModelSpec]:
     """From the spec of a decoder all of whose layers attend to that with the layers that carry a state in their places."""
 
     def refine(spec: ModelSpec, config: Config) -> ModelSpec:
@@ -68,27 +73,27 @@ def _with_states(names: DeltaNames) -> Callable[[ModelSpec, Config], ModelSpec]:
             assert isinstance(layer.mixer, AttentionSpec)
             layers.append(replace(layer, mixer=replace(layer.mixer, gated_queries=True)))
         kinds = _kinds(config, len(layers), config.get("layer_types"))
-        spec = with_states(replace(spec, layers=tuple(layers)), kinds, _delta(config, names))
-        return replace(spec, predicting=_prediction(spec, config))
+        spec = with_recurrent_layers(replace(spec, layers=tuple(layers)), kinds, _delta(config, names))
+        return replace(spec, mtp=_mtp(spec, config))
 
     return refine
 
 
-def _prediction(spec: ModelSpec, config: Config) -> ModelSpec | None:
+def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
     """The layer that predicts a token further; None where config.json says that there is none, or one with its own embedding."""
     if config.get("mtp_num_hidden_layers") == 0 or config.get("mtp_use_dedicated_embeddings"):
         return None
-    return qwen_prediction(spec)
+    return qwen_mtp(spec)
 
 
-def _delta(config: Config, names: DeltaNames) -> GatedDeltaSpec:
+def _delta(config: Config, names: GatedDeltaNetNames) -> GatedDeltaNetSpec:
     key_heads, heads, key_dim, value_dim, width = (read_size(config, key, value) for key, value in _SIZES.items())
     if heads % key_heads:
         raise LoadError(
             f"config.json: linear_num_value_heads {heads} is not a multiple of linear_num_key_heads {key_heads}"
         )
-    check_width("linear_conv_kernel_dim", width)
-    return GatedDeltaSpec(key_heads, heads, key_dim, value_dim, width, names)
+    check_convolution_width("linear_conv_kernel_dim", width)
+    return GatedDeltaNetSpec(key_heads, heads, key_dim, value_dim, width, names)
 
 
 QWEN3_5 = Family(
@@ -97,7 +102,7 @@ QWEN3_5 = Family(
     model_type="qwen3_5_text",
     text_part="Text",
     rules=ConfigRules(
-        layer_pattern=_some_attend,
+        layer_pattern=_layer_pattern,
         max_position_embeddings=32_768,
         num_attention_heads=16,
         num_key_value_heads=4,
@@ -109,19 +114,19 @@ QWEN3_5 = Family(
     out_bias=ATTENTION_BIAS,
     qk_norm="before",
     norm_offset=1.0,
-    variant=_as_published,
-    refine=_with_states(DeltaNames()),
-    reads=_READ | {"mlp_only_layers"},  # an empty list
+    variant=_check_published,
+    refine=_refine(GatedDeltaNetNames()),
+    extra_keys=_READ | {"mlp_only_layers"},  # an empty list
     unused=("mtp.",),
 )
 
-_EXPERTS = ExpertsRules(
+_EXPERTS = MoERules(
     experts=256,
     top_k=8,
     width=512,
     shared=SharedExpert(width_key="shared_expert_intermediate_size", default=512),
-    names=ExpertsNames(
-        shared=GatedNames(
+    names=MoENames(
+        shared=GatedMLPNames(
             "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
         ),
         shared_gate="mlp.shared_expert_gate",
@@ -145,7 +150,7 @@ QWEN3_NEXT = replace(
     model_type="qwen3_next",
     text_part="",
     rules=replace(QWEN3_5.rules, hidden_size=2048, num_hidden_layers=48, num_key_value_heads=2),
-    refine=_with_states(DeltaNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
+    refine=_refine(GatedDeltaNetNames(qkvz="linear_attn.in_proj_qkvz", ba="linear_attn.in_proj_ba")),
     experts=replace(
         _EXPERTS,
         experts=512,

@@ -11,7 +11,7 @@ from windlass.engine.model.spec import LayerNorms
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
-def _every_nth_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every `sliding_window_pattern`-th layer, the sixth by default, sees everything; `layer_types` says it directly."""
     if not facts.windowed:
         # Local layers would rotate by their own theta without a window; nothing says which layers those are.
@@ -30,7 +30,7 @@ GEMMA3 = Family(
     model_type="gemma3_text",
     text_part="Text",
     rules=ConfigRules(
-        layer_pattern=_every_nth_global,
+        layer_pattern=_gemma3_layer_pattern,
         max_position_embeddings=131_072,
         hidden_size=2304,
         num_hidden_layers=26,

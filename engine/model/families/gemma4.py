@@ -12,30 +12,30 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_object, read_size
-from windlass.engine.model.families.experts_rules import ExpertsRules, read_count, read_experts
+from windlass.engine.model.families.experts_rules import MoERules, read_count, read_experts
 from windlass.engine.model.families.gemma3 import GEMMA3
-from windlass.engine.model.feed_forward.beside_spec import BesideSpec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.layer_inputs_spec import LayerInputSpec, LayerInputsSpec
+from windlass.engine.model.feed_forward.beside_spec import ParallelExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.layer_inputs_spec import PerLayerEmbeddingsSpec, PerLayerProjectionSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _WIDTH, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
-_OF_LAYERS = ("head_dim", "num_key_value_heads")
+_PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
 _UNIFIED = "gemma4_unified_text"  # of 12B, whose layers have no input of their own and no experts
-_EXPERTS = ExpertsRules(
+_EXPERTS = MoERules(
     experts=128,
     top_k=8,
     counts=("num_experts",),
     top_k_keys=("top_k_experts",),
-    names=ExpertsNames(router="router.proj", stacks=ExpertStacks("experts.gate_up_proj", "experts.down_proj")),
+    names=MoENames(router="router.proj", stacks=ExpertStacks("experts.gate_up_proj", "experts.down_proj")),
 )
 
 
-def _rewritten(config: Config) -> dict[str, Any]:
+def _rewrite_gemma4(config: Config) -> dict[str, Any]:
     """Sizes of global layers under one key each, where transformers 5.24 writes them layer by layer."""
     result = dict(config)
     if config.get("model_type") == _UNIFIED:
@@ -43,7 +43,7 @@ def _rewritten(config: Config) -> dict[str, Any]:
         result = {"sliding_window": 1024, "max_position_embeddings": 262_144, **result}
     if config.get("use_bidirectional_attention") == "vision":  # on text alone tokens see none behind them
         del result["use_bidirectional_attention"]
-    result["rope_parameters"] = _turning_whole_heads(config)
+    result["rope_parameters"] = _drop_default_partial_rotary_factor(config)
     result.pop("partial_rotary_factor", None)
     if not read_flag(config, "attention_k_eq_v"):
         result.pop(_KV_HEADS, None)  # it has a meaning beside that only
@@ -59,16 +59,18 @@ def _rewritten(config: Config) -> dict[str, Any]:
     if any(one != sizes for one in by_layer.values()) or (by_layer and by_layer.keys() != global_layers):
         raise LoadError(
             "config.json: per_layer_config has to say the same of all layers of full attention in layer_types, and nothing of "
-            f"others, got {shown(by_layer)}"
+            f"others, got {format_value(by_layer)}"
         )
-    if not isinstance(sizes, Mapping) or not sizes.keys() <= set(_OF_LAYERS):
-        raise LoadError(f"config.json: per_layer_config may say {' and '.join(_OF_LAYERS)}, got {shown(sizes)}")
+    if not isinstance(sizes, Mapping) or not sizes.keys() <= set(_PER_LAYER_KEYS):
+        raise LoadError(
+            f"config.json: per_layer_config may say {' and '.join(_PER_LAYER_KEYS)}, got {format_value(sizes)}"
+        )
     result[_WIDTH] = sizes.get("head_dim", config.get("head_dim", 256))
     result[_KV_HEADS] = sizes.get("num_key_value_heads", config.get("num_key_value_heads"))
     return result
 
 
-def _turning_whole_heads(config: Config) -> Any:
+def _drop_default_partial_rotary_factor(config: Config) -> Any:
     """`rope_parameters` without the share of pairs where they turn by the default frequencies: it has no meaning there."""
     given = config.get("rope_parameters")
     if not isinstance(given, Mapping):
@@ -81,7 +83,7 @@ def _turning_whole_heads(config: Config) -> Any:
     }
 
 
-def _last_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Every sixth layer sees everything, or those that `layer_types` says; the last always does."""
     if not facts.windowed:
         raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
@@ -90,17 +92,17 @@ def _last_global(config: Config, facts: LayerFacts) -> tuple[list[str], list[str
     return kinds, kinds
 
 
-def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
+def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
     """The spec of a plain decoder with what its layers have besides."""
     count, shared = len(spec.layers), read_count(config, "num_kv_shared_layers", 0)
-    owners = _owners([mixer.window for mixer in spec.attention.values()], shared)
+    owners = _kv_source_layers([mixer.window for mixer in spec.attention.values()], shared)
     own_input = read_count(config, "hidden_size_per_layer_input", 256)
     doubled = read_flag(config, "use_double_wide_mlp")
-    beside = None
+    parallel_experts = None
     first = spec.layers[0].feed_forward
-    assert isinstance(first, GatedSpec)
+    assert isinstance(first, GatedMLPSpec)
     if read_flag(config, "enable_moe_block"):
-        beside = BesideSpec(read_experts(config, _EXPERTS, first.activation, False))
+        parallel_experts = ParallelExpertsSpec(read_experts(config, _EXPERTS, first.activation, False))
 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
         assert isinstance(one.mixer, AttentionSpec)
@@ -108,10 +110,10 @@ def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
         wide = doubled and owner is not None
         return replace(
             one,
-            mixer=replace(mixer, keys_of=owner),
+            mixer=replace(mixer, kv_source_layer=owner),
             feed_forward=replace(first, intermediate_size=first.intermediate_size * (2 if wide else 1)),
-            beside=beside,
-            input=LayerInputSpec(own_input, first.activation) if own_input else None,
+            parallel_experts=parallel_experts,
+            input=PerLayerProjectionSpec(own_input, first.activation) if own_input else None,
             scalar="layer_scalar",
         )
 
@@ -123,16 +125,18 @@ def _with_its_parts(spec: ModelSpec, config: Config) -> ModelSpec:
     )
     inputs = None
     if own_input:
-        inputs = LayerInputsSpec(own_input, read_size(config, "vocab_size_per_layer_input", 262_144))
+        inputs = PerLayerEmbeddingsSpec(own_input, read_size(config, "vocab_size_per_layer_input", 262_144))
         if inputs.rows < spec.vocab_size:
             raise LoadError(
                 f"config.json: vocab_size_per_layer_input {inputs.rows} is less than vocab_size {spec.vocab_size}: each token "
                 "needs a row"
             )
-    return replace(spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, layer_inputs=inputs)
+    return replace(
+        spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, per_layer_embeddings=inputs
+    )
 
 
-def _owners(windows: list[int | None], shared: int) -> list[int | None]:
+def _kv_source_layers(windows: list[int | None], shared: int) -> list[int | None]:
     """Of each layer the one whose keys it reads: of the last `shared` ones, the last of their kind before them."""
     first = len(windows) - shared
     if first < 0 or set(windows[first:]) - set(windows[:first]):
@@ -170,7 +174,7 @@ def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
     mixers = [layer.mixer for layer in layers]
     for index, mixer in enumerate(mixers):
         assert isinstance(mixer, AttentionSpec)
-        if mixer.keys_of is None:
+        if mixer.kv_source_layer is None:
             groups.setdefault(mixer.kv_group, []).append(index)
     found = []
     for group in sorted(groups):
@@ -188,7 +192,7 @@ GEMMA4 = replace(
     model_type="gemma4_text",
     other_model_types=(_UNIFIED,),
     rules=ConfigRules(
-        layer_pattern=_last_global,
+        layer_pattern=_gemma4_layer_pattern,
         max_position_embeddings=131_072,
         hidden_size=2304,
         num_hidden_layers=30,
@@ -210,12 +214,12 @@ GEMMA4 = replace(
             },
             SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
         },
-        rewrite=_rewritten,
+        rewrite=_rewrite_gemma4,
     ),
     norm_offset=0.0,
     query_pre_attn_scalar=None,
-    refine=_with_its_parts,
-    reads=_EXPERTS.keys
+    refine=_refine_gemma4,
+    extra_keys=_EXPERTS.keys
     | {
         _WIDTH,
         _KV_HEADS,

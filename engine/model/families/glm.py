@@ -7,12 +7,12 @@ from typing import Any
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.model.families.family import Family, Flag
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.spec import LayerNorms
 
-_BIAS = Flag("attention_bias", default=True)
-_GATE_UP = GatedNames(gate_up="mlp.gate_up_proj")
+_BIAS = ConfigFlag("attention_bias", default=True)
+_GATE_UP = GatedMLPNames(gate_up="mlp.gate_up_proj")
 _RULES = ConfigRules(
     max_position_embeddings=131_072,
     num_hidden_layers=40,
@@ -34,7 +34,7 @@ GLM = Family(
 )
 
 
-def _of_hidden_size(config: Config) -> dict[str, Any]:
+def _rewrite_glm4(config: Config) -> dict[str, Any]:
     """Heads of the text part of a multimodal model are a share of its hidden size, as its config.json has no `head_dim`."""
     if config.get("model_type") != "glm4v_text" or config.get("head_dim") is not None:
         return dict(config)
@@ -46,7 +46,7 @@ GLM4 = Family(
     title="GLM-4 0414",
     model_type="glm4",
     other_model_types=("glm4v_text",),
-    rules=replace(_RULES, rewrite=_of_hidden_size),
+    rules=replace(_RULES, rewrite=_rewrite_glm4),
     qkv_bias=_BIAS,
     interleaved=True,
     feed_forward_names=_GATE_UP,

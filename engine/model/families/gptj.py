@@ -8,9 +8,9 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_size
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
 _RULES = ConfigRules(
@@ -33,15 +33,15 @@ GPTJ = Family(
     activation_key="activation_function",
     interleaved=True,
     attention_names=AttentionNames(q="attn.q_proj", k="attn.k_proj", v="attn.v_proj", out="attn.out_proj"),
-    feed_forward_names=PlainNames(up="mlp.fc_in", down="mlp.fc_out"),
-    norms=LayerNorms(mixer="ln_1", feed_forward=None, form=NormForm(centered=True, bias=True), parallel=True),
+    feed_forward_names=PlainMLPNames(up="mlp.fc_in", down="mlp.fc_out"),
+    norms=LayerNorms(mixer="ln_1", feed_forward=None, form=NormSpec(centered=True, bias=True), parallel=True),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f"),
     head_bias=True,
 )
 
 
-def _heads_in_quarters(family: Family, config: Config) -> Family:
+def _check_head_quarters(family: Family, config: Config) -> Family:
     heads = read_size(config, "num_attention_heads", family.rules.num_attention_heads)
     if heads % 4:
         raise LoadError(
@@ -57,5 +57,5 @@ CODEGEN = replace(
     title="CodeGen",
     model_type="codegen",
     attention_names=AttentionNames(qkv="attn.qkv_proj", qkv_order="quarters", out="attn.out_proj"),
-    variant=_heads_in_quarters,
+    variant=_check_head_quarters,
 )

@@ -10,15 +10,19 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
+from windlass.engine.model.families.carried_states import (
+    check_layer_types,
+    reject_unsupported_values,
+    with_recurrent_layers,
+)
 from windlass.engine.model.families.experts_rules import read_count
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.softmax_experts import GRANITE_MOE_SHARED
-from windlass.engine.model.families.state_spaces import MOST, read_limits, read_shape
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.families.state_spaces import MAX_SIZE, read_limits, read_shape
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 STATE_SPACE = "linear_attention"
@@ -26,7 +30,7 @@ STATE_SPACE = "linear_attention"
 _KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
 _POSITIONS = "position_embedding_type"
 _ROTATION = ("rope_parameters", "rope_scaling", "rope_theta")
-_SHARED = GatedNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
+_SHARED = GatedMLPNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear")
 
 
 def _rewritten(config: Config) -> dict[str, Any]:
@@ -40,7 +44,7 @@ def _rewritten(config: Config) -> dict[str, Any]:
     if not _rotates(config):
         if STATE_SPACE not in result["layer_types"]:
             raise LoadError(
-                f"config.json: {_POSITIONS} {shown(config.get(_POSITIONS))} is not supported: a model all of whose layers attend "
+                f"config.json: {_POSITIONS} {format_value(config.get(_POSITIONS))} is not supported: a model all of whose layers attend "
                 'needs "rope", as nothing else would tell positions apart'
             )
         result = {key: value for key, value in result.items() if key not in _ROTATION}
@@ -52,40 +56,40 @@ def _rewritten(config: Config) -> dict[str, Any]:
 def _rotates(config: Config) -> bool:
     given = config.get(_POSITIONS)
     if given not in (None, "nope", "rope"):
-        raise LoadError(f'config.json: {_POSITIONS} must be "rope" or "nope", got {shown(given)}')
+        raise LoadError(f'config.json: {_POSITIONS} must be "rope" or "nope", got {format_value(given)}')
     return bool(given == "rope")
 
 
-def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
     """Those that attend see everything; all of these rotate alike, or none does."""
     group = FULL_ATTENTION if _rotates(config) else None
-    return checked_kinds(facts.given or [], STATE_SPACE), [group] * facts.count
+    return check_layer_types(facts.given or [], STATE_SPACE), [group] * facts.count
 
 
 def _experts(config: Config) -> int:
     return read_count(config, "num_local_experts", 8)
 
 
-def _as_told(family: Family, config: Config) -> Family:
+def _configured_variant(family: Family, config: Config) -> Family:
     """The family without experts, or without rotation, where config.json says so."""
     if not _rotates(config):
         family = replace(family, positions="states")
     if _experts(config):
         return family
-    return replace(family, experts=None, feed_forward_names=_SHARED, reads=family.reads | family.own_keys)
+    return replace(family, experts=None, feed_forward_names=_SHARED, extra_keys=family.extra_keys | family.own_keys)
 
 
-def _with_states(spec: ModelSpec, config: Config) -> ModelSpec:
+def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
     """The spec with the layers that carry a state in their places."""
     kinds = config["layer_types"]
-    return with_states(spec, kinds, _state_space(config)) if STATE_SPACE in kinds else spec
+    return with_recurrent_layers(spec, kinds, _state_space(config)) if STATE_SPACE in kinds else spec
 
 
 def _state_space(config: Config) -> StateSpaceSpec:
-    refuse_other_values(config, {"hidden_act": ("silu", "swish")})
+    reject_unsupported_values(config, {"hidden_act": ("silu", "swish")})
     hidden = read_size(config, "hidden_size")
     expand, heads = (
-        read_size(config, key, one, most=MOST) for key, one in (("mamba_expand", 2), ("mamba_n_heads", 128))
+        read_size(config, key, one, most=MAX_SIZE) for key, one in (("mamba_expand", 2), ("mamba_n_heads", 128))
     )
     if config.get("mamba_d_head") in (None, "auto"):
         config = {**config, "mamba_d_head": max(1, expand * hidden // heads)}
@@ -112,14 +116,14 @@ GRANITE4 = replace(
     title="Granite 4",
     model_type="granitemoehybrid",
     rules=ConfigRules(
-        layer_pattern=_some_attend,
+        layer_pattern=_layer_pattern,
         max_position_embeddings=2048,
         other_layers=(STATE_SPACE,),
         rewrite=_rewritten,
     ),
-    variant=_as_told,
-    refine=_with_states,
-    reads=frozenset(
+    variant=_configured_variant,
+    refine=_refine,
+    extra_keys=frozenset(
         "position_embedding_type mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_state mamba_expand "
         "mamba_n_groups mamba_n_heads mamba_proj_bias time_step_limit normalization_function init_method".split()
     ),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules, renamed
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
-_BIAS = Flag("bias", default=True)
+_BIAS = ConfigFlag("bias", default=True)
 
 # Its class is not in transformers but beside the weights; defaults are those of its configuration there.
 INTERNLM2 = Family(
@@ -19,7 +19,7 @@ INTERNLM2 = Family(
     qkv_bias=_BIAS,
     out_bias=_BIAS,
     attention_names=AttentionNames(qkv="attention.wqkv", qkv_order="groups", out="attention.wo"),
-    feed_forward_names=GatedNames(gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2"),
+    feed_forward_names=GatedMLPNames(gate="feed_forward.w1", up="feed_forward.w3", down="feed_forward.w2"),
     norms=LayerNorms(mixer="attention_norm", feed_forward="ffn_norm"),
     outer_names=OuterNames(embedding="model.tok_embeddings", head="output"),
 )

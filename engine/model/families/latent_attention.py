@@ -10,26 +10,28 @@ from dataclasses import replace
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, first_layers_dense
+from windlass.engine.model.families.experts_rules import MoERules, SharedExpert, first_layers_dense
 from windlass.engine.model.families.family import (
     ATTENTION_BIAS,
     MLP_BIAS,
+    ConfigFlag,
     Family,
-    Flag,
     LatentSizes,
     Multipliers,
 )
-from windlass.engine.model.families.prediction import with_layer_behind
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.families.prediction import with_appended_mtp_layer
+from windlass.engine.model.feed_forward.experts_spec import MoENames, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 
-_PAIRS = Flag("rope_interleave", default=True)
-DEEPSEEK_SHARED = GatedNames(
+ROPE_INTERLEAVE = ConfigFlag("rope_interleave", default=True)
+DEEPSEEK_SHARED = GatedMLPNames(
     "mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj", down="mlp.shared_experts.down_proj"
 )
 # Those of DeepSeek V3, which many follow.
-DEEPSEEK_NAMES = ExpertsNames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
-_LAYER_KEYS = frozenset({"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"})
+DEEPSEEK_NAMES = MoENames(choice_bias="mlp.gate.e_score_correction_bias", shared=DEEPSEEK_SHARED)
+DEEPSEEK_LAYER_KEYS = frozenset(
+    {"first_k_dense_replace", "mlp_layer_types", "moe_layer_freq", "scoring_func", "topk_method"}
+)
 
 
 def _checked_router(family: Family, config: Config) -> Family:
@@ -59,8 +61,8 @@ DEEPSEEK_V2 = Family(
     feed_forward_bias=MLP_BIAS,
     interleaved=True,
     variant=_checked_router,
-    reads=frozenset({"n_group", "topk_group", "norm_topk_prob"}),
-    experts=ExpertsRules(
+    extra_keys=frozenset({"n_group", "topk_group", "norm_topk_prob"}),
+    experts=MoERules(
         experts=64,
         top_k=6,
         width=1407,
@@ -69,8 +71,8 @@ DEEPSEEK_V2 = Family(
         grouped=True,
         shared=SharedExpert(count_key="n_shared_experts", default=2),
         dense=first_layers_dense("first_k_dense_replace", 0),
-        names=ExpertsNames(shared=DEEPSEEK_SHARED),
-        more_keys=_LAYER_KEYS,
+        names=MoENames(shared=DEEPSEEK_SHARED),
+        more_keys=DEEPSEEK_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
 )
@@ -91,9 +93,9 @@ DEEPSEEK_V3 = Family(
         scales_scores=True,
     ),
     out_bias=ATTENTION_BIAS,
-    interleaved=_PAIRS,
-    refine=with_layer_behind,
-    experts=ExpertsRules(
+    interleaved=ROPE_INTERLEAVE,
+    refine=with_appended_mtp_layer,
+    experts=MoERules(
         experts=256,
         top_k=8,
         width=2048,
@@ -104,7 +106,7 @@ DEEPSEEK_V3 = Family(
         shared=SharedExpert(count_key="n_shared_experts"),
         dense=first_layers_dense("first_k_dense_replace", 3),
         names=DEEPSEEK_NAMES,
-        more_keys=_LAYER_KEYS,
+        more_keys=DEEPSEEK_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
 )
@@ -124,7 +126,7 @@ YOUTU = Family(
         scales_scores=True,
     ),
     out_bias=ATTENTION_BIAS,
-    interleaved=_PAIRS,
+    interleaved=ROPE_INTERLEAVE,
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=1536, qk_nope_head_dim=128, v_head_dim=128),
 )
 
@@ -144,9 +146,9 @@ GLM4_MOE_LITE = Family(
         scales_scores=True,
     ),
     out_bias=ATTENTION_BIAS,
-    interleaved=_PAIRS,
-    refine=with_layer_behind,
-    experts=ExpertsRules(
+    interleaved=ROPE_INTERLEAVE,
+    refine=with_appended_mtp_layer,
+    experts=MoERules(
         experts=64,
         top_k=4,
         width=1536,
@@ -157,7 +159,7 @@ GLM4_MOE_LITE = Family(
         shared=SharedExpert(count_key="n_shared_experts"),
         dense=first_layers_dense("first_k_dense_replace", 1),
         names=DEEPSEEK_NAMES,
-        more_keys=_LAYER_KEYS,
+        more_keys=DEEPSEEK_LAYER_KEYS,
     ),
     latent=LatentSizes(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
 )

@@ -6,19 +6,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 
-from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.patterns import sliding_window_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, FamilyHead, Flag
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.head_spec import HeadNames
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.head_spec import ClassificationHeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
-_FORM = NormForm(centered=True, bias=True)
-_BIAS = Flag("use_bias", default=True)
-_ATTENTION_BIAS = Flag("attention_bias", default=True)
+_FORM = NormSpec(centered=True, bias=True)
+_BIAS = ConfigFlag("use_bias", default=True)
+_ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
 
 _LAYER_NORMED = frozenset({"qk_layernorm"})
 
@@ -37,7 +37,7 @@ STARCODER2 = Family(
     title="StarCoder 2",
     model_type="starcoder2",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=4096,
         hidden_size=3072,
         num_hidden_layers=30,
@@ -50,7 +50,7 @@ STARCODER2 = Family(
     out_bias=_BIAS,
     feed_forward_bias=_BIAS,
     activation="gelu_pytorch_tanh",
-    feed_forward_names=PlainNames(up="mlp.c_fc", down="mlp.c_proj"),
+    feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj"),
     norms=LayerNorms(form=_FORM),
     norm_eps_key="norm_epsilon",
 )
@@ -66,16 +66,16 @@ STABLELM = Family(
         rms_norm_eps=1e-5,
         partial_rotary_factor=0.25,
     ),
-    qkv_bias=Flag("use_qkv_bias"),
+    qkv_bias=ConfigFlag("use_qkv_bias"),
     qk_norm="by head",
-    qk_norm_form=NormForm(centered=True),
+    qk_norm_form=NormSpec(centered=True),
     attention_names=AttentionNames(
         q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
     ),
     variant=_head_norms(default=False),
-    reads=_LAYER_NORMED,
+    extra_keys=_LAYER_NORMED,
     norms=LayerNorms(form=_FORM),
-    parallel=Flag("use_parallel_residual"),
+    parallel=ConfigFlag("use_parallel_residual"),
     parallel_norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
 )
@@ -101,8 +101,8 @@ PHI = Family(
         out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     ),
     variant=_head_norms(default=False),
-    reads=_LAYER_NORMED,
-    feed_forward_names=PlainNames(up="mlp.fc1", down="mlp.fc2"),
+    extra_keys=_LAYER_NORMED,
+    feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
     norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
@@ -124,7 +124,7 @@ NEMOTRON = Family(
     feed_forward_bias=MLP_BIAS,
     norm_offset=1.0,
     activation="relu2",
-    feed_forward_names=PlainNames(),
+    feed_forward_names=PlainMLPNames(),
     norms=LayerNorms(form=_FORM),
     norm_eps_key="norm_eps",
 )
@@ -146,13 +146,13 @@ GPT_NEOX = Family(
     feed_forward_bias=True,
     activation="gelu",
     attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
-    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=_FORM),
-    parallel=Flag("use_parallel_residual", default=True),
+    parallel=ConfigFlag("use_parallel_residual", default=True),
     parallel_norms=LayerNorms(form=_FORM, parallel=True),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
-    token_head=FamilyHead(HeadNames(out="classifier"), out_bias=True),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
 )
 
 
@@ -180,12 +180,12 @@ PERSIMMON = Family(
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     ),
-    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=_FORM),
     norm_eps_key="layer_norm_eps",
     outer_names=OuterNames(final_norm="model.final_layernorm"),
     variant=_head_norms(default=True),
-    reads=_LAYER_NORMED,
+    extra_keys=_LAYER_NORMED,
 )
 
 JAIS2 = Family(
@@ -200,9 +200,9 @@ JAIS2 = Family(
     ),
     qkv_bias=_ATTENTION_BIAS,
     out_bias=_ATTENTION_BIAS,
-    feed_forward_bias=Flag("mlp_bias", default=True),
+    feed_forward_bias=ConfigFlag("mlp_bias", default=True),
     activation="relu2",
-    feed_forward_names=PlainNames(),
+    feed_forward_names=PlainMLPNames(),
     norms=LayerNorms(form=_FORM),
     norm_eps_key="layer_norm_eps",
 )

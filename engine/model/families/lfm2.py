@@ -9,20 +9,25 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import check_width, checked_kinds, refuse_other_values, with_states
-from windlass.engine.model.families.experts_rules import ExpertsRules, first_layers_dense
+from windlass.engine.model.families.carried_states import (
+    check_convolution_width,
+    check_layer_types,
+    reject_unsupported_values,
+    with_recurrent_layers,
+)
+from windlass.engine.model.families.experts_rules import MoERules, first_layers_dense
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 CONVOLUTION = "conv"
 # What config.json says of what always holds, or of how weights began; None: any.
-_ALWAYS: dict[str, tuple[object, ...] | None] = {
+_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
     "use_pos_enc": (True,),
     "hidden_act": ("silu", "swish"),
@@ -32,7 +37,7 @@ _ALWAYS: dict[str, tuple[object, ...] | None] = {
     "conv_use_xavier_init": None,
 }
 # Second names of what other keys say.
-_AGAIN = {
+_ALIASES = {
     "block_dim": "hidden_size",
     "conv_dim": "hidden_size",
     "conv_dim_out": "hidden_size",
@@ -40,7 +45,7 @@ _AGAIN = {
     "block_norm_eps": "norm_eps",
     "theta": "rope_theta",
 }
-_READ = frozenset({*_ALWAYS, *_AGAIN, "conv_bias", "conv_L_cache", "full_attn_idxs"})
+_READ = frozenset({*_FIXED_VALUES, *_ALIASES, "conv_bias", "conv_L_cache", "full_attn_idxs"})
 
 
 def _renamed(config: Config) -> dict[str, Any]:
@@ -84,25 +89,27 @@ def _kinds(config: Config, count: int, given: list[str] | None) -> list[str]:
     return kinds
 
 
-def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
     """Those that attend see everything; all of these rotate alike."""
-    return checked_kinds(_kinds(config, facts.count, facts.given), CONVOLUTION), [FULL_ATTENTION] * facts.count
+    return check_layer_types(_kinds(config, facts.count, facts.given), CONVOLUTION), [FULL_ATTENTION] * facts.count
 
 
-def _as_published(family: Family, config: Config) -> Family:
+def _check_published(family: Family, config: Config) -> Family:
     """The family. Raises LoadError for what would make another model of it."""
-    refuse_other_values(config, _ALWAYS)
-    for again, name in _AGAIN.items():
+    reject_unsupported_values(config, _FIXED_VALUES)
+    for again, name in _ALIASES.items():
         if None not in (found := (config.get(again), config.get(name))) and found[0] != found[1]:
-            raise LoadError(f"config.json: {name} is {shown(found[1])} and {again} is {shown(found[0])}: keep one")
+            raise LoadError(
+                f"config.json: {name} is {format_value(found[1])} and {again} is {format_value(found[0])}: keep one"
+            )
     return family
 
 
 def _with_convolutions(spec: ModelSpec, config: Config) -> ModelSpec:
     width = read_size(config, "conv_L_cache", 3)
-    check_width("conv_L_cache", width)
+    check_convolution_width("conv_L_cache", width)
     mixer = ShortConvolutionSpec(spec.hidden_size, width, read_flag(config, "conv_bias"))
-    return with_states(spec, _kinds(config, len(spec.layers), config.get("layer_types")), mixer)
+    return with_recurrent_layers(spec, _kinds(config, len(spec.layers), config.get("layer_types")), mixer)
 
 
 LFM2 = Family(
@@ -110,7 +117,7 @@ LFM2 = Family(
     title="LFM2",
     model_type="lfm2",
     rules=ConfigRules(
-        layer_pattern=_some_attend,
+        layer_pattern=_layer_pattern,
         max_position_embeddings=128_000,
         hidden_size=2560,
         num_key_value_heads=8,
@@ -125,18 +132,18 @@ LFM2 = Family(
     attention_names=AttentionNames(
         out="self_attn.out_proj", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
     ),
-    feed_forward_names=GatedNames("feed_forward.w1", "feed_forward.w3", down="feed_forward.w2"),
+    feed_forward_names=GatedMLPNames("feed_forward.w1", "feed_forward.w3", down="feed_forward.w2"),
     norms=LayerNorms(mixer="operator_norm", feed_forward="ffn_norm"),
     outer_names=OuterNames(final_norm="model.embedding_norm"),
-    variant=_as_published,
+    variant=_check_published,
     refine=_with_convolutions,
-    reads=_READ,
+    extra_keys=_READ,
 )
 
 
-def _biased_where_told(family: Family, config: Config) -> Family:
+def _optional_selection_bias(family: Family, config: Config) -> Family:
     """Experts are chosen by a bias beside their scores, unless config.json says that there is none."""
-    family = _as_published(family, config)
+    family = _check_published(family, config)
     if read_flag(config, "use_expert_bias", default=True) or family.experts is None:
         return family
     return replace(family, experts=replace(family.experts, names=replace(family.experts.names, choice_bias=None)))
@@ -148,8 +155,8 @@ LFM2_MOE = replace(
     title="LFM2 MoE",
     model_type="lfm2_moe",
     rules=replace(LFM2.rules, hidden_size=2048, rewrite=_renamed),
-    variant=_biased_where_told,
-    experts=ExpertsRules(
+    variant=_optional_selection_bias,
+    experts=MoERules(
         experts=32,
         top_k=4,
         width=1792,
@@ -157,10 +164,10 @@ LFM2_MOE = replace(
         normalized_key="norm_topk_prob",
         scale_key="routed_scaling_factor",
         dense=first_layers_dense("num_dense_layers", 2),
-        names=ExpertsNames(
+        names=MoENames(
             router="feed_forward.gate",
             experts="feed_forward.experts",
-            expert=GatedNames("w1", "w3", down="w2"),
+            expert=GatedMLPNames("w1", "w3", down="w2"),
             choice_bias="feed_forward.expert_bias",
             stacks=ExpertStacks("feed_forward.experts.gate_up_proj", "feed_forward.experts.down_proj"),
         ),

@@ -10,11 +10,11 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert
+from windlass.engine.model.families.experts_rules import MoERules, SharedExpert
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _PART = "feed_forward"
@@ -59,7 +59,7 @@ def _temperature(config: Config) -> tuple[float, int] | None:
     return read_number(config, "attn_scale") or 0.1, read_size(config, "floor_scale", 8192)
 
 
-def _normed_where_told(family: Family, config: Config) -> Family:
+def _optional_qk_norm(family: Family, config: Config) -> Family:
     return family if read_flag(config, "use_qk_norm", default=True) else replace(family, qk_norm=None)
 
 
@@ -84,15 +84,15 @@ LLAMA4 = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     qk_norm="after",
-    qk_norm_form=NormForm(weight=False),
+    qk_norm_form=NormSpec(weight=False),
     norms_rotated=True,
     interleaved=True,
     chunked=True,
     unrotated_temperature=_temperature,
-    feed_forward_names=GatedNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
-    variant=_normed_where_told,
-    reads=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
-    experts=ExpertsRules(
+    feed_forward_names=GatedMLPNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
+    variant=_optional_qk_norm,
+    extra_keys=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
+    experts=MoERules(
         experts=16,
         top_k=1,
         counts=("num_local_experts",),
@@ -100,9 +100,9 @@ LLAMA4 = Family(
         scaled_inputs=True,
         shared=SharedExpert(),
         dense=_is_dense,
-        names=ExpertsNames(
+        names=MoENames(
             router=f"{_PART}.router",
-            shared=GatedNames(
+            shared=GatedMLPNames(
                 f"{_PART}.shared_expert.gate_proj",
                 f"{_PART}.shared_expert.up_proj",
                 down=f"{_PART}.shared_expert.down_proj",

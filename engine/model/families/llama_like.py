@@ -7,9 +7,9 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family, Flag, Multipliers
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, Multipliers
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.spec import LayerNorms
 
@@ -24,8 +24,8 @@ SEED_OSS = Family(
         num_key_value_heads=8,
         head_dim=128,
     ),
-    qkv_bias=Flag("attention_bias", default=True),
-    out_bias=Flag("attention_out_bias"),
+    qkv_bias=ConfigFlag("attention_bias", default=True),
+    out_bias=ConfigFlag("attention_out_bias"),
     feed_forward_bias=MLP_BIAS,
 )
 
@@ -85,11 +85,11 @@ ARCEE = Family(
     out_bias=ATTENTION_BIAS,
     feed_forward_bias=MLP_BIAS,
     activation="relu2",
-    feed_forward_names=PlainNames(),
+    feed_forward_names=PlainMLPNames(),
 )
 
 
-def _as_published(family: Family, config: Config) -> Family:
+def _check_published(family: Family, config: Config) -> Family:
     """Keys of its own files that its class in transformers no longer has."""
     if not read_flag(config, "qk_norm", default=True) or read_flag(config, "post_norm"):
         raise LoadError("config.json sets qk_norm or post_norm otherwise than published Apertus models: not supported")
@@ -117,10 +117,10 @@ APERTUS = Family(
     out_bias=ATTENTION_BIAS,
     qk_norm="before",
     activation="xielu",
-    feed_forward_names=PlainNames(),
+    feed_forward_names=PlainMLPNames(),
     norms=LayerNorms(mixer="attention_layernorm", feed_forward="feedforward_layernorm"),
-    variant=_as_published,
-    reads=frozenset({"qk_norm", "post_norm"}),
+    variant=_check_published,
+    extra_keys=frozenset({"qk_norm", "post_norm"}),
 )
 
 # Plain numbers only: what its quantized files hold, and how they round activations, is not read.
@@ -141,5 +141,5 @@ BITNET = Family(
     out_bias=ATTENTION_BIAS,
     activation="relu2",
     attention_names=AttentionNames(output_norm="self_attn.attn_sub_norm"),
-    feed_forward_names=GatedNames(inner_norm="mlp.ffn_sub_norm"),
+    feed_forward_names=GatedMLPNames(inner_norm="mlp.ffn_sub_norm"),
 )

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.patterns import layers_as_listed, windowed_layers
+from windlass.engine.model.config_json.patterns import layer_types_pattern, sliding_window_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family
 
@@ -10,7 +10,7 @@ MISTRAL = Family(
     architecture="MistralForCausalLM",
     model_type="mistral",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=131_072,
         num_key_value_heads=8,
         sliding_window=4096,
@@ -21,7 +21,7 @@ MINISTRAL = Family(
     architecture="MinistralForCausalLM",
     model_type="ministral",
     rules=ConfigRules(
-        layer_pattern=layers_as_listed,
+        layer_pattern=layer_types_pattern,
         max_position_embeddings=131_072,
         num_key_value_heads=8,
         sliding_window=4096,
@@ -33,7 +33,7 @@ MINISTRAL3 = Family(
     title="Ministral 3",
     model_type="ministral3",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=262_144,
         num_hidden_layers=34,
         num_key_value_heads=8,

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms
 
-_FORM = NormForm(weight=False)
+_FORM = NormSpec(weight=False)
 
 NANOCHAT = Family(
     architecture="NanoChatForCausalLM",
@@ -28,6 +28,6 @@ NANOCHAT = Family(
     swapped=True,
     activation="relu2",
     soft_caps=SoftCaps(logits=15.0),
-    feed_forward_names=PlainNames(up="mlp.fc1", down="mlp.fc2"),
+    feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
     norms=LayerNorms(form=_FORM),
 )

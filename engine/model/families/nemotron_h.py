@@ -11,26 +11,30 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.patterns import LayerFacts
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_number
-from windlass.engine.model.families.carried_states import checked_kinds, refuse_other_values, with_states
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, read_count
+from windlass.engine.model.families.carried_states import (
+    check_layer_types,
+    reject_unsupported_values,
+    with_recurrent_layers,
+)
+from windlass.engine.model.families.experts_rules import MoERules, SharedExpert, read_count
 from windlass.engine.model.families.family import MLP_BIAS, Family
-from windlass.engine.model.families.prediction import prediction_in_parts
+from windlass.engine.model.families.prediction import nemotron_mtp
 from windlass.engine.model.families.state_spaces import read_limits, read_shape
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.feed_forward.experts_spec import MoENames, RouterSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.mixers.state_space_spec import StateSpaceNames, StateSpaceSpec
 from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION
 
 STATE_SPACE, FEED_FORWARD, EXPERTS = "linear_attention", "mlp", "moe"
 _BY_LETTER = {"M": STATE_SPACE, "*": FULL_ATTENTION, "-": FEED_FORWARD, "E": EXPERTS}
 _KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
 _PATTERN = "hybrid_override_pattern"
-_MOST_LAYERS = 10_000
+_MAX_LAYERS = 10_000
 # Second names of what other keys say, which count.
-_AGAIN = {
+_ALIASES = {
     "mamba_n_groups": "n_groups",
     "mamba_d_conv": "conv_kernel",
     "mamba_dt_limit": "time_step_limit",
@@ -38,7 +42,7 @@ _AGAIN = {
 }
 # What config.json says of what always holds, of parts that are not there, or of how weights began; None: any. No step is limited
 # by time_step_min: transformers 5.24 does that, the published code and llama.cpp do not (transformers' pull request 48989).
-_ALWAYS: dict[str, tuple[object, ...] | None] = {
+_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "mamba_hidden_act": ("silu", "swish"),
     "attention_bias": (False,),
     "sliding_window": (),
@@ -52,20 +56,20 @@ _ALWAYS: dict[str, tuple[object, ...] | None] = {
     ),
 }
 _READ = frozenset(
-    (*_ALWAYS, *_AGAIN, *_AGAIN.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
+    (*_FIXED_VALUES, *_ALIASES, *_ALIASES.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
 ) | {"mlp_hidden_act", "layers_block_type"}
 
 
 def _rewritten(config: Config) -> dict[str, Any]:
     """With the kinds of layers by their names, and as many layers as there are kinds. Raises LoadError."""
     result = dict(config)
-    for again, name in _AGAIN.items():
+    for again, name in _ALIASES.items():
         if (given := result.pop(again, None)) is not None:
             result[name] = given
     older, kinds, pattern = (result.pop(key, None) for key in ("layers_block_type", "layer_types", _PATTERN))
     kinds = older if kinds is None else kinds
     if kinds is None and isinstance(pattern, str):
-        kinds = [_BY_LETTER.get(letter, letter) for letter in pattern[: _MOST_LAYERS + 1]]
+        kinds = [_BY_LETTER.get(letter, letter) for letter in pattern[: _MAX_LAYERS + 1]]
     if not isinstance(kinds, list) or not kinds:
         raise LoadError(
             f"config.json: layers_block_type must be a list with one name per layer, or {_PATTERN} a letter each"
@@ -73,13 +77,13 @@ def _rewritten(config: Config) -> dict[str, Any]:
     result["layer_types"] = [_KINDS.get(kind, kind) if isinstance(kind, str) else kind for kind in kinds]
     if EXPERTS in result["layer_types"] and config.get("moe_latent_size") is not None:
         raise LoadError(
-            f"config.json: moe_latent_size is {shown(config['moe_latent_size'])}: experts that see less than the model's width "
+            f"config.json: moe_latent_size is {format_value(config['moe_latent_size'])}: experts that see less than the model's width "
             "(Nemotron 3 Super and Ultra) are not supported"
         )
     count = config.get("num_hidden_layers")
     if count is not None and count != len(kinds):
         raise LoadError(
-            f"config.json: num_hidden_layers is {shown(count)}, and {len(kinds)} layers have a kind: keep one"
+            f"config.json: num_hidden_layers is {format_value(count)}, and {len(kinds)} layers have a kind: keep one"
         )
     result["num_hidden_layers"] = len(kinds)
     if "attention_head_dim" in config and result.get("head_dim") is None:
@@ -87,15 +91,15 @@ def _rewritten(config: Config) -> dict[str, Any]:
     return result
 
 
-def _some_attend(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
+def _layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
     """Those that attend see everything, and none rotates."""
-    kinds = checked_kinds(facts.given or [], f"{STATE_SPACE}, {FEED_FORWARD} and {EXPERTS}")
+    kinds = check_layer_types(facts.given or [], f"{STATE_SPACE}, {FEED_FORWARD} and {EXPERTS}")
     return [FULL_ATTENTION for _ in kinds], [None] * facts.count
 
 
-def _as_published(family: Family, config: Config) -> Family:
+def _check_published(family: Family, config: Config) -> Family:
     """The family, without experts where no layer has some. Raises LoadError for what would make another model of it."""
-    refuse_other_values(config, _ALWAYS)
+    reject_unsupported_values(config, _FIXED_VALUES)
     return family if EXPERTS in config["layer_types"] else replace(family, experts=None)
 
 
@@ -106,23 +110,23 @@ def _has_no_experts(config: Config, index: int) -> bool:
 def _one_part_each(spec: ModelSpec, config: Config) -> ModelSpec:
     """From layers of both parts to those of one, by their kinds."""
     kinds = config["layer_types"]
-    found = with_states(spec, kinds, _state_space(config), STATE_SPACE)
+    found = with_recurrent_layers(spec, kinds, _state_space(config), STATE_SPACE)
     layers = [
         replace(layer, mixer=None) if kind in (FEED_FORWARD, EXPERTS) else replace(layer, feed_forward=None)
         for kind, layer in zip(kinds, found.layers, strict=True)
     ]
     found = replace(found, layers=tuple(layers))
-    return replace(found, predicting=_prediction(found, config))
+    return replace(found, mtp=_mtp(found, config))
 
 
-def _prediction(spec: ModelSpec, config: Config) -> ModelSpec | None:
+def _mtp(spec: ModelSpec, config: Config) -> ModelSpec | None:
     """The layers that predict a token further; None where config.json says that there are none, or others than published ones."""
     kinds, letters = config.get("mtp_layers_block_type"), config.get("mtp_hybrid_override_pattern")
     if kinds is None and isinstance(letters, str):
         kinds = [_BY_LETTER.get(letter) for letter in letters]
     others = kinds is not None and kinds not in (["attention", EXPERTS], [FULL_ATTENTION, EXPERTS])
     # Where config.json has no number, vLLM and SGLang take it for 1.
-    return None if others or not read_count(config, "num_nextn_predict_layers", 1) else prediction_in_parts(spec)
+    return None if others or not read_count(config, "num_nextn_predict_layers", 1) else nemotron_mtp(spec)
 
 
 def _state_space(config: Config) -> StateSpaceSpec:
@@ -141,7 +145,7 @@ def _state_space(config: Config) -> StateSpaceSpec:
     )
 
 
-_EXPERTS = ExpertsRules(
+_EXPERTS = MoERules(
     experts=8,
     top_k=2,
     counts=("n_routed_experts", "num_local_experts"),
@@ -152,12 +156,12 @@ _EXPERTS = ExpertsRules(
     grouped=True,
     shared=SharedExpert(width_key="moe_shared_expert_intermediate_size", default=7688),
     dense=_has_no_experts,
-    names=ExpertsNames(
+    names=MoENames(
         router="mixer.gate",
         experts="mixer.experts",
-        expert=PlainNames("up_proj", "down_proj"),
+        expert=PlainMLPNames("up_proj", "down_proj"),
         choice_bias="mixer.gate.e_score_correction_bias",
-        shared=PlainNames("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
+        shared=PlainMLPNames("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     ),
 )
 NEMOTRON_H = Family(
@@ -166,7 +170,7 @@ NEMOTRON_H = Family(
     model_type="nemotron_h",
     positions="states",
     rules=ConfigRules(
-        layer_pattern=_some_attend,
+        layer_pattern=_layer_pattern,
         max_position_embeddings=4096,
         num_hidden_layers=4,
         num_key_value_heads=8,
@@ -180,13 +184,13 @@ NEMOTRON_H = Family(
     activation="relu2",
     activation_key="mlp_hidden_act",
     attention_names=AttentionNames(q="mixer.q_proj", k="mixer.k_proj", v="mixer.v_proj", out="mixer.o_proj"),
-    feed_forward_names=PlainNames(up="mixer.up_proj", down="mixer.down_proj"),
+    feed_forward_names=PlainMLPNames(up="mixer.up_proj", down="mixer.down_proj"),
     norms=LayerNorms(mixer="norm", feed_forward=None),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("backbone.embeddings", "backbone.layers", "backbone.norm_f"),
-    variant=_as_published,
+    variant=_check_published,
     refine=_one_part_each,
-    reads=_READ,
+    extra_keys=_READ,
     unused=("mtp.",),
     experts=_EXPERTS,
 )

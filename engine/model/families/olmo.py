@@ -8,7 +8,7 @@ from dataclasses import replace
 from windlass.engine.model.config_json.patterns import every_nth_full
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms
 
 NORMS_BEHIND = LayerNorms(
@@ -27,8 +27,8 @@ OLMO = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     clip_key="clip_qkv",
-    reads=frozenset({"clip_qkv"}),
-    norms=LayerNorms(form=NormForm(centered=True, weight=False)),
+    extra_keys=frozenset({"clip_qkv"}),
+    norms=LayerNorms(form=NormSpec(centered=True, weight=False)),
     norm_eps_key=None,
 )
 
@@ -51,7 +51,7 @@ OLMO3 = replace(
     rules=replace(
         _RULES,
         layer_pattern=every_nth_full(4, groups=True),
-        scales_full_layers_alone=True,
+        scales_full_attention_only=True,
         sliding_window=4096,
         rope_theta=500_000.0,
     ),

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.patterns import windowed_layers
+from windlass.engine.model.config_json.patterns import sliding_window_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 
 PHI3 = Family(
@@ -13,7 +13,7 @@ PHI3 = Family(
     title="Phi 3, 3.5 and 4",
     model_type="phi3",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=4096,
         hidden_size=3072,
         rms_norm_eps=1e-5,
@@ -21,5 +21,5 @@ PHI3 = Family(
         longrope_names=("su", "yarn"),
     ),
     attention_names=AttentionNames(qkv="self_attn.qkv_proj"),
-    feed_forward_names=GatedNames(gate_up="mlp.gate_up_proj"),
+    feed_forward_names=GatedMLPNames(gate_up="mlp.gate_up_proj"),
 )

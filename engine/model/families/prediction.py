@@ -18,14 +18,14 @@ from dataclasses import replace
 
 from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.families.experts_rules import read_count
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.joined_input_spec import JoinedInputSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.joined_input_spec import MTPInputSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec, OuterNames
 
 
-def prediction(
-    spec: ModelSpec, layer: LayerSpec, names: OuterNames, joined: JoinedInputSpec, own: tuple[str, ...]
+def mtp_spec(
+    spec: ModelSpec, layer: LayerSpec, names: OuterNames, mtp_input: MTPInputSpec, own: tuple[str, ...]
 ) -> ModelSpec:
     """The specification of a prediction layer of a model with this one. layer: of the model's attending layers, its like.
 
@@ -41,69 +41,71 @@ def prediction(
         names=names,
         unused=(),
         notices=(),
-        joined=joined,
+        mtp_input=mtp_input,
         own=own,
     )
 
 
-def its_like(spec: ModelSpec) -> LayerSpec:
+def _reference_layer(spec: ModelSpec) -> LayerSpec:
     """The last of the layers that attend, with experts where the model has any."""
     attending = [spec.layers[index] for index in spec.attention]
-    of_experts = (layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, ExpertsSpec))
+    of_experts = (layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, MoESpec))
     last = next(of_experts, attending[-1])
     return replace(attending[-1], feed_forward=last.feed_forward)
 
 
-def qwen_prediction(spec: ModelSpec) -> ModelSpec:
+def qwen_mtp(spec: ModelSpec) -> ModelSpec:
     """Of Qwen 3.5 and Qwen3-Next: a layer that attends, under names of its own beside the model's."""
     own = "mtp."
-    joined = JoinedInputSpec(f"{own}pre_fc_norm_embedding", f"{own}pre_fc_norm_hidden", f"{own}fc")
+    mtp_input = MTPInputSpec(f"{own}pre_fc_norm_embedding", f"{own}pre_fc_norm_hidden", f"{own}fc")
     names = replace(spec.names, layers=f"{own}layers", final_norm=f"{own}norm")
-    layer = its_like(spec)
-    return prediction(spec, layer, names, joined, (f"{own}layers.0.", f"{own}norm.", f"{own}fc.", f"{own}pre_fc_norm_"))
+    layer = _reference_layer(spec)
+    return mtp_spec(
+        spec, layer, names, mtp_input, (f"{own}layers.0.", f"{own}norm.", f"{own}fc.", f"{own}pre_fc_norm_")
+    )
 
 
-def with_layer_behind(spec: ModelSpec, config: Config) -> ModelSpec:
+def with_appended_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
     """The spec with the prediction layer of DeepSeek V3 and those that follow it: one layer more, behind the model's last.
 
     It has experts, as the last layers have, wherever the dense ones end.
     """
-    if not _counted(config):
+    if not _has_mtp_layer(config):
         return spec
     first = spec.names.layer(len(spec.layers))
-    joined = JoinedInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
+    mtp_input = MTPInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
     names = replace(spec.names, final_norm=f"{first}shared_head.norm", first_layer=len(spec.layers))
-    layer = prediction(spec, its_like(spec), names, joined, (first,))
-    return replace(spec, predicting=replace(layer, unused=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
+    layer = mtp_spec(spec, _reference_layer(spec), names, mtp_input, (first,))
+    return replace(spec, mtp=replace(layer, unused=(f"{first}embed_tokens.", f"{first}shared_head.head.")))
 
 
-def with_dense_layer(spec: ModelSpec, config: Config) -> ModelSpec:
+def with_dense_mtp_layer(spec: ModelSpec, config: Config) -> ModelSpec:
     """The spec with the prediction layer of ERNIE 4.5 MoE: a dense one, under the final norm of the model.
 
     As its publisher's own server has it (FastDeploy, ernie4_5_mtp.py); vLLM and SGLang have no norm there.
     """
-    dense = next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, GatedSpec)), None)
-    if not _counted(config) or dense is None:
+    dense = next((layer.feed_forward for layer in spec.layers if isinstance(layer.feed_forward, GatedMLPSpec)), None)
+    if not _has_mtp_layer(config) or dense is None:
         return spec
-    block, *joined = (f"model.mtp_{name}.0" for name in ("block", "emb_norm", "hidden_norm", "linear_proj"))
+    block, *mtp_input = (f"model.mtp_{name}.0" for name in ("block", "emb_norm", "hidden_norm", "linear_proj"))
     names = replace(spec.names, layers="model.mtp_block")
-    own = tuple(f"{name}." for name in (block, *joined, spec.names.final_norm))
-    layer = replace(its_like(spec), feed_forward=dense)
-    return replace(spec, predicting=prediction(spec, layer, names, JoinedInputSpec(*joined), own))
+    own = tuple(f"{name}." for name in (block, *mtp_input, spec.names.final_norm))
+    layer = replace(_reference_layer(spec), feed_forward=dense)
+    return replace(spec, mtp=mtp_spec(spec, layer, names, MTPInputSpec(*mtp_input), own))
 
 
-def prediction_in_parts(spec: ModelSpec) -> ModelSpec | None:
+def nemotron_mtp(spec: ModelSpec) -> ModelSpec | None:
     """Of Nemotron 3: a layer that attends alone and one of experts alone, under names of their own beside the model's. None where
     the model has not both."""
-    experts = next((layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, ExpertsSpec)), None)
+    experts = next((layer for layer in reversed(spec.layers) if isinstance(layer.feed_forward, MoESpec)), None)
     if experts is None or not spec.attention:
         return None
     attends, first, last = spec.layers[max(spec.attention)], "mtp.layers.0.", "mtp.layers.1."
-    joined = JoinedInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
+    mtp_input = MTPInputSpec(f"{first}enorm", f"{first}hnorm", f"{first}eh_proj")
     names = replace(spec.names, layers="mtp.layers", final_norm=f"{last}final_layernorm")
-    return replace(prediction(spec, attends, names, joined, (first, last)), layers=(attends, experts))
+    return replace(mtp_spec(spec, attends, names, mtp_input, (first, last)), layers=(attends, experts))
 
 
-def _counted(config: Config) -> bool:
+def _has_mtp_layer(config: Config) -> bool:
     """Whether config.json says that there are such layers."""
     return read_count(config, "num_nextn_predict_layers", 0) > 0

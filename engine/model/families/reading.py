@@ -12,9 +12,9 @@ from typing import cast
 
 from windlass.engine.cache.layout import KVGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.answers import answers_as_classifier
+from windlass.engine.model.config_json.answers import has_classifier_tokens
 from windlass.engine.model.config_json.classes import read_classifier
-from windlass.engine.model.config_json.known_keys import refuse_other_mathematics, unread_keys
+from windlass.engine.model.config_json.known_keys import check_unsupported_keys, unknown_key_notices
 from windlass.engine.model.config_json.rotary_layout import RotaryLayout, read_rotary_layout
 from windlass.engine.model.config_json.unsupported import describe_architecture, describe_quantized
 from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
@@ -22,13 +22,13 @@ from windlass.engine.model.families.experts_rules import read_count, read_expert
 from windlass.engine.model.families.family import Family, Multipliers, is_set
 from windlass.engine.model.families.reading_latent import read_latent
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.families.text_part import text_part
-from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainSpec
-from windlass.engine.model.head_spec import HeadActivation, HeadSpec
+from windlass.engine.model.families.text_part import text_config_of
+from windlass.engine.model.feed_forward.gated_spec import Activation, GatedMLPNames, GatedMLPSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPSpec
+from windlass.engine.model.head_spec import ClassificationHeadSpec, HeadActivation
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.groups import RotaryGroup
 
 _ACTIVATIONS: dict[str, Activation] = {
@@ -60,7 +60,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     family, architecture = _family_of_architecture(config)
     if config.get("model_type", family.model_type) not in (family.model_type, *family.other_model_types):
         raise LoadError(
-            f"config.json names architecture {family.architecture} and model_type {shown(config['model_type'])}, which do not "
+            f"config.json names architecture {family.architecture} and model_type {format_value(config['model_type'])}, which do not "
             f"belong together: {family.architecture} is {family.model_type!r}"
         )
     config = family.rules.rewrite(config)
@@ -70,7 +70,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
     if quantized is not None:
         raise LoadError(quantized)
     multipliers = family.multipliers or Multipliers()
-    refuse_other_mathematics(config, family.own_keys | (frozenset() if family.causal else {"is_causal"}))
+    check_unsupported_keys(config, family.own_keys | (frozenset() if family.causal else {"is_causal"}))
     layout = read_rotary_layout({**config, "model_type": family.model_type}, family.rules)
     if not family.causal:
         layout = layout.with_own_distances("whose tokens see those behind them too")
@@ -124,7 +124,7 @@ def read_spec(config: Config, generation_config: Config | None = None) -> ModelS
         head=head,
         generates=generates,
         unused=_unused(config, family, len(layers)) + (family.unused_heads if head is None else ()),
-        notices=without_head + unknown_ends + unread_keys(config, family.own_keys),
+        notices=without_head + unknown_ends + unknown_key_notices(config, family.own_keys),
     )
     return spec if family.refine is None else family.refine(spec, config)
 
@@ -136,7 +136,7 @@ def read_rotary_groups(config: Config) -> tuple[RotaryGroup, ...]:
 
 def read_layout(config: Config) -> RotaryLayout:
     """The same with the pattern of layers. Raises LoadError."""
-    config = text_part(config).config
+    config = text_config_of(config).config
     family = _family_of_model_type(config)
     config = family.rules.rewrite(config)
     if family.variant is not None:
@@ -157,7 +157,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
         )
     architecture = str(found)
     family = next((family for family in FAMILIES if architecture in _names_of(family)), None)
-    if family is not None and family.causal and architecture == family.classifier and answers_as_classifier(config):
+    if family is not None and family.causal and architecture == family.classifier and has_classifier_tokens(config):
         return family, family.architecture  # its head is two rows of the vocabulary's
     headless = next((family for family in FAMILIES if architecture == family.headless), None)
     if family is None and headless is not None:
@@ -167,7 +167,7 @@ def _family_of_architecture(config: Config) -> tuple[Family, str]:
         kind = describe_architecture(architecture, config)
         what = f"{kind}, which" if kind is not None and "," not in kind else f"{kind} and" if kind else ""
         raise LoadError(
-            f"architecture {shown(architecture)} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
+            f"architecture {format_value(architecture)} in config.json is {f'{what} is ' if what else ''}not supported: use one of "
             f"{', '.join(sorted(family.architecture for family in FAMILIES))}"
         )
     return family, architecture if architecture in (family.classifier, family.token_classifier) else family.architecture
@@ -177,7 +177,7 @@ def _names_of(family: Family) -> tuple[str, ...]:
     return *family.names, family.classifier, family.token_classifier
 
 
-def _head(config: Config, family: Family, architecture: str) -> HeadSpec | None:
+def _head(config: Config, family: Family, architecture: str) -> ClassificationHeadSpec | None:
     """That of classes, if the architecture has one. Raises LoadError for one that is not understood."""
     if architecture not in (family.classifier, family.token_classifier):
         return None
@@ -188,13 +188,13 @@ def _head(config: Config, family: Family, architecture: str) -> HeadSpec | None:
         given = config[own.pooling_key]
         if given not in own.poolings:
             known = ", ".join(own.poolings)
-            raise LoadError(f"config.json: {own.pooling_key} {shown(given)} is not supported: known are {known}")
+            raise LoadError(f"config.json: {own.pooling_key} {format_value(given)} is not supported: known are {known}")
         pooling = own.poolings[given]
     name = (None if own.activation_key is None else config.get(own.activation_key)) or own.activation
     activation = name if name in ("relu", "tanh") else _ACTIVATIONS.get(name)
     if activation is None or activation in ("relu2", "xielu"):
-        raise LoadError(f"config.json: activation {shown(name)} of the classification head is not supported")
-    return HeadSpec(
+        raise LoadError(f"config.json: activation {format_value(name)} of the classification head is not supported")
+    return ClassificationHeadSpec(
         classes=read_classifier(config, per_token=per_token),
         names=own.names,
         pooling=pooling,
@@ -210,7 +210,7 @@ def _family_of_model_type(config: Config) -> Family:
     family = next((family for family in FAMILIES if model_type in (family.model_type, *family.other_model_types)), None)
     if family is None:
         raise LoadError(
-            f"config.json: model_type {shown(model_type)} is not supported: known are "
+            f"config.json: model_type {format_value(model_type)} is not supported: known are "
             f"{', '.join(family.model_type for family in FAMILIES)}"
         )
     return family
@@ -298,13 +298,13 @@ def _feed_forwards(config: Config, family: Family, count: int) -> list[FeedForwa
     return [other if one else experts for one in dense]
 
 
-def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> GatedSpec | PlainSpec:
+def _dense(config: Config, family: Family, activation: Activation, bias: bool) -> GatedMLPSpec | PlainMLPSpec:
     factor, names = family.rules.intermediate_factor, family.feed_forward_names
     hidden = read_size(config, "hidden_size")
     width = read_size(config, "intermediate_size", None if factor is None else factor * hidden)
-    if isinstance(names, GatedNames):
-        return GatedSpec(width, activation, bias, names)
-    return PlainSpec(width, activation, bias, names)
+    if isinstance(names, GatedMLPNames):
+        return GatedMLPSpec(width, activation, bias, names)
+    return PlainMLPSpec(width, activation, bias, names)
 
 
 def _unused(config: Config, family: Family, layers: int) -> tuple[str, ...]:
@@ -347,7 +347,9 @@ def _activation(config: Config, family: Family) -> Activation:
         name = "gelu_pytorch_tanh"
     activation = _ACTIVATIONS.get(name) if isinstance(name, str) else None
     if activation is None:
-        raise LoadError(f"config.json: activation {shown(name)} is not supported: use one of {', '.join(_ACTIVATIONS)}")
+        raise LoadError(
+            f"config.json: activation {format_value(name)} is not supported: use one of {', '.join(_ACTIVATIONS)}"
+        )
     return activation
 
 
@@ -358,8 +360,12 @@ def _eos(
     value = generation_config.get("eos_token_id", config.get("eos_token_id"))
     ids = [i for i in (value if isinstance(value, list) else [value]) if i is not None]
     if any(not isinstance(i, int) or isinstance(i, bool) for i in ids):
-        raise LoadError(f"config.json or generation_config.json: eos_token_id must be token ids, got {shown(value)}")
+        raise LoadError(
+            f"config.json or generation_config.json: eos_token_id must be token ids, got {format_value(value)}"
+        )
     known = tuple(i for i in ids if 0 <= i < vocab_size)
-    notices = (f"eos_token_id {shown(value)}: what the vocabulary of {vocab_size} tokens does not have is left out",)
+    notices = (
+        f"eos_token_id {format_value(value)}: what the vocabulary of {vocab_size} tokens does not have is left out",
+    )
     usual = tuple(i for i in family.rules.eos_token_id if i < vocab_size)
     return known or usual, notices if len(known) < len(ids) else ()

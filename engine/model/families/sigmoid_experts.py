@@ -13,27 +13,27 @@ from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
 from windlass.engine.model.families.ernie4_5 import ERNIE4_5
 from windlass.engine.model.families.experts_rules import (
-    ExpertsRules,
+    MoERules,
     SharedExpert,
     first_layers_dense,
     read_count,
 )
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Flag
+from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family
 from windlass.engine.model.families.latent_attention import DEEPSEEK_NAMES, DEEPSEEK_SHARED
-from windlass.engine.model.families.prediction import with_dense_layer, with_layer_behind
+from windlass.engine.model.families.prediction import with_appended_mtp_layer, with_dense_mtp_layer
 from windlass.engine.model.families.softmax_experts import MIXTRAL_NAMES
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, RouterSpec
+from windlass.engine.model.feed_forward.experts_spec import MoENames, RouterSpec
 from windlass.engine.model.mixers.attention_spec import AttentionNames
 from windlass.engine.model.spec import LayerNorms
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _TINY = 1e-20  # what is added to the sum in the original; it only keeps zero from dividing
-_SIGMOID = RouterSpec(scores="sigmoid", least_sum=_TINY)
-DEEPSEEK_EXPERTS = ExpertsRules(
+SIGMOID_ROUTER = RouterSpec(scores="sigmoid", least_sum=_TINY)
+DEEPSEEK_EXPERTS = MoERules(
     experts=128,
     top_k=8,
     counts=("n_routed_experts", "num_local_experts", "num_experts"),
-    router=_SIGMOID,
+    router=SIGMOID_ROUTER,
     normalized_key="norm_topk_prob",
     scale_key="routed_scaling_factor",
     grouped=True,
@@ -44,7 +44,7 @@ DEEPSEEK_EXPERTS = ExpertsRules(
 )
 
 
-def _normed_where_told(family: Family, config: Config) -> Family:
+def _optional_qk_norm(family: Family, config: Config) -> Family:
     return replace(family, qk_norm="before" if read_flag(config, "use_qk_norm") else None)
 
 
@@ -62,9 +62,9 @@ GLM4_MOE = Family(
         partial_rotary_factor=0.5,
     ),
     qkv_bias=ATTENTION_BIAS,
-    variant=_normed_where_told,
-    refine=with_layer_behind,
-    reads=frozenset({"use_qk_norm"}),
+    variant=_optional_qk_norm,
+    refine=with_appended_mtp_layer,
+    extra_keys=frozenset({"use_qk_norm"}),
     experts=replace(DEEPSEEK_EXPERTS, width=1408),
 )
 
@@ -95,7 +95,7 @@ DOTS1 = Family(
     experts=replace(
         DEEPSEEK_EXPERTS,
         width=1408,
-        router=replace(_SIGMOID, normalized=False),
+        router=replace(SIGMOID_ROUTER, normalized=False),
         dense=first_layers_dense("first_k_dense_replace", 0),
     ),
 )
@@ -115,8 +115,8 @@ MINIMAX_M2 = Family(
         rope_theta=5_000_000.0,
     ),
     qk_norm="all heads",
-    reads=frozenset({"use_qk_norm"}),
-    experts=ExpertsRules(
+    extra_keys=frozenset({"use_qk_norm"}),
+    experts=MoERules(
         experts=256,
         top_k=8,
         counts=("num_local_experts", "num_experts"),
@@ -127,7 +127,7 @@ MINIMAX_M2 = Family(
 )
 
 
-def _outside_of_interval(config: Config, index: int) -> bool:
+def _is_dense_ernie(config: Config, index: int) -> bool:
     """Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every `moe_layer_interval`-th of all."""
     last = config.get("moe_layer_end_index")
     ends = index if last in (None, -1) else read_count(config, "moe_layer_end_index", 0)
@@ -150,10 +150,10 @@ ERNIE4_5_MOE = replace(
         tie_word_embeddings=True,
         rope_theta=500_000.0,
     ),
-    head_bias=Flag("use_bias"),
+    head_bias=ConfigFlag("use_bias"),
     unused=("model.mtp_",),
-    refine=with_dense_layer,
-    experts=ExpertsRules(
+    refine=with_dense_mtp_layer,
+    experts=MoERules(
         experts=64,
         top_k=6,
         counts=("moe_num_experts",),
@@ -162,7 +162,7 @@ ERNIE4_5_MOE = replace(
         router=RouterSpec(least_sum=1e-12),
         least_sum_key="moe_norm_min",
         shared=SharedExpert(count_key="moe_num_shared_experts", default=2),
-        dense=_outside_of_interval,
+        dense=_is_dense_ernie,
         names=replace(DEEPSEEK_NAMES, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_is_row=True),
         more_keys=frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}),
     ),
@@ -173,13 +173,13 @@ def _windows_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[
     """Every `global_attn_every_n_layers`-th layer sees everything and does not rotate; the others see a window and do."""
     interval = read_size(config, "global_attn_every_n_layers", 4)
     kinds, _ = every_nth_full(interval)(config, facts)
-    told = facts.given or [
+    layer_types = facts.given or [
         FULL_ATTENTION if i % interval == interval - 1 else SLIDING_ATTENTION for i in range(facts.count)
     ]
-    return list(kinds), [FULL_ATTENTION if kind == SLIDING_ATTENTION else None for kind in told]
+    return list(kinds), [FULL_ATTENTION if kind == SLIDING_ATTENTION else None for kind in layer_types]
 
 
-def _scaled_where_told(family: Family, config: Config) -> Family:
+def _optional_embedding_scale(family: Family, config: Config) -> Family:
     return replace(family, scaled_embeddings=read_flag(config, "mup_enabled"))
 
 
@@ -199,23 +199,23 @@ AFMOE = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     qk_norm="before",
-    variant=_scaled_where_told,
+    variant=_optional_embedding_scale,
     attention_names=AttentionNames(gate="self_attn.gate_proj"),
     norms=LayerNorms(
         mixer_output="post_attention_layernorm",
         feed_forward="pre_mlp_layernorm",
         feed_forward_output="post_mlp_layernorm",
     ),
-    reads=frozenset({"mup_enabled", "global_attn_every_n_layers"}),
-    experts=ExpertsRules(
+    extra_keys=frozenset({"mup_enabled", "global_attn_every_n_layers"}),
+    experts=MoERules(
         experts=64,
         top_k=6,
         width=1408,
-        router=_SIGMOID,
+        router=SIGMOID_ROUTER,
         scale_key="route_scale",
         shared=SharedExpert(count_key="num_shared_experts", default=2),
         dense=first_layers_dense("num_dense_layers", 1),
-        names=ExpertsNames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared=DEEPSEEK_SHARED),
+        names=MoENames(router="mlp.router.gate", choice_bias="mlp.expert_bias", shared=DEEPSEEK_SHARED),
         more_keys=frozenset({"num_dense_layers"}),
     ),
 )

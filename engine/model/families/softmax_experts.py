@@ -9,37 +9,37 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import LayerFacts, every_nth_full, windowed_layers
+from windlass.engine.model.config_json.patterns import LayerFacts, every_nth_full, sliding_window_layers
 from windlass.engine.model.config_json.rules import ConfigRules
 from windlass.engine.model.config_json.values import Config, read_flag, read_size
-from windlass.engine.model.families.experts_rules import ExpertsRules, SharedExpert, every_nth_layer
-from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Flag, Multipliers
+from windlass.engine.model.families.experts_rules import MoERules, SharedExpert, every_nth_layer
+from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family, Multipliers
 from windlass.engine.model.families.hunyuan import HUNYUAN
 from windlass.engine.model.families.llama_like import GRANITE
 from windlass.engine.model.families.qwen import QWEN2, QWEN3
-from windlass.engine.model.feed_forward.experts_spec import ExpertsNames, ExpertStacks, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
-_UNNORMALIZED = RouterSpec(normalized=False)
-MIXTRAL_NAMES = ExpertsNames(
-    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", expert=GatedNames("w1", "w3", down="w2")
+UNNORMALIZED_ROUTER = RouterSpec(normalized=False)
+MIXTRAL_NAMES = MoENames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", expert=GatedMLPNames("w1", "w3", down="w2")
 )
 
 MIXTRAL = Family(
     architecture="MixtralForCausalLM",
     model_type="mixtral",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=131_072,
         num_key_value_heads=8,
         rms_norm_eps=1e-5,
         rope_theta=1_000_000.0,
     ),
-    experts=ExpertsRules(experts=8, top_k=2, width_keys=("intermediate_size",), names=MIXTRAL_NAMES),
+    experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=MIXTRAL_NAMES),
 )
 
 
@@ -72,18 +72,18 @@ QWEN2_MOE = replace(
         num_key_value_heads=16,
         sliding_window=4096,
     ),
-    qkv_bias=Flag("qkv_bias", default=True),
-    reads=frozenset({"qkv_bias"}),
-    experts=ExpertsRules(
+    qkv_bias=ConfigFlag("qkv_bias", default=True),
+    extra_keys=frozenset({"qkv_bias"}),
+    experts=MoERules(
         experts=60,
         top_k=4,
         width=1408,
-        router=_UNNORMALIZED,
+        router=UNNORMALIZED_ROUTER,
         normalized_key="norm_topk_prob",
         shared=SharedExpert(width_key="shared_expert_intermediate_size", default=5632),
         dense=every_nth_layer,
-        names=ExpertsNames(
-            shared=GatedNames(
+        names=MoENames(
+            shared=GatedMLPNames(
                 "mlp.shared_expert.gate_proj", "mlp.shared_expert.up_proj", down="mlp.shared_expert.down_proj"
             ),
             shared_gate="mlp.shared_expert_gate",
@@ -105,7 +105,7 @@ def _as_in_qwen3_vl(family: Family, config: Config) -> Family:
         width=1408,
         router=RouterSpec(),
         normalized_key=None,
-        names=ExpertsNames(stacks=stacks),
+        names=MoENames(stacks=stacks),
         more_keys=family.experts.more_keys | {"norm_topk_prob"},
     )
     return replace(family, experts=experts)
@@ -126,11 +126,11 @@ QWEN3_MOE = replace(
         num_key_value_heads=4,
         sliding_window=4096,
     ),
-    experts=ExpertsRules(
+    experts=MoERules(
         experts=128,
         top_k=8,
         width=768,
-        router=_UNNORMALIZED,
+        router=UNNORMALIZED_ROUTER,
         normalized_key="norm_topk_prob",
         dense=every_nth_layer,
         more_keys=frozenset({"decoder_sparse_step", "mlp_only_layers"}),
@@ -152,16 +152,16 @@ OLMOE = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     qk_norm="all heads",
-    experts=ExpertsRules(
+    experts=MoERules(
         experts=64,
         top_k=8,
         width_keys=("intermediate_size",),
-        router=_UNNORMALIZED,
+        router=UNNORMALIZED_ROUTER,
         normalized_key="norm_topk_prob",
     ),
 )
 
-_GRANITE_NAMES = ExpertsNames(
+_GRANITE_NAMES = MoENames(
     router="block_sparse_moe.router.layer",
     stacks=ExpertStacks("block_sparse_moe.input_linear.weight", "block_sparse_moe.output_linear.weight"),
 )
@@ -178,21 +178,21 @@ GRANITE_MOE = replace(
         attention="attention_multiplier",
         logits_divided_by="logits_scaling",
     ),
-    experts=ExpertsRules(experts=8, top_k=2, width_keys=("intermediate_size",), names=_GRANITE_NAMES),
+    experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=_GRANITE_NAMES),
 )
 GRANITE_MOE_SHARED = replace(
     GRANITE_MOE,
     architecture="GraniteMoeSharedForCausalLM",
     title="Granite MoE with a shared expert",
     model_type="granitemoeshared",
-    experts=ExpertsRules(
+    experts=MoERules(
         experts=8,
         top_k=2,
         width_keys=("intermediate_size",),
         shared=SharedExpert(width_key="shared_intermediate_size", default=0),
         names=replace(
             _GRANITE_NAMES,
-            shared=GatedNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"),
+            shared=GatedMLPNames(gate_up="shared_mlp.input_linear", down="shared_mlp.output_linear"),
         ),
     ),
 )
@@ -203,7 +203,7 @@ PHI_MOE = Family(
     title="Phi 3.5 MoE",
     model_type="phimoe",
     rules=ConfigRules(
-        layer_pattern=windowed_layers,
+        layer_pattern=sliding_window_layers,
         max_position_embeddings=131_072,
         num_key_value_heads=8,
         rms_norm_eps=1e-5,
@@ -211,10 +211,10 @@ PHI_MOE = Family(
     ),
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
-    head_bias=Flag("lm_head_bias"),
-    norms=LayerNorms(form=NormForm(centered=True, bias=True)),
-    reads=frozenset({"lm_head_bias"}),
-    experts=ExpertsRules(
+    head_bias=ConfigFlag("lm_head_bias"),
+    norms=LayerNorms(form=NormSpec(centered=True, bias=True)),
+    extra_keys=frozenset({"lm_head_bias"}),
+    experts=MoERules(
         experts=16,
         top_k=2,
         width_keys=("intermediate_size",),
@@ -225,7 +225,7 @@ PHI_MOE = Family(
 )
 
 
-def _one_for_all(config: Config) -> dict[str, Any]:
+def _uniform_values(config: Config) -> dict[str, Any]:
     """Numbers of experts and their widths are lists with an entry for each layer; all layers have to be alike."""
     result = dict(config)
     for key in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
@@ -233,7 +233,9 @@ def _one_for_all(config: Config) -> dict[str, Any]:
         if not isinstance(found, list):
             continue
         if not found or any(one != found[0] for one in found):
-            raise LoadError(f"config.json: {key} {shown(found)} differs from layer to layer, which is not supported")
+            raise LoadError(
+                f"config.json: {key} {format_value(found)} differs from layer to layer, which is not supported"
+            )
         result[key] = found[0]
     return result
 
@@ -243,17 +245,17 @@ HUNYUAN_MOE = replace(
     architecture="HunYuanMoEV1ForCausalLM",
     title="HunYuan V1 MoE",
     model_type="hunyuan_v1_moe",
-    rules=replace(HUNYUAN.rules, rewrite=_one_for_all),
-    experts=ExpertsRules(
+    rules=replace(HUNYUAN.rules, rewrite=_uniform_values),
+    experts=MoERules(
         experts=1,
         top_k=1,
         counts=("num_experts",),
         top_k_keys=("moe_topk", "num_experts_per_tok"),
         width_keys=("moe_intermediate_size", "intermediate_size"),
         shared=SharedExpert(count_key="num_shared_expert"),
-        names=ExpertsNames(
+        names=MoENames(
             router="mlp.gate.wg",
-            shared=GatedNames("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", down="mlp.shared_mlp.down_proj"),
+            shared=GatedMLPNames("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", down="mlp.shared_mlp.down_proj"),
         ),
         more_keys=frozenset({"use_mixed_mlp_moe"}),
     ),
@@ -285,10 +287,10 @@ GPT_OSS = Family(
             "original_max_position_embeddings": 4096,
         },
     ),
-    qkv_bias=Flag("attention_bias", default=True),
-    out_bias=Flag("attention_bias", default=True),
+    qkv_bias=ConfigFlag("attention_bias", default=True),
+    out_bias=ConfigFlag("attention_bias", default=True),
     sinks=True,
-    experts=ExpertsRules(
+    experts=MoERules(
         experts=128,
         top_k=4,
         width_keys=("intermediate_size",),
@@ -296,7 +298,7 @@ GPT_OSS = Family(
         bias=True,
         clamp_keys=("swiglu_alpha", "swiglu_limit"),
         more_keys=frozenset({"initial_context_length"}),  # YaRN's original length once more
-        names=ExpertsNames(
+        names=MoENames(
             router="mlp.router",
             router_bias=True,
             stacks=ExpertStacks(

@@ -16,11 +16,11 @@ from windlass.engine.model.config_json.values import Config, read_flag
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.registry import FAMILIES
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 
 @dataclass(frozen=True, slots=True)
-class Multimodal:
+class MultimodalModel:
     """A class of multimodal models. title: what people call them. text: the `model_type` of a text part that names none.
 
     tied: the head is the embedding where config.json says nothing. flat: older files have the text part's keys beside the others.
@@ -34,31 +34,31 @@ class Multimodal:
 
 
 MULTIMODAL = (
-    Multimodal("AyaVisionForConditionalGeneration", "Aya Vision", "cohere2", tied=True),
-    Multimodal("Cohere2VisionForConditionalGeneration", "Command A Vision", "cohere2", tied=True),
-    Multimodal("Exaone4_5_ForConditionalGeneration", "EXAONE 4.5", "exaone4"),
-    Multimodal("Gemma3ForConditionalGeneration", "Gemma 3 (4B and larger)", "gemma3_text", tied=True),
-    Multimodal("Gemma4ForConditionalGeneration", "Gemma 4", "gemma4_text", tied=True),
-    Multimodal("Gemma4UnifiedForConditionalGeneration", "Gemma 4 (12B)", "gemma4_unified_text", tied=True),
-    Multimodal("Glm46VForConditionalGeneration", "GLM-4.6V Flash", "glm4v_text"),
-    Multimodal("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text"),
-    Multimodal("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
-    Multimodal("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
-    Multimodal("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
-    Multimodal("Lfm2VlForConditionalGeneration", "LFM2-VL", "lfm2", tied=True),
-    Multimodal("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
-    Multimodal("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
-    Multimodal("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
-    Multimodal("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", "qwen2"),
-    Multimodal("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Ministral 3", "mistral", tied=True),
-    Multimodal("Ovis2ForConditionalGeneration", "Ovis 2", "qwen2", tied=True),
-    Multimodal("Qwen2VLForConditionalGeneration", "Qwen 2 VL", "qwen2_vl_text", flat=True),
-    Multimodal("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", "qwen2_5_vl_text", flat=True),
-    Multimodal("Qwen3VLForConditionalGeneration", "Qwen 3 VL", "qwen3_vl_text"),
-    Multimodal("Qwen3VLMoeForConditionalGeneration", "Qwen 3 VL MoE", "qwen3_vl_moe_text"),
-    Multimodal("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6", "qwen3_5_text"),
-    Multimodal("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 MoE", "qwen3_5_moe_text"),
-    Multimodal("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
+    MultimodalModel("AyaVisionForConditionalGeneration", "Aya Vision", "cohere2", tied=True),
+    MultimodalModel("Cohere2VisionForConditionalGeneration", "Command A Vision", "cohere2", tied=True),
+    MultimodalModel("Exaone4_5_ForConditionalGeneration", "EXAONE 4.5", "exaone4"),
+    MultimodalModel("Gemma3ForConditionalGeneration", "Gemma 3 (4B and larger)", "gemma3_text", tied=True),
+    MultimodalModel("Gemma4ForConditionalGeneration", "Gemma 4", "gemma4_text", tied=True),
+    MultimodalModel("Gemma4UnifiedForConditionalGeneration", "Gemma 4 (12B)", "gemma4_unified_text", tied=True),
+    MultimodalModel("Glm46VForConditionalGeneration", "GLM-4.6V Flash", "glm4v_text"),
+    MultimodalModel("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text"),
+    MultimodalModel("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
+    MultimodalModel("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
+    MultimodalModel("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
+    MultimodalModel("Lfm2VlForConditionalGeneration", "LFM2-VL", "lfm2", tied=True),
+    MultimodalModel("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
+    MultimodalModel("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
+    MultimodalModel("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
+    MultimodalModel("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", "qwen2"),
+    MultimodalModel("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Ministral 3", "mistral", tied=True),
+    MultimodalModel("Ovis2ForConditionalGeneration", "Ovis 2", "qwen2", tied=True),
+    MultimodalModel("Qwen2VLForConditionalGeneration", "Qwen 2 VL", "qwen2_vl_text", flat=True),
+    MultimodalModel("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", "qwen2_5_vl_text", flat=True),
+    MultimodalModel("Qwen3VLForConditionalGeneration", "Qwen 3 VL", "qwen3_vl_text"),
+    MultimodalModel("Qwen3VLMoeForConditionalGeneration", "Qwen 3 VL MoE", "qwen3_vl_moe_text"),
+    MultimodalModel("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6", "qwen3_5_text"),
+    MultimodalModel("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 MoE", "qwen3_5_moe_text"),
+    MultimodalModel("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
 )
 
 # Beginnings of names of the tensors of all other parts: those that look, and those that predict further tokens.
@@ -103,24 +103,24 @@ _NOTICE = "the text part of a multimodal model, without those that look at image
 
 
 @dataclass(frozen=True, slots=True)
-class LanguageConfig:
-    """config: as a model of text alone has it. of_multimodal: whether it was part of another one's."""
+class TextConfig:
+    """config: as a model of text alone has it. is_multimodal: whether it was part of another one's."""
 
     config: Config
-    of_multimodal: bool = False
+    is_multimodal: bool = False
 
-    def adapted(self, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+    def adapt_spec(self, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
         """The spec of this config, told what else the files hold. tensors: names of all that they hold, none where none is read.
 
         Whether the head is the embedding stands in config.json twice, and may be wrong in both: a head that is there is used.
         """
-        if not self.of_multimodal:
+        if not self.is_multimodal:
             return spec
         tied = spec.tied_embeddings and not any(name.startswith(_HEADS) for name in tensors)
         return replace(spec, tied_embeddings=tied, unused=spec.unused + _OTHER_PARTS, notices=(_NOTICE, *spec.notices))
 
 
-def text_part(config: Config) -> LanguageConfig:
+def text_config_of(config: Config) -> TextConfig:
     """The text part of a multimodal model's config.json; any other config.json as it is.
 
     Raises LoadError for a text part of a family that is not supported.
@@ -129,7 +129,7 @@ def text_part(config: Config) -> LanguageConfig:
     architecture = named[0] if isinstance(named, list) and named else named
     kind = next((kind for kind in MULTIMODAL if kind.architecture == architecture), None)
     if kind is None:
-        return LanguageConfig(config)
+        return TextConfig(config)
     own = config.get("text_config")
     if own is None and kind.flat:
         own = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
@@ -142,15 +142,15 @@ def text_part(config: Config) -> LanguageConfig:
     found |= {"architectures": [family.architecture], "model_type": model_type}
     found["tie_word_embeddings"] = _is_tied(config, own, kind)
     found.pop("tie_embedding", None)
-    return LanguageConfig(found, of_multimodal=True)
+    return TextConfig(found, is_multimodal=True)
 
 
-def _family(kind: Multimodal, model_type: Any) -> Family:
+def _family(kind: MultimodalModel, model_type: Any) -> Family:
     for family in FAMILIES:
         if family.causal and model_type in (family.model_type, *family.other_model_types):
             return family
     raise LoadError(
-        f"config.json: the text part of this {kind.architecture} is of model_type {shown(model_type)}, which is not supported"
+        f"config.json: the text part of this {kind.architecture} is of model_type {format_value(model_type)}, which is not supported"
     )
 
 
@@ -170,7 +170,7 @@ def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
     }
 
 
-def _is_tied(config: Config, own: Config, kind: Multimodal) -> bool:
+def _is_tied(config: Config, own: Config, kind: MultimodalModel) -> bool:
     """Whether config.json says that the head is the embedding."""
     for key in ("tie_embedding", "tie_word_embeddings"):  # the first as LFM2 has it
         if config.get(key) is not None:
@@ -178,7 +178,7 @@ def _is_tied(config: Config, own: Config, kind: Multimodal) -> bool:
     return read_flag(own, "tie_word_embeddings") or kind.tied
 
 
-def own_name(module: str) -> str:
+def text_module_name(module: str) -> str:
     """What a model of text alone calls a module that is named as in a text part; any other name as it is."""
     prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
     return module if prefix is None else f"model.{module.removeprefix(prefix)}"

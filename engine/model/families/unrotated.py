@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import unrotated_layers
+from windlass.engine.model.config_json.patterns import nope_layers
 from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
 from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.family import Family, FamilyHead
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
-from windlass.engine.model.head_spec import HeadNames
+from windlass.engine.model.families.family import Family, FamilyClassificationHead
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
+from windlass.engine.model.head_spec import ClassificationHeadNames
 from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.spec import LayerNorms, OuterNames
 
-_FORM = NormForm(centered=True, bias=True)
-_TOKEN_HEAD = FamilyHead(HeadNames(out="classifier"), out_bias=True)
+_FORM = NormSpec(centered=True, bias=True)
+_TOKEN_HEAD = FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True)
 
 
 def _gpt2(family: Family, config: Config) -> Family:
@@ -33,7 +33,7 @@ GPT2 = Family(
     model_type="gpt2",
     positions="learned",
     rules=ConfigRules(
-        layer_pattern=unrotated_layers,
+        layer_pattern=nope_layers,
         max_position_embeddings=1024,
         hidden_size=768,
         num_hidden_layers=12,
@@ -50,13 +50,13 @@ GPT2 = Family(
     activation="gelu_new",
     activation_key="activation_function",
     attention_names=AttentionNames(qkv="attn.c_attn", out="attn.c_proj", transposed=True),
-    feed_forward_names=PlainNames(up="mlp.c_fc", down="mlp.c_proj", transposed=True),
+    feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj", transposed=True),
     norms=LayerNorms(mixer="ln_1", feed_forward="ln_2", form=_FORM),
     norm_eps_key="layer_norm_epsilon",
     outer_names=OuterNames("transformer.wte", "transformer.h", "transformer.ln_f", positions="transformer.wpe"),
     token_head=_TOKEN_HEAD,
     variant=_gpt2,
-    reads=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
+    extra_keys=frozenset({"scale_attn_weights", "scale_attn_by_inverse_layer_idx", "reorder_and_upcast_attn"}),
 )
 
 BLOOM = Family(
@@ -65,7 +65,7 @@ BLOOM = Family(
     model_type="bloom",
     positions="alibi",
     rules=ConfigRules(
-        layer_pattern=unrotated_layers,
+        layer_pattern=nope_layers,
         max_position_embeddings=2048,
         hidden_size=64,
         num_hidden_layers=2,
@@ -90,7 +90,7 @@ BLOOM = Family(
     attention_names=AttentionNames(
         qkv="self_attention.query_key_value", qkv_order="groups", out="self_attention.dense"
     ),
-    feed_forward_names=PlainNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
     norms=LayerNorms(form=_FORM),
     embedding_norm=_FORM,
     norm_eps_key="layer_norm_epsilon",
@@ -101,7 +101,7 @@ BLOOM = Family(
         embedding_norm="transformer.word_embeddings_layernorm",
     ),
     token_head=_TOKEN_HEAD,
-    reads=frozenset(
+    extra_keys=frozenset(
         "slow_but_exact attention_softmax_in_fp32 bias_dropout_fusion masked_softmax_fusion offset_alibi "
         "skip_bias_add skip_bias_add_qkv".split()
     ),

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
 
 
 @dataclass(frozen=True, slots=True)
-class BesideSpec:
+class ParallelExpertsSpec:
     """norm(what the dense one makes) + norm(experts(norm(stream))), each norm with its own weights (Gemma 4).
 
     The router sees the stream by its root mean square, times `router_scale`. expert_scale: of what multiplies the weight of each
     expert. The others are names of norms.
     """
 
-    experts: ExpertsSpec
+    experts: MoESpec
     dense_norm: str = "post_feedforward_layernorm_1"
     norm: str = "pre_feedforward_layernorm_2"
     output_norm: str = "post_feedforward_layernorm_2"
@@ -32,5 +32,5 @@ class BesideSpec:
             norm("beside_output_norm", self.output_norm, hidden_size),
             WeightSpec("beside_router_norm", "shift", (hidden_size,), (StoredTensor(self.router_scale, hidden_size),)),
             WeightSpec("beside_scales", "shift", (count,), (StoredTensor(self.expert_scale, count),)),
-            *(weight.below("beside.", "") for weight in self.experts.weights(hidden_size)),
+            *(weight.with_prefix("beside.", "") for weight in self.experts.weights(hidden_size)),
         )

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
-from windlass.engine.model.feed_forward.gated_spec import Activation, GatedNames, GatedSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainNames, PlainSpec
+from windlass.engine.model.feed_forward.gated_spec import Activation, GatedMLPNames, GatedMLPSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames, PlainMLPSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
 
-_MOST_EXPERTS = 4096
+_MAX_EXPERTS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,8 +32,8 @@ class RouterSpec:
 
     def refusal(self, experts: int) -> str | None:
         """Why a router cannot choose so among this many experts, None where it can."""
-        if not 1 <= experts <= _MOST_EXPERTS:
-            return f"there are {experts} experts, not 1 to {_MOST_EXPERTS}"
+        if not 1 <= experts <= _MAX_EXPERTS:
+            return f"there are {experts} experts, not 1 to {_MAX_EXPERTS}"
         if experts % self.groups or not 1 <= self.top_groups <= self.groups:
             return f"{experts} experts do not make {self.groups} groups of which {self.top_groups} are chosen"
         choices = experts // self.groups * self.top_groups
@@ -62,7 +62,7 @@ class ExpertStacks:
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsNames:
+class MoENames:
     """Of a checkpoint's tensors, within their layer.
 
     expert: of each, "<experts>.<index>.<name>", plain where experts have no gates; stacks: where all are stored as one instead.
@@ -73,19 +73,19 @@ class ExpertsNames:
 
     router: str = "mlp.gate"
     experts: str = "mlp.experts"
-    expert: GatedNames | PlainNames = field(
-        default_factory=lambda: GatedNames("gate_proj", "up_proj", down="down_proj")
+    expert: GatedMLPNames | PlainMLPNames = field(
+        default_factory=lambda: GatedMLPNames("gate_proj", "up_proj", down="down_proj")
     )
     router_bias: bool = False
     choice_bias: str | None = None
     choice_bias_is_row: bool = False
-    shared: GatedNames | PlainNames | None = None
+    shared: GatedMLPNames | PlainMLPNames | None = None
     shared_gate: str | None = None
     stacks: ExpertStacks | None = None
 
 
 @dataclass(frozen=True, slots=True)
-class ExpertsSpec:
+class MoESpec:
     """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), where they have no gates of
     weight * down(activation(up(x))), and what the shared expert makes of x.
 
@@ -103,32 +103,32 @@ class ExpertsSpec:
     shared_bias: bool = False
     clamp: tuple[float, float] | None = None
     scaled_inputs: bool = False
-    names: ExpertsNames = field(default_factory=ExpertsNames)
+    names: MoENames = field(default_factory=MoENames)
 
     @property
-    def apart(self) -> ExpertsSpec:
+    def unfused(self) -> MoESpec:
         """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
         names, shared = self.names, self.names.shared
-        if isinstance(shared, GatedNames) and shared.gate_up is not None:
+        if isinstance(shared, GatedMLPNames) and shared.gate_up is not None:
             shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
         return replace(self, names=replace(names, stacks=None, shared=shared))
 
     @property
     def gated(self) -> bool:
         """Whether experts have gates."""
-        return isinstance(self.names.expert, GatedNames)
+        return isinstance(self.names.expert, GatedMLPNames)
 
     @property
-    def shared(self) -> GatedSpec | PlainSpec | None:
+    def shared(self) -> GatedMLPSpec | PlainMLPSpec | None:
         """The shared expert."""
         if self.shared_size is None or self.names.shared is None:
             return None
         return self._one(self.shared_size, self.shared_bias, self.names.shared)
 
-    def _one(self, size: int, bias: bool, names: GatedNames | PlainNames) -> GatedSpec | PlainSpec:
-        if isinstance(names, GatedNames):
-            return GatedSpec(size, self.activation, bias, names)
-        return PlainSpec(size, self.activation, bias, names)
+    def _one(self, size: int, bias: bool, names: GatedMLPNames | PlainMLPNames) -> GatedMLPSpec | PlainMLPSpec:
+        if isinstance(names, GatedMLPNames):
+            return GatedMLPSpec(size, self.activation, bias, names)
+        return PlainMLPSpec(size, self.activation, bias, names)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
         """The router's fields of `ExpertsWeights`, then each expert's under "experts.<index>.", then "shared."."""
@@ -145,7 +145,7 @@ class ExpertsSpec:
         for index in range(count):
             found += self._expert(index, hidden_size)
         if (shared := self.shared) is not None:
-            found += [weight.below("shared.", "") for weight in shared.weights(hidden_size)]
+            found += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
             if names.shared_gate is not None:
                 gate = (StoredTensor(f"{names.shared_gate}.weight", 1),)
                 found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
@@ -155,16 +155,16 @@ class ExpertsSpec:
         """The weights of one expert."""
         names, prefix = self.names, f"experts.{index}."
         if names.stacks is not None:
-            return [weight.below(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
+            return [weight.with_prefix(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
         spec = self._one(self.intermediate_size, self.bias, names.expert)
-        weights = [weight.below(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
+        weights = [weight.with_prefix(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
         return [replace(one, kind="expert") if one.kind == "matrix" else one for one in weights]
 
     def _of_stacks(self, names: ExpertStacks, index: int, hidden_size: int) -> list[WeightSpec]:
         rows, inner = 2 * self.intermediate_size, self.intermediate_size
-        by_turns, turned = names.alternating, names.transposed
+        interleaved, turned = names.alternating, names.transposed
         gate_up = StoredTensor(
-            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=turned, alternating=by_turns
+            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=turned, alternating=interleaved
         )
         down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=turned)
         found = [
@@ -172,7 +172,7 @@ class ExpertsSpec:
             WeightSpec("down", "expert", (hidden_size, inner), (down,)),
         ]
         if self.bias:
-            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=by_turns)
+            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=interleaved)
             down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
             found.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
             found.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))

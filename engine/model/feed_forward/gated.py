@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, Weight
 
 
 @dataclass(slots=True)
-class GatedWeights:
-    """As `GatedSpec.weights` lists them."""
+class GatedMLPWeights:
+    """As `GatedMLPSpec.weights` lists them."""
 
     gate_up: Weight  # [2 * intermediate, hidden]
     down: Weight  # [hidden, intermediate]
@@ -26,13 +26,13 @@ class GatedWeights:
     inner_norm: Tensor | None = None  # [intermediate] float32
 
 
-class GatedFeedForward:
+class GatedMLP:
     """down(activation(gate(x)) * up(x))."""
 
-    def __init__(self, spec: GatedSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
-        """weights: the fields of `GatedWeights`. norm_eps: of the inner norm."""
+    def __init__(self, spec: GatedMLPSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+        """weights: the fields of `GatedMLPWeights`. norm_eps: of the inner norm."""
         self.spec = spec
-        self.weights = GatedWeights(**weights)
+        self.weights = GatedMLPWeights(**weights)
         self._backend, self._eps = backend, norm_eps
         self._factors: tuple[Tensor, Tensor, Tensor] | None = None  # [2 * intermediate], ones, [1]
         if spec.factors is not None:
@@ -44,23 +44,23 @@ class GatedFeedForward:
             columns[: spec.intermediate_size] = of_gate
             self._factors = columns, ones, ones.new_full((1,), of_down)
 
-    def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
+    def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
-        if changes is None and self._factors is None:
+        if lora is None and self._factors is None:
             y = backend.gated_linear(x, w.gate_up, w.gate_up_bias, self.spec.activation)
         else:
             gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
-            if changes is not None:
-                changes.add("gate_up", gate_up, x)
+            if lora is not None:
+                lora.add("gate_up", gate_up, x)
             if self._factors is not None:
                 backend.scale_columns(gate_up, *self._factors[:2])
             y = backend.gated_activation(gate_up, self.spec.activation)
         if w.inner_norm is not None:
             y = backend.rms_norm(y, w.inner_norm, self._eps)
         out = backend.linear(y, w.down, w.down_bias)
-        if changes is not None:
-            changes.add("down", out, y)
+        if lora is not None:
+            lora.add("down", out, y)
         if self._factors is not None:
             backend.multiply(out, self._factors[2])
         return out

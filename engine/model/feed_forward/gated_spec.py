@@ -14,7 +14,7 @@ Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
 
 
 @dataclass(frozen=True, slots=True)
-class GatedNames:
+class GatedMLPNames:
     """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one.
 
     inner_norm: of an RMS norm over what meets the down projection.
@@ -28,22 +28,22 @@ class GatedNames:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedSpec:
+class GatedMLPSpec:
     """down(activation(gate(x)) * up(x)); bias: on all three. factors: what gate and down give is multiplied by."""
 
     intermediate_size: int
     activation: Activation = "silu"
     bias: bool = False
-    names: GatedNames = GatedNames()
+    names: GatedMLPNames = GatedMLPNames()
     factors: tuple[float, float] | None = None
 
     @property
-    def apart(self) -> GatedSpec:
+    def unfused(self) -> GatedMLPSpec:
         """The same with the two stored as two."""
         return replace(self, names=replace(self.names, gate_up=None))
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `GatedWeights`: gate and up fused, so that the input is read once."""
+        """The fields of `GatedMLPWeights`: gate and up fused, so that the input is read once."""
         names, size = self.names, self.intermediate_size
         if names.gate_up is not None:
             gate_up = [StoredTensor(names.gate_up, 2 * size, role="gate up")]

@@ -6,18 +6,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.feed_forward.plain_spec import PlainSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, Weight
 
 
 @dataclass(slots=True)
-class PlainWeights:
-    """As `PlainSpec.weights` lists them."""
+class PlainMLPWeights:
+    """As `PlainMLPSpec.weights` lists them."""
 
     up: Weight  # [intermediate, hidden]
     down: Weight  # [hidden, intermediate]
@@ -29,26 +29,26 @@ class PlainWeights:
     eps: Tensor | None = None
 
 
-class PlainFeedForward:
+class PlainMLP:
     """down(activation(up(x)))."""
 
-    def __init__(self, spec: PlainSpec, weights: Mapping[str, Any], backend: Backend) -> None:
-        """weights: the fields of `PlainWeights`."""
+    def __init__(self, spec: PlainMLPSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        """weights: the fields of `PlainMLPWeights`."""
         self.spec = spec
-        self.weights = PlainWeights(**weights)
+        self.weights = PlainMLPWeights(**weights)
         self._backend = backend
 
-    def forward(self, x: Tensor, changes: LayerChanges | None = None) -> Tensor:
+    def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
         up = backend.linear(x, w.up, w.up_bias)
-        if changes is not None:
-            changes.add("up", up, x)
+        if lora is not None:
+            lora.add("up", up, x)
         if w.alpha_p is None or w.alpha_n is None or w.beta is None or w.eps is None:
             y = backend.activation(up, self.spec.activation)
         else:
             y = backend.xielu(up, w.alpha_p, w.alpha_n, w.beta, w.eps)
         out = backend.linear(y, w.down, w.down_bias)
-        if changes is not None:
-            changes.add("down", out, y)
+        if lora is not None:
+            lora.add("down", out, y)
         return out

@@ -12,7 +12,7 @@ from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projecti
 
 
 @dataclass(frozen=True, slots=True)
-class PlainNames:
+class PlainMLPNames:
     """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned.
 
     transposed: matrices have columns where others have rows (GPT-2).
@@ -25,16 +25,16 @@ class PlainNames:
 
 
 @dataclass(frozen=True, slots=True)
-class PlainSpec:
+class PlainMLPSpec:
     """down(activation(up(x))); bias: on both."""
 
     intermediate_size: int
     activation: Activation
     bias: bool = False
-    names: PlainNames = PlainNames()
+    names: PlainMLPNames = PlainMLPNames()
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `PlainWeights`."""
+        """The fields of `PlainMLPWeights`."""
         names, size = self.names, self.intermediate_size
         up = StoredTensor(names.up, size, role="up", transposed=names.transposed)
         down = StoredTensor(names.down, hidden_size, role="down", transposed=names.transposed)

@@ -46,17 +46,17 @@ from windlass.engine.model.families.softmax_experts import (
     QWEN3_MOE,
 )
 from windlass.engine.model.gguf import falcon_h1, granite, lfm2, nemotron_h
-from windlass.engine.model.gguf.carried_states import attending
-from windlass.engine.model.gguf.delta import DELTA, DELTA_WITH_EXPERTS
+from windlass.engine.model.gguf.carried_states import attention_layers_only
+from windlass.engine.model.gguf.delta import GATED_DELTA_FIELDS, GATED_DELTA_MOE_FIELDS
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.gemma import gemma2, gemma3
 from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
-from windlass.engine.model.gguf.glm4_moe import GLM4_EXPERTS
-from windlass.engine.model.gguf.latent import LATENT_KEYS, latent_experts, latent_family, latent_rope
+from windlass.engine.model.gguf.glm4_moe import GLM4_MOE_FIELDS
+from windlass.engine.model.gguf.latent import MLA_KEYS, mla_experts, mla_family, mla_rope
 from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_and_global
 from windlass.engine.model.gguf.rope import Factors
-from windlass.engine.model.gguf.tensor_names import PlacedTensor
-from windlass.engine.rotary.fields import shown
+from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation
+from windlass.engine.rotary.fields import format_value
 
 _EXPERTS = ("expert_count", "expert_used_count")
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
@@ -85,7 +85,7 @@ class Architecture:
     this architecture has, from the metadata and what config.json holds already. reads: the keys that it looks at. told_by:
     keys of config.json that follow from the names of tensors. aliases: what a name of a tensor in a layer stands for that
     means something else elsewhere, where all of them are there. fused_in_parts, values_in_turns, gates_apart, factored: see
-    `GgufIndex`.
+    `GGUFIndex`.
     rope: the rotation of layers that see everything, from what the keys that all share say of it; rotation: of all kinds of
     layers, in place of that. plain: of keys that differ from layer to layer, with the number of those, the ones that the plain
     sizes of config.json are.
@@ -98,7 +98,7 @@ class Architecture:
     others: tuple[Family, ...] = ()
     more: Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]] = _nothing_more
     reads: tuple[str, ...] = ()
-    told_by: Callable[[Mapping[str, PlacedTensor]], dict[str, Any]] = lambda tensors: {}
+    told_by: Callable[[Mapping[str, GGUFTensorLocation]], dict[str, Any]] = lambda tensors: {}
     aliases: Mapping[str, str] = field(default_factory=dict)
     fused_in_parts: bool = False
     values_in_turns: bool = False
@@ -192,7 +192,7 @@ def _cohere2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any
     return local_and_global(4)(keys, config) | _logit_scale(keys, config)
 
 
-def _falcon(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+def _falcon(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
     """The newer form of the family, of which the older with one key head is a case."""
     two = "blk.0.attn_norm_2.weight" in tensors
     return {"new_decoder_architecture": True, "num_ln_in_parallel_attn": 2 if two else 1}
@@ -232,9 +232,9 @@ ARCHITECTURES: dict[str, Architecture] = {
     "qwen3": Architecture(QWEN3),
     "qwen2moe": Architecture(QWEN2_MOE, more=_qwen2_moe, reads=(*_EXPERTS, _EXPERT_WIDTH, _SHARED_WIDTH)),
     "qwen3moe": Architecture(QWEN3_MOE, more=_qwen3_moe, reads=(*_EXPERTS, _EXPERT_WIDTH)),
-    "qwen35": Architecture(QWEN3_5, values_in_turns=True, **DELTA),
-    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **DELTA_WITH_EXPERTS),
-    "qwen3next": Architecture(QWEN3_NEXT, **DELTA_WITH_EXPERTS),
+    "qwen35": Architecture(QWEN3_5, values_in_turns=True, **GATED_DELTA_FIELDS),
+    "qwen35moe": Architecture(QWEN3_5_MOE, values_in_turns=True, **GATED_DELTA_MOE_FIELDS),
+    "qwen3next": Architecture(QWEN3_NEXT, **GATED_DELTA_MOE_FIELDS),
     "olmoe": Architecture(OLMOE, more=_experts, reads=_EXPERTS),
     "gemma3": Architecture(
         GEMMA3,
@@ -254,7 +254,7 @@ ARCHITECTURES: dict[str, Architecture] = {
     "ernie4_5": Architecture(ERNIE4_5, interleaved=True),
     "chatglm": Architecture(GLM, interleaved=True),
     "glm4": Architecture(GLM4, interleaved=True),
-    "glm4moe": Architecture(GLM4_MOE, **GLM4_EXPERTS),
+    "glm4moe": Architecture(GLM4_MOE, **GLM4_MOE_FIELDS),
     "phi3": Architecture(PHI3, more=_phi3, reads=(WINDOW,)),
     "hunyuan-dense": Architecture(HUNYUAN),
     "gemma": Architecture(GEMMA, norms_with_offset=True),
@@ -291,12 +291,14 @@ ARCHITECTURES: dict[str, Architecture] = {
         told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
     ),
     "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(WINDOW, PATTERN, "logit_scale")),
-    "granite": Architecture(GRANITE, interleaved=True, **granite.DENSE),
-    "granitemoe": Architecture(GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **granite.EXPERTS),
-    "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.HYBRID),
-    "falcon-h1": Architecture(FALCON_H1, factored=True, **falcon_h1.FACTORED),
-    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS),
-    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.PARTS_OF_EXPERTS),
+    "granite": Architecture(GRANITE, interleaved=True, **granite.GRANITE_FIELDS),
+    "granitemoe": Architecture(
+        GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **granite.GRANITE_MOE_FIELDS
+    ),
+    "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.GRANITE_HYBRID_FIELDS),
+    "falcon-h1": Architecture(FALCON_H1, factored=True, **falcon_h1.FALCON_H1_FIELDS),
+    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.NEMOTRON_H_FIELDS),
+    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.NEMOTRON_H_MOE_FIELDS),
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,
@@ -307,23 +309,25 @@ ARCHITECTURES: dict[str, Architecture] = {
     "deepseek2": Architecture(
         DEEPSEEK_V2,
         interleaved=True,
-        choose=latent_family,
+        choose=mla_family,
         others=(DEEPSEEK_V3, YOUTU),
-        more=latent_experts,
-        reads=tuple(LATENT_KEYS),
-        rope=latent_rope,
+        more=mla_experts,
+        reads=tuple(MLA_KEYS),
+        rope=mla_rope,
     ),
     "exaone4": Architecture(EXAONE4, more=local_and_global(4), reads=(WINDOW, PATTERN)),
     "internlm2": Architecture(LLAMA, interleaved=True),  # its tensors are taken apart there
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),
-    "lfm2": Architecture(LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attending),
+    "lfm2": Architecture(
+        LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attention_layers_only
+    ),
     "lfm2moe": Architecture(
         LFM2_MOE,
         more=lfm2.lfm2_moe,
         reads=lfm2.LFM2_MOE_KEYS,
         told_by=lfm2.lfm2_moe_by_tensors,
-        plain=attending,
+        plain=attention_layers_only,
     ),
 }
 
@@ -347,7 +351,7 @@ def find_architecture(metadata: Mapping[str, Any]) -> tuple[str, Architecture]:
     if found is None:
         what = "a mixture of experts, which is not supported" if "moe" in name else "not supported as a GGUF file"
         raise LoadError(
-            f"is of architecture {shown(name)}, {what}: read are {', '.join(ARCHITECTURES)}; or give the directory of the "
+            f"is of architecture {format_value(name)}, {what}: read are {', '.join(ARCHITECTURES)}; or give the directory of the "
             "original Hugging Face model"
         )
     return name, found

@@ -13,11 +13,11 @@ from typing import Any, TypeVar
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.gguf.metadata import read_facts
-from windlass.engine.model.gguf.prediction import rename_block
+from windlass.engine.model.gguf.metadata import read_gguf_config
+from windlass.engine.model.gguf.prediction import map_mtp_block
 from windlass.engine.model.gguf.reader import GGUFHeader, read_floats, read_header
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
-from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
+from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation, map_tensors
 from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
 VERSION = 1  # of gguf.json: whoever reads it checks it
@@ -46,26 +46,26 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     headers = [read_header(path) for path in paths]
     first = paths[0]
     _check_split(headers)
-    placed: dict[str, PlacedTensor] = {}
+    placed: dict[str, GGUFTensorLocation] = {}
     for number, header in enumerate(headers):
         for name, tensor in header.tensors.items():
             if name in placed:
                 raise LoadError(f"{header.path}: tensor {name} stands in an earlier part too: download the files again")
-            placed[name] = PlacedTensor(number, tensor.type, tensor.shape, tensor.begin, tensor.end)
+            placed[name] = GGUFTensorLocation(number, tensor.type, tensor.shape, tensor.begin, tensor.end)
     factors = {
         name: read_floats(header.path, header.tensors[name], name)
         for header in headers
         for name in FACTOR_TENSORS
         if name in header.tensors
     }
-    facts = _told(first, lambda: read_facts(headers[0].metadata, placed, factors))
-    spec = _told(first, lambda: read_spec(facts.config, facts.generation))
+    facts = _with_path(first, lambda: read_gguf_config(headers[0].metadata, placed, factors))
+    spec = _with_path(first, lambda: read_spec(facts.config, facts.generation))
     in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
     held = as_gguf_holds(spec, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
-    tensors = _told(first, lambda: rename(placed, facts.family, held, facts.architecture.aliases))
-    if spec.predicting is not None:
-        layer = as_gguf_holds(spec.predicting, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
-        tensors |= rename_block(placed, facts.family, layer, len(spec.layers), facts.architecture.aliases)
+    tensors = _with_path(first, lambda: map_tensors(placed, facts.family, held, facts.architecture.aliases))
+    if spec.mtp is not None:
+        layer = as_gguf_holds(spec.mtp, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
+        tensors |= map_mtp_block(placed, facts.family, layer, len(spec.layers), facts.architecture.aliases)
     index = {
         "version": VERSION,
         "files": [
@@ -96,7 +96,7 @@ def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
     return GGUFDescription(metadata, facts.config, facts.generation, index, pooling)
 
 
-def _told(path: Path, read: Callable[[], _T]) -> _T:
+def _with_path(path: Path, read: Callable[[], _T]) -> _T:
     """Name the file in the error."""
     try:
         return read()

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_sizes
+from windlass.engine.model.gguf.carried_states import SIZE_KEYS, read_recurrent_sizes
 from windlass.engine.model.gguf.fields import ArchitectureKeys
-from windlass.engine.model.gguf.tensor_names import PlacedTensor, has_bias
+from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation, first_layer_has_bias
 
 
 def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
@@ -23,7 +23,7 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
             f"names {keys.key(factors[0])} and does not tell whether its weights have been multiplied by that: get a conversion "
             "by llama.cpp of July 2025 or later"
         )
-    sizes = read_sizes(keys)
+    sizes = read_recurrent_sizes(keys)
     return {
         "mamba_n_heads": sizes.heads,
         "mamba_d_head": sizes.head_dim,
@@ -35,12 +35,12 @@ def _falcon_h1(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, A
     }
 
 
-def _by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+def _falcon_h1_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
     return {
         "mamba_rms_norm": "blk.0.ssm_norm.weight" in tensors,
-        "mamba_conv_bias": has_bias(tensors, "ssm_conv1d"),
+        "mamba_conv_bias": first_layer_has_bias(tensors, "ssm_conv1d"),
     }
 
 
 # Fields of `Architecture`.
-FACTORED: dict[str, Any] = {"more": _falcon_h1, "reads": SIZE_KEYS, "told_by": _by_tensors}
+FALCON_H1_FIELDS: dict[str, Any] = {"more": _falcon_h1, "reads": SIZE_KEYS, "told_by": _falcon_h1_by_tensors}

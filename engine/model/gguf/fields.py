@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 _MOST = 2**31 - 1
 
@@ -69,19 +69,19 @@ class ArchitectureKeys:
         if value is None or (not isinstance(value, bool) and value == 0):
             return None
         if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
-            raise LoadError(f"{self.key(name)} must be a positive number, got {shown(value)}")
+            raise LoadError(f"{self.key(name)} must be a positive number, got {format_value(value)}")
         return decimal(float(value))
 
     def text(self, name: str) -> str | None:
         """A string, or None."""
         value = self.raw(name)
         if value is not None and not isinstance(value, str):
-            raise LoadError(f"{self.key(name)} must be a text, got {shown(value)}")
+            raise LoadError(f"{self.key(name)} must be a text, got {format_value(value)}")
         return value
 
     def _positive(self, name: str, value: Any) -> int:
         if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
-            raise LoadError(f"{self.key(name)} must be a positive integer, got {shown(value)}")
+            raise LoadError(f"{self.key(name)} must be a positive integer, got {format_value(value)}")
         return value
 
     def _single(self, name: str) -> Any:

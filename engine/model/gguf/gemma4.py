@@ -12,9 +12,9 @@ from typing import Any
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_layers
-from windlass.engine.model.gguf.rope import Factors, needed_theta, read_proportional
-from windlass.engine.model.gguf.tensor_names import LAYER_TABLE, PlacedTensor
-from windlass.engine.rotary.fields import shown
+from windlass.engine.model.gguf.rope import Factors, read_proportional_rope, required_theta
+from windlass.engine.model.gguf.tensor_names import LAYER_TABLE, GGUFTensorLocation
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _SHARED, _KV_HEADS, _WIDTH = "attention.shared_kv_layers", "attention.head_count_kv", "feed_forward_length"
@@ -22,10 +22,10 @@ _KEY, _VALUE, _ROTATED = "attention.key_length", "attention.value_length", "rope
 _LOCAL = "_swa"
 _LOCAL_THETA = "rope.freq_base_swa"
 _INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
-_EXPERTS, _USED, _EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
+_EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
 
 GEMMA4_KEYS = (
-    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, _EXPERTS, _USED, _EXPERT_WIDTH),
+    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, _EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH),
     *(key + _LOCAL for key in (_KEY, _VALUE, _ROTATED)),
 )
 
@@ -36,7 +36,7 @@ def gemma4_local(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
         {
             _KEY: keys.size(_KEY + _LOCAL),
             _VALUE: keys.size(_VALUE + _LOCAL),
-            _KV_HEADS: _kv_heads(keys, _kinds(keys, count))[SLIDING_ATTENTION],
+            _KV_HEADS: _kv_heads(keys, _gemma4_layer_types(keys, count))[SLIDING_ATTENTION],
             _WIDTH: keys.sizes(_WIDTH, count)[0],
         }
     )
@@ -45,12 +45,12 @@ def gemma4_local(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
 def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """What its layers have besides, and what those that see everything have of their own."""
     count = config["num_hidden_layers"]
-    kinds, width, shared = _kinds(keys, count), keys.size(_KEY), keys.count(_SHARED)
+    kinds, width, shared = _gemma4_layer_types(keys, count), keys.size(_KEY), keys.count(_SHARED)
     if keys.size(_VALUE, width) != width:
         raise LoadError("has keys and values of different widths, which is not supported: choose another model")
     if shared >= count:
         raise LoadError(f"{keys.key(_SHARED)} is {shared} of {count} layers: none is left whose keys are read")
-    experts = keys.count(_EXPERTS)
+    experts = keys.count(_EXPERT_COUNT)
     found = {
         "layer_types": kinds,
         "sliding_window": keys.size(WINDOW),
@@ -66,12 +66,12 @@ def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
         found |= {
             "num_experts": experts,
             "top_k_experts": keys.size(_USED),
-            "moe_intermediate_size": keys.size(_EXPERT_WIDTH),
+            "moe_intermediate_size": keys.size(_GEMMA4_EXPERT_WIDTH),
         }
     return found
 
 
-def gemma4_by_tensors(tensors: Mapping[str, PlacedTensor]) -> dict[str, Any]:
+def gemma4_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
     """Whether keys are values in layers that see everything, and how many tokens have an input of the layers."""
     layer, found = 0, {"attention_k_eq_v": False}
     while f"blk.{layer}.attn_k.weight" in tensors and not found["attention_k_eq_v"]:
@@ -88,17 +88,19 @@ def gemma4_rotation(keys: ArchitectureKeys, config: Mapping[str, Any], factors: 
             raise LoadError(f"{keys.key(key)} is {rotated}, not the {head_dim} of a head: get another conversion")
     return {
         "rope_parameters": {
-            FULL_ATTENTION: read_proportional(keys, factors, config["global_head_dim"]),
-            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": needed_theta(keys, _LOCAL_THETA)},
+            FULL_ATTENTION: read_proportional_rope(keys, factors, config["global_head_dim"]),
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": required_theta(keys, _LOCAL_THETA)},
         }
     }
 
 
-def _kinds(keys: ArchitectureKeys, count: int) -> list[str]:
+def _gemma4_layer_types(keys: ArchitectureKeys, count: int) -> list[str]:
     """What each layer sees: the file lists it, and the last one sees everything."""
     pattern = keys.raw(PATTERN)
     if not isinstance(pattern, list):
-        raise LoadError(f"{keys.key(PATTERN)} must be a list of flags, got {shown(pattern)}: get another conversion")
+        raise LoadError(
+            f"{keys.key(PATTERN)} must be a list of flags, got {format_value(pattern)}: get another conversion"
+        )
     kinds = local_layers(keys, count, 0)
     if kinds[-1] != FULL_ATTENTION:
         raise LoadError(f"{keys.key(PATTERN)} gives the last layer a window, which is not supported")

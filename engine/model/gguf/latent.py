@@ -13,7 +13,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
 from windlass.engine.model.gguf.fields import ArchitectureKeys
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 GATING = "expert_gating_func"
 _SOFTMAX, SIGMOID = 1, 2
@@ -23,23 +23,23 @@ GROUPED_EXPERTS_KEYS = (
     "leading_dense_block_count expert_count expert_used_count expert_feed_forward_length expert_shared_count "
     "expert_weights_scale expert_weights_norm expert_gating_func expert_group_count expert_group_used_count"
 ).split()
-LATENT_KEYS = (
+MLA_KEYS = (
     "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
     "rope.scaling.yarn_log_multiplier"
 ).split() + GROUPED_EXPERTS_KEYS
 
 
-def latent_family(keys: ArchitectureKeys) -> Family:
+def mla_family(keys: ArchitectureKeys) -> Family:
     """Files name one architecture for all of them: without experts it is Youtu's, and how experts are chosen tells the others."""
     if not keys.count("expert_count"):
         return YOUTU
     gating = keys.count(GATING) or _SOFTMAX
     if gating not in (_SOFTMAX, SIGMOID):
-        raise LoadError(f"{keys.key(GATING)} is {shown(gating)}: 1 (softmax) and 2 (sigmoid) are known")
+        raise LoadError(f"{keys.key(GATING)} is {format_value(gating)}: 1 (softmax) and 2 (sigmoid) are known")
     return DEEPSEEK_V3 if gating == SIGMOID else DEEPSEEK_V2
 
 
-def latent_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
+def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
     """The widths of the parts of queries, keys and values."""
     compressed = keys.count("attention.key_length_mla") > 0
     head = keys.size("attention.key_length_mla" if compressed else "attention.key_length")
@@ -55,7 +55,7 @@ def latent_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
     }
 
 
-def latent_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
     """The keys of its experts; none where it has none."""
     if not keys.count("expert_count"):
         return {}
@@ -80,7 +80,7 @@ def grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
     }
 
 
-def latent_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
+def mla_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
     """Of YaRN: cosines are not scaled, scores are, by what the file's number makes of the factor."""
     multiplier = keys.number("rope.scaling.yarn_log_multiplier")
     if rope["rope_type"] != "yarn" or multiplier is None:

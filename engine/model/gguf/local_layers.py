@@ -7,7 +7,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.fields import ArchitectureKeys
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 WINDOW = "attention.sliding_window"
@@ -22,7 +22,7 @@ def local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]
     elif isinstance(pattern, list):
         local = [bool(flag) for flag in pattern]
     else:
-        raise LoadError(f"{keys.key(PATTERN)} must be a list of flags or an interval, got {shown(pattern)}")
+        raise LoadError(f"{keys.key(PATTERN)} must be a list of flags or an interval, got {format_value(pattern)}")
     if len(local) < count:
         raise LoadError(f"{keys.key(PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
     return [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]]

@@ -13,19 +13,19 @@ from dataclasses import dataclass
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.family import Family, Flag
+from windlass.engine.model.families.family import ConfigFlag, Family
 from windlass.engine.model.gguf.architectures import Architecture, find_architecture
 from windlass.engine.model.gguf.fields import ArchitectureKeys, decimal
-from windlass.engine.model.gguf.latent import latent_sizes
-from windlass.engine.model.gguf.prediction import predicts_further
+from windlass.engine.model.gguf.latent import mla_sizes
+from windlass.engine.model.gguf.prediction import has_mtp_block
 from windlass.engine.model.gguf.rope import Factors, read_rope
-from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, PlacedTensor, has_bias
-from windlass.engine.rotary.fields import shown, shown_key
+from windlass.engine.model.gguf.tensor_names import EMBEDDING, HEAD, GGUFTensorLocation, first_layer_has_bias
+from windlass.engine.rotary.fields import format_key, format_value
 from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _MOST_LAYERS = 10_000
 _BLOCK = re.compile(r"blk\.(\d{1,5})\.")
-_FURTHER = "nextn_predict_layers"
+_NEXTN = "nextn_predict_layers"
 _LOCAL_THETA = 10_000.0
 
 # Read here or by `rope`, or without a meaning for what is computed.
@@ -70,7 +70,7 @@ _SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
 
 
 @dataclass(frozen=True, slots=True)
-class ModelFacts:
+class GGUFModelConfig:
     """What a GGUF file says of a model. config: as config.json. generation: as generation_config.json."""
 
     architecture: Architecture
@@ -79,7 +79,9 @@ class ModelFacts:
     generation: dict[str, Any]
 
 
-def read_facts(metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor], factors: Factors) -> ModelFacts:
+def read_gguf_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensorLocation], factors: Factors
+) -> GGUFModelConfig:
     """The configuration of the model. tensors, factors: under their GGUF names. Raises LoadError, one line."""
     name, architecture = find_architecture(metadata)
     keys = ArchitectureKeys(name, metadata)
@@ -91,29 +93,29 @@ def read_facts(metadata: Mapping[str, Any], tensors: Mapping[str, PlacedTensor],
     _check_layers(keys, tensors)
     config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
     config["tie_word_embeddings"] = HEAD not in tensors
-    if predicts_further(config["num_hidden_layers"], tensors):
-        config["num_nextn_predict_layers"] = keys.count(_FURTHER)
+    if has_mtp_block(config["num_hidden_layers"], tensors):
+        config["num_nextn_predict_layers"] = keys.count(_NEXTN)
     config |= _biases(family, tensors)
     config |= architecture.more(keys, config) | architecture.told_by(tensors)
     config |= _rotation(keys, architecture, family, config, factors)
     left = _unread(keys, architecture, config)
     config |= _token_ids(metadata)
-    config |= {keys.key(key): shown(keys.raw(key)) for key in left}
+    config |= {keys.key(key): format_value(keys.raw(key)) for key in left}
     generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
     generation |= _sampling(metadata)
     said = {key: value for key, value in config.items() if value is not None or key in _NULLS}
-    return ModelFacts(architecture, family, said, generation)
+    return GGUFModelConfig(architecture, family, said, generation)
 
 
 def _shapes(
-    keys: ArchitectureKeys, embedding: PlacedTensor, architecture: Architecture, family: Family
+    keys: ArchitectureKeys, embedding: GGUFTensorLocation, architecture: Architecture, family: Family
 ) -> dict[str, Any]:
     hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
-    layers = keys.size("block_count") - keys.count(_FURTHER)
+    layers = keys.size("block_count") - keys.count(_NEXTN)
     if not 1 <= layers <= _MOST_LAYERS:
         raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
     keys = architecture.plain(keys, layers)
-    latent = None if family.latent is None else latent_sizes(keys)
+    latent = None if family.latent is None else mla_sizes(keys)
     head_dim = keys.size("attention.key_length", hidden // heads) if latent is None else latent["qk_rope_head_dim"]
     if latent is None and keys.size("attention.value_length", head_dim) != head_dim:
         raise LoadError("has keys and values of different widths, which is not supported: choose another model")
@@ -138,23 +140,23 @@ def _shapes(
     }
 
 
-def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, PlacedTensor]) -> None:
+def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensorLocation]) -> None:
     """Raises LoadError for a file with more layers than it says: without these it is another model."""
-    blocks, further = keys.size("block_count"), keys.count(_FURTHER)
+    blocks, further = keys.size("block_count"), keys.count(_NEXTN)
     for name in tensors:
         block = int(found[1]) if (found := _BLOCK.match(name)) else -1
         if block >= blocks:
             raise LoadError(
-                f"tensor {shown_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
+                f"tensor {format_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
             )
-        if block >= blocks - further and not predicts_further(block, tensors):
+        if block >= blocks - further and not has_mtp_block(block, tensors):
             raise LoadError(
-                f"tensor {shown_key(name)} is of the last {further} layers, which {keys.key(_FURTHER)} says predict further "
+                f"tensor {format_key(name)} is of the last {further} layers, which {keys.key(_NEXTN)} says predict further "
                 f"tokens, and its layer has no nextn.eh_proj, as all of these have: get another conversion"
             )
 
 
-def _biases(family: Family, tensors: Mapping[str, PlacedTensor]) -> dict[str, bool]:
+def _biases(family: Family, tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, bool]:
     """Switches of the family, by whether the file has the tensors. One switch may stand for several."""
     found: dict[str, bool] = {}
     for switch, names in (
@@ -162,8 +164,8 @@ def _biases(family: Family, tensors: Mapping[str, PlacedTensor]) -> dict[str, bo
         (family.out_bias, ("attn_output",)),
         (family.feed_forward_bias, ("ffn_down", "ffn_up", "ffn_gate")),
     ):
-        if isinstance(switch, Flag):
-            found[switch.key] = found.get(switch.key, False) or has_bias(tensors, *names)
+        if isinstance(switch, ConfigFlag):
+            found[switch.key] = found.get(switch.key, False) or first_layer_has_bias(tensors, *names)
     return found
 
 
@@ -186,7 +188,7 @@ def _rotation(
     if int(head_dim * share) != rotary_dim:
         share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
     scaling = architecture.rope(read_rope(keys, factors, rotary_dim, config["max_position_embeddings"]), keys)
-    if family.rules.scales_full_layers_alone:
+    if family.rules.scales_full_attention_only:
         plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
         return {
             "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: plain},
@@ -214,7 +216,9 @@ def _unread(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[
         if not isinstance(value, list) and value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool):
             continue
         if key in _NEUTRAL or key.startswith(_MATHEMATICS):
-            raise LoadError(f"sets {keys.key(key)}={shown(value)}, which makes it {meaning}: that is not supported")
+            raise LoadError(
+                f"sets {keys.key(key)}={format_value(value)}, which makes it {meaning}: that is not supported"
+            )
         left.append(key)
     return left
 
@@ -240,7 +244,7 @@ def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
     key = f"tokenizer.ggml.{name}_token_id"
     value = metadata.get(key)
     if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
-        raise LoadError(f"{key} must be a token id, got {shown(value)}")
+        raise LoadError(f"{key} must be a token id, got {format_value(value)}")
     return None if value == 2**32 - 1 else value  # -1 as it is sometimes written: there is none
 
 

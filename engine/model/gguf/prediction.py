@@ -12,40 +12,40 @@ from collections.abc import Collection, Iterator, Mapping
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.gguf.tensor_names import PlacedTensor, names_in_layers, of_layer
+from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation, layer_tensor_names, of_layer
 from windlass.engine.model.spec import ModelSpec
 
 # Copies of the model's embedding and head, which some files have.
 _COPIES = ("embed_tokens.weight", "shared_head_head.weight")
 
 
-def predicts_further(block: int, tensors: Collection[str]) -> bool:
+def has_mtp_block(block: int, tensors: Collection[str]) -> bool:
     """Whether the block with this index predicts a token further. tensors: names of all that the files hold."""
     return f"blk.{block}.nextn.eh_proj.weight" in tensors
 
 
-def rename_block(
-    tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
-) -> dict[str, PlacedTensor]:
+def map_mtp_block(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
+) -> dict[str, GGUFTensorLocation]:
     """The tensors of this block by the names of the spec. What the spec does not know keeps its name, behind the layer's prefix.
 
     tensors: of all files, under their GGUF names. spec: of the prediction layer, with the tensors that GGUF files have.
     aliases: as in `tensor_names.rename`.
     """
-    assert spec.joined is not None and spec.names.final_norm is not None
+    assert spec.mtp_input is not None and spec.names.final_norm is not None
     begin, prefix = f"blk.{block}.", spec.names.layer(0)
     around = {
-        "eh_proj.weight": spec.joined.matrix,
-        "enorm.weight": spec.joined.embedding_norm,
-        "hnorm.weight": spec.joined.state_norm,
+        "eh_proj.weight": spec.mtp_input.matrix,
+        "enorm.weight": spec.mtp_input.embedding_norm,
+        "hnorm.weight": spec.mtp_input.state_norm,
         "shared_head_norm.weight": spec.names.final_norm,
     }
-    names = names_in_layers(tensors, family, spec, aliases)
+    names = layer_tensor_names(tensors, family, spec, aliases)
     last = len(spec.layers) - 1
     if last and (norm := spec.layers[last].norms.mixer) is not None:
         names["post_attention_norm"] = norm
 
-    def renamed(name: str, tensor: PlacedTensor) -> Iterator[tuple[str, PlacedTensor]]:
+    def renamed(name: str, tensor: GGUFTensorLocation) -> Iterator[tuple[str, GGUFTensorLocation]]:
         what = name.removeprefix(begin)
         own = what.removeprefix("nextn.")
         if what == own:
@@ -56,7 +56,7 @@ def rename_block(
         elif own not in _COPIES:
             yield f"{prefix}{what}", tensor
 
-    found: dict[str, PlacedTensor] = {}
+    found: dict[str, GGUFTensorLocation] = {}
     for name, tensor in tensors.items():
         if not name.startswith(begin):
             continue

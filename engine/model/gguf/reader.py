@@ -18,7 +18,7 @@ import numpy as np
 from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.fields import shown_key
+from windlass.engine.rotary.fields import format_key
 
 _HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
 _VERSIONS = (2, 3)
@@ -143,9 +143,9 @@ class _CheckedReader(GGUFReader):
 
     def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
         if field.name in self.fields:
-            self._damaged(f"key {shown_key(field.name)} stands there twice")
+            self._damaged(f"key {format_key(field.name)} stands there twice")
         end = super()._push_field(field, skip_sum)
-        self._where = f"key {shown_key(field.name)} or the one after it"
+        self._where = f"key {format_key(field.name)} or the one after it"
         return end
 
     def _build_fields(self, offs: int, count: int) -> int:
@@ -190,7 +190,7 @@ class _CheckedReader(GGUFReader):
     def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
         self._get_name(orig_offs)
         info = super()._get_tensor_info_field(orig_offs)
-        self._where = f"tensor {shown_key(info.name)} or the one after it"
+        self._where = f"tensor {format_key(info.name)} or the one after it"
         return info
 
     def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[ReaderField]]:
@@ -201,7 +201,7 @@ class _CheckedReader(GGUFReader):
         """The package multiplies in 64 bits, which may wrap: what does not fit into the file is found first."""
         start_offs, names = int(start_offs), set()
         for info in fields:
-            name, label = info.name, f"tensor {shown_key(info.name)}"
+            name, label = info.name, f"tensor {format_key(info.name)}"
             dims, raw_type, offset = (info.parts[i].tolist() for i in (3, 4, 5))
             if name in names:
                 self._damaged(f"{label} stands there twice")
@@ -243,4 +243,4 @@ def _refuse_overlaps(path: Path, tensors: dict[str, GGUFTensor]) -> None:
     ordered = sorted(tensors.items(), key=lambda item: item[1].begin)
     for (_, before), (name, after) in pairwise(ordered):
         if after.begin < before.end:
-            raise LoadError(f"{path} is damaged (tensor {shown_key(name)} lies over another one): download it again")
+            raise LoadError(f"{path} is damaged (tensor {format_key(name)} lies over another one): download it again")

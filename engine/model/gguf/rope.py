@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 from windlass.engine.errors import LoadError
 from windlass.engine.model.gguf.fields import ArchitectureKeys
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 
 FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
 FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
@@ -39,7 +39,7 @@ def read_rope(keys: ArchitectureKeys, factors: Factors, rotary_dim: int, trained
     return {"rope_theta": theta, **scaling}
 
 
-def read_proportional(keys: ArchitectureKeys, factors: Factors, head_dim: int) -> dict[str, Any]:
+def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: int) -> dict[str, Any]:
     """That of layers whose first pairs alone turn, which the factors tell: 1 for those, and a huge one for the others.
 
     Raises LoadError for factors that say something else, and for a scaling beside them.
@@ -64,12 +64,12 @@ def read_proportional(keys: ArchitectureKeys, factors: Factors, head_dim: int) -
         share = math.nextafter(share, 2)  # it is read back so
     return {
         "rope_type": "proportional",
-        "rope_theta": needed_theta(keys, "rope.freq_base"),
+        "rope_theta": required_theta(keys, "rope.freq_base"),
         "partial_rotary_factor": share,
     }
 
 
-def needed_theta(keys: ArchitectureKeys, name: str) -> float:
+def required_theta(keys: ArchitectureKeys, name: str) -> float:
     """A base that the file has to tell. Raises LoadError."""
     theta = keys.number(name)
     if theta is None:
@@ -86,7 +86,7 @@ def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
         )
     if kind not in ("none", "linear", "yarn"):
         raise LoadError(
-            f"{keys.key('rope.scaling.type')} {shown(kind)} is not known: none, linear, yarn and longrope are"
+            f"{keys.key('rope.scaling.type')} {format_value(kind)} is not known: none, linear, yarn and longrope are"
         )
     if kind == "none" or (kind == "linear" and factor == 1.0):
         return {"rope_type": "default"}

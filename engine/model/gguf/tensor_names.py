@@ -12,17 +12,17 @@ from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedNames
-from windlass.engine.model.feed_forward.plain_spec import PlainNames
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
 from windlass.engine.model.gguf.rope import FACTOR_TENSORS
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetNames, GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_spec import LatentNames, LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.engine.rotary.fields import shown_key
+from windlass.engine.rotary.fields import format_key
 
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
 LAYER_TABLE = "per_layer_token_embd.weight"
@@ -48,7 +48,7 @@ _UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the pla
 
 
 @dataclass(frozen=True, slots=True)
-class PlacedTensor:
+class GGUFTensorLocation:
     """A tensor of a model's files. file: its place in the list of files; the others: as `reader.GGUFTensor` has them."""
 
     file: int
@@ -57,34 +57,34 @@ class PlacedTensor:
     begin: int
     end: int
 
-    def each(self) -> list[PlacedTensor]:
+    def each(self) -> list[GGUFTensorLocation]:
         """The tensors that it holds along its first dimension."""
         size = (self.end - self.begin) // max(1, self.shape[0])
         begins = [self.begin + i * size for i in range(self.shape[0])]
-        return [PlacedTensor(self.file, self.type, self.shape[1:], begin, begin + size) for begin in begins]
+        return [GGUFTensorLocation(self.file, self.type, self.shape[1:], begin, begin + size) for begin in begins]
 
-    def rows(self, first: int, count: int) -> PlacedTensor:
+    def rows(self, first: int, count: int) -> GGUFTensorLocation:
         """Some of its rows as a tensor of their own."""
         size = (self.end - self.begin) // self.shape[0]
         begin = self.begin + first * size
-        return PlacedTensor(self.file, self.type, (count, *self.shape[1:]), begin, begin + count * size)
+        return GGUFTensorLocation(self.file, self.type, (count, *self.shape[1:]), begin, begin + count * size)
 
 
-def has_bias(tensors: Mapping[str, PlacedTensor], *names: str) -> bool:
+def first_layer_has_bias(tensors: Mapping[str, GGUFTensorLocation], *names: str) -> bool:
     """Whether layers have one of these biases."""
     return any(f"blk.0.{name}.bias" in tensors for name in names)
 
 
-def rename(
-    tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
-) -> dict[str, PlacedTensor]:
+def map_tensors(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+) -> dict[str, GGUFTensorLocation]:
     """The tensors of the spec by their names in a checkpoint.
 
     tensors: of all files, under their GGUF names. aliases: names in a layer that stand for others, where all of them are
     there. Raises LoadError for one that is missing or has another shape, and for one
     that the decoder has no use for, since a model with it would be another one.
     """
-    found: dict[str, PlacedTensor] = {}
+    found: dict[str, GGUFTensorLocation] = {}
     names = spec.names
     outer = {
         "token_embd": names.embedding,
@@ -96,7 +96,7 @@ def rename(
     outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
     stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
     outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
-    layer_names = names_in_layers(tensors, family, spec, aliases)
+    layer_names = layer_tensor_names(tensors, family, spec, aliases)
     for name, tensor in tensors.items():
         if name in FACTOR_TENSORS:
             continue
@@ -104,15 +104,15 @@ def rename(
             if new.startswith(spec.unused):
                 continue
             if new in found:
-                raise LoadError(f"tensor {shown_key(name)} is one that stands there under another name already")
+                raise LoadError(f"tensor {format_key(name)} is one that stands there under another name already")
             found[new] = part
     return _as_listed(found, spec)
 
 
-def names_in_layers(
-    tensors: Mapping[str, PlacedTensor], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+def layer_tensor_names(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
 ) -> dict[str, str]:
-    """What llama.cpp calls the tensors of a layer, and what this model does. tensors, aliases: as in `rename`."""
+    """What llama.cpp calls the tensors of a layer, and what this model does. tensors, aliases: as in `map_tensors`."""
     names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
     if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
         names |= {name: names[known] for name, known in aliases.items()}
@@ -121,7 +121,7 @@ def names_in_layers(
 
 def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
     attention, norms = family.attention_names, spec.layers[0].norms
-    dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, ExpertsSpec))
+    dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, MoESpec))
     first = next(dense, None)
     feed_forward = family.feed_forward_names if first is None else first.names
     names = {
@@ -136,7 +136,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         "ffn_up": feed_forward.up,
         "ffn_down": feed_forward.down,
     }
-    if isinstance(feed_forward, GatedNames):
+    if isinstance(feed_forward, GatedMLPNames):
         names |= {"ffn_gate": feed_forward.gate, "ffn_up": feed_forward.gate_up or feed_forward.up}
     mixer = next(iter(spec.attention.values()))
     if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
@@ -147,7 +147,7 @@ def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
         names |= _latent_names(mixer.names)
     elif mixer.sinks:
         names["attn_sinks"] = attention.sinks
-    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaSpec)), None)
+    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaNetSpec)), None)
     names |= {} if delta is None else _delta_names(delta.names)
     names |= _further_names(spec.layers[0])
     return {name: known for name, known in names.items() if known is not None}
@@ -158,13 +158,13 @@ def _further_names(layer: LayerSpec) -> dict[str, str]:
     names: dict[str, str] = {}
     if layer.input is not None:
         names |= {"inp_gate": layer.input.gate, "proj": layer.input.out, "post_norm": layer.input.norm}
-    if layer.beside is not None:
+    if layer.parallel_experts is not None:
         names |= {
-            "post_ffw_norm_1": layer.beside.dense_norm,
-            "pre_ffw_norm_2": layer.beside.norm,
-            "post_ffw_norm_2": layer.beside.output_norm,
-            "ffn_gate_inp.scale": layer.beside.router_scale,
-            "ffn_down_exps.scale": layer.beside.expert_scale,
+            "post_ffw_norm_1": layer.parallel_experts.dense_norm,
+            "pre_ffw_norm_2": layer.parallel_experts.norm,
+            "post_ffw_norm_2": layer.parallel_experts.output_norm,
+            "ffn_gate_inp.scale": layer.parallel_experts.router_scale,
+            "ffn_down_exps.scale": layer.parallel_experts.expert_scale,
         }
     return names if layer.scalar is None else {**names, "layer_output_scale": layer.scalar}
 
@@ -209,7 +209,7 @@ def _latent_names(own: LatentNames) -> dict[str, str]:
     }
 
 
-def _delta_names(own: DeltaNames) -> dict[str, str]:
+def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
     joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
     return joined | {
         "attn_qkv": own.qkv,
@@ -224,12 +224,12 @@ def _delta_names(own: DeltaNames) -> dict[str, str]:
 
 def _renamed(
     name: str,
-    tensor: PlacedTensor,
+    tensor: GGUFTensorLocation,
     outer: Mapping[str, str],
     names: Mapping[str, str],
     family: Family,
     spec: ModelSpec,
-) -> Iterator[tuple[str, PlacedTensor]]:
+) -> Iterator[tuple[str, GGUFTensorLocation]]:
     """The tensors that one tensor of the file is; none where it is not used."""
     if name in outer:
         yield outer[name], tensor
@@ -249,11 +249,11 @@ def _in_block(name: str) -> tuple[int, str, str]:
 
 
 def of_layer(
-    name: str, tensor: PlacedTensor, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
-) -> Iterator[tuple[str, PlacedTensor]]:
+    name: str, tensor: GGUFTensorLocation, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, GGUFTensorLocation]]:
     """The tensors, with their names in a checkpoint, that one tensor of a layer is; none where it is not used.
 
-    prefix: of the layer's names in a checkpoint. names: see `names_in_layers`. Raises LoadError.
+    prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
     """
     _, what, suffix = _in_block(name)
     mixer = layer.mixer
@@ -267,7 +267,7 @@ def of_layer(
         if mixer.in_parts:  # else the file has them beside the tensor of both
             if tensor.shape[:1] != (mixer.num_heads,):
                 raise LoadError(
-                    f"tensor {shown_key(name)} has the shape {list(tensor.shape)} for {mixer.num_heads} heads"
+                    f"tensor {format_key(name)} has the shape {list(tensor.shape)} for {mixer.num_heads} heads"
                 )
             for head, one in enumerate(tensor.each()):
                 yield f"{prefix}{names[what]}[{head}].{suffix}", one
@@ -280,7 +280,7 @@ def of_layer(
         assert isinstance(mixer, AttentionSpec)
         q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
         if tensor.shape[0] != q + 2 * kv:
-            raise LoadError(f"tensor {shown_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")
+            raise LoadError(f"tensor {format_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")
         for part, rows in ((attention.q, q), (attention.k, kv), (attention.v, kv)):
             yield f"{prefix}{part}.{suffix}", tensor.rows(first, rows)
             first += rows
@@ -289,16 +289,16 @@ def of_layer(
 
 
 def _unknown(name: str) -> LoadError:
-    return LoadError(f"tensor {shown_key(name)} is none that the model should have: it may be another kind of model")
+    return LoadError(f"tensor {format_key(name)} is none that the model should have: it may be another kind of model")
 
 
-def _experts_of(layer: LayerSpec) -> ExpertsSpec | None:
-    if layer.beside is not None:
-        return layer.beside.experts
-    return layer.feed_forward if isinstance(layer.feed_forward, ExpertsSpec) else None
+def _experts_of(layer: LayerSpec) -> MoESpec | None:
+    if layer.parallel_experts is not None:
+        return layer.parallel_experts.experts
+    return layer.feed_forward if isinstance(layer.feed_forward, MoESpec) else None
 
 
-def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tuple[str, PlacedTensor]] | None:
+def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensorLocation) -> list[tuple[str, GGUFTensorLocation]] | None:
     """The names of a router's, the experts' or the shared expert's tensors; None for a tensor of something else."""
     names, shared = spec.names, spec.names.shared
     if what == "ffn_gate_inp":
@@ -333,12 +333,12 @@ def _of_experts(spec: ExpertsSpec, what: str, tensor: PlacedTensor) -> list[tupl
     return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
 
 
-def _parts(names: GatedNames | PlainNames) -> dict[str, str]:
-    gate = {"gate": names.gate} if isinstance(names, GatedNames) else {}
+def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
+    gate = {"gate": names.gate} if isinstance(names, GatedMLPNames) else {}
     return {**gate, "up": names.up, "down": names.down}
 
 
-def _as_listed(found: dict[str, PlacedTensor], spec: ModelSpec) -> dict[str, PlacedTensor]:
+def _as_listed(found: dict[str, GGUFTensorLocation], spec: ModelSpec) -> dict[str, GGUFTensorLocation]:
     """In the order of the spec, each as it should be."""
     result = {}
     for weight in spec.weights():

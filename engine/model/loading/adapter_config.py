@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import RequestError
-from windlass.engine.model.families.text_part import own_name
+from windlass.engine.model.families.text_part import text_module_name
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
@@ -55,7 +55,7 @@ def refuse(message: str, code: str = "invalid_adapter") -> RequestError:
 
 
 @dataclass(frozen=True, slots=True)
-class AdapterDescription:
+class PeftConfig:
     """What adapter_config.json says. rank_patterns, alpha_patterns: of modules that have their own."""
 
     rank: int
@@ -74,7 +74,7 @@ class AdapterDescription:
         return alpha / math.sqrt(rank) if self.rank_stabilized else alpha / rank
 
 
-def read_description(directory: Path, max_rank: int) -> AdapterDescription:
+def read_peft_config(directory: Path, max_rank: int) -> PeftConfig:
     """Raises RequestError that names the key at fault."""
     path = directory / CONFIG
     try:
@@ -96,16 +96,16 @@ def read_description(directory: Path, max_rank: int) -> AdapterDescription:
         raise refuse(f"{CONFIG} does not hold a JSON object")
     _check_understood(config)
     rank = _whole(config.get("r"), "r", max_rank)
-    return AdapterDescription(
+    return PeftConfig(
         rank,
         _number(config.get("lora_alpha"), "lora_alpha"),
         _flag(config.get("use_rslora", False), "use_rslora"),
         [
-            (_compiled(own_name(k)), _whole(v, f"rank_pattern {k}", max_rank))
+            (_compiled(text_module_name(k)), _whole(v, f"rank_pattern {k}", max_rank))
             for k, v in _patterns(config, "rank_pattern").items()
         ],
         [
-            (_compiled(own_name(k)), _number(v, f"alpha_pattern {k}"))
+            (_compiled(text_module_name(k)), _number(v, f"alpha_pattern {k}"))
             for k, v in _patterns(config, "alpha_pattern").items()
         ],
     )

@@ -18,14 +18,14 @@ from torch import Tensor
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import LoadError
 from windlass.engine.model.adapters.adapter import Adapter
-from windlass.engine.model.families.text_part import own_name
-from windlass.engine.model.loading.adapter_config import WEIGHTS, AdapterDescription, read_description, refuse
+from windlass.engine.model.families.text_part import text_module_name
+from windlass.engine.model.loading.adapter_config import WEIGHTS, PeftConfig, read_peft_config, refuse
 from windlass.engine.model.loading.row_order import row_order
 from windlass.engine.model.loading.safetensors_file import read_tensors
 from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
-from windlass.kernels import LowRank, LowRankPart
+from windlass.kernels import LowRankPart, LowRankUpdate
 
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.(?:default\.)?weight")
 _FLOATS = ("F32", "F16", "BF16", "F64")
@@ -35,7 +35,7 @@ Pair = tuple[Tensor, Tensor]  # A [r, K] and B [N, r]
 
 
 @dataclass(frozen=True, slots=True)
-class Keep:
+class AdapterStorage:
     """How matrices are kept. compute: what the model computes in. stored: what they are rounded to, None where nobody says."""
 
     compute: torch.dtype
@@ -58,7 +58,7 @@ class Keep:
         return matrix.to(self.device, self.compute)
 
 
-def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: int) -> Adapter:
+def read_adapter(source: AdapterSource, spec: ModelSpec, storage: AdapterStorage, max_rank: int) -> Adapter:
     """The adapter in a directory.
 
     spec: of the model with its rows in the order of its original weights, whatever file they came from. Raises RequestError
@@ -71,16 +71,16 @@ def read_adapter(source: AdapterSource, spec: ModelSpec, keep: Keep, max_rank: i
             "unsupported_adapter",
         )
     directory = Path(source.path)
-    described = read_description(directory, max_rank)
+    described = read_peft_config(directory, max_rank)
     found = _read(directory, described, spec, max_rank)
-    digest = hashlib.sha256(str(keep.stored).encode())
+    digest = hashlib.sha256(str(storage.stored).encode())
     for module, (down, up) in sorted(found.items()):
         digest.update(f"{module} {tuple(down.shape)} {tuple(up.shape)} {described.scale_of(module)!r} ".encode())
         for tensor in (down, up):
             digest.update(tensor.contiguous().numpy().tobytes())
-    parts: list[dict[str, LowRank]] = []
+    parts: list[dict[str, LowRankUpdate]] = []
     for prefix, weights in spec.adapted_parts():
-        changes = {weight.name: _joined(weight, prefix, found, described, keep) for weight in weights}
+        changes = {weight.name: _joined(weight, prefix, found, described, storage) for weight in weights}
         parts.append({name: change for name, change in changes.items() if change is not None})
     info = AdapterInfo(
         source.adapter_id,
@@ -104,7 +104,7 @@ def _modules(spec: ModelSpec) -> dict[str, tuple[int, int]]:
     }
 
 
-def _read(directory: Path, described: AdapterDescription, spec: ModelSpec, max_rank: int) -> dict[str, Pair]:
+def _read(directory: Path, described: PeftConfig, spec: ModelSpec, max_rank: int) -> dict[str, Pair]:
     """Both matrices of every changed module, float32, checked."""
     path, known = directory / WEIGHTS, _modules(spec)
     if not path.is_file():
@@ -120,7 +120,7 @@ def _read(directory: Path, described: AdapterDescription, spec: ModelSpec, max_r
         if size > most:
             raise refuse(f"{WEIGHTS} has {size} bytes, more than an adapter of this model of rank {max_rank} can have")
         header = read_header(path)
-        names = _checked_names(header, known, described)
+        names = _check_tensor_names(header, known, described)
         tensors: dict[str, Tensor] = {}
 
         def place(name: str, dtype: torch.dtype, shape: list[int]) -> Tensor:
@@ -137,8 +137,8 @@ def _read(directory: Path, described: AdapterDescription, spec: ModelSpec, max_r
     return {module: (tensors[down].float(), tensors[up].float()) for module, (down, up) in names.items()}
 
 
-def _checked_names(
-    header: SafetensorsHeader, known: dict[str, tuple[int, int]], described: AdapterDescription
+def _check_tensor_names(
+    header: SafetensorsHeader, known: dict[str, tuple[int, int]], described: PeftConfig
 ) -> dict[str, tuple[str, str]]:
     """The names of A and B of every module in the file; shapes and types are those of an adapter of this model."""
     names: dict[str, dict[str, str]] = {}
@@ -150,7 +150,7 @@ def _checked_names(
                 "unsupported_adapter",
             )
         module, which = matched[1], matched[2]
-        module = next((name for name in (module, own_name(module)) if name in known), f"model.{module}")
+        module = next((name for name in (module, text_module_name(module)) if name in known), f"model.{module}")
         if module not in known:
             raise refuse(
                 f"tensor {name[:200]!r}: this model has no linear layer {matched[1][:200]!r} that an adapter can change",
@@ -181,9 +181,9 @@ def _joined(
     weight: WeightSpec,
     prefix: str,
     found: dict[str, Pair],
-    described: AdapterDescription,
-    keep: Keep,
-) -> LowRank | None:
+    described: PeftConfig,
+    storage: AdapterStorage,
+) -> LowRankUpdate | None:
     """The changes of all that a weight is made of; None where nothing of it changes."""
     downs: list[Tensor] = []
     parts: list[LowRankPart] = []
@@ -192,12 +192,12 @@ def _joined(
         module = prefix + stored.name.removesuffix(".weight")
         if module in found:
             down, up = found[module]
-            own = keep.matrix(_ordered(up, stored))
+            own = storage.matrix(_ordered(up, stored))
             parts.append(LowRankPart.of(own, first, rank_first, described.scale_of(module)))
             downs.append(down)
             rank_first += len(down)
         first += stored.rows
-    return LowRank.of(keep.matrix(torch.cat(downs)), parts) if downs else None
+    return LowRankUpdate.of(storage.matrix(torch.cat(downs)), parts) if downs else None
 
 
 def _ordered(up: Tensor, stored: StoredTensor) -> Tensor:

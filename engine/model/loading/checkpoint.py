@@ -11,7 +11,7 @@ import json
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.formats import describe_other_format
 from windlass.engine.model.loading.gguf_index import INDEX as GGUF_INDEX
 from windlass.engine.model.loading.gguf_index import read_index
 from windlass.engine.model.loading.safetensors_header import TensorHeader, read_header
@@ -45,7 +45,7 @@ def checkpoint_files(directory: Path) -> list[Path]:
     single = directory / _SINGLE
     if single.is_file():
         return [single]
-    foreign = describe_foreign(directory)
+    foreign = describe_other_format(directory)
     if foreign is not None:
         raise LoadError(foreign)
     advice = "use `loading.format=dummy` for random weights"

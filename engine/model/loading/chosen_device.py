@@ -25,7 +25,7 @@ class ChosenDevice(NamedTuple):
 
 
 # Of torch's allocator for CPUs, of the system through torch, and of libraries of a GPU that say no more.
-_NO_MEMORY = ("can't allocate", "not enough memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
+_OUT_OF_MEMORY_TEXTS = ("can't allocate", "not enough memory", "annot allocate memory", "out of memory", "ALLOC_FAILED")
 
 
 def choose_device(name: str, rank: int = 0, ranks: int = 1) -> ChosenDevice:
@@ -98,4 +98,4 @@ def is_out_of_memory(error: Exception) -> bool:
     if isinstance(error, MemoryError) or kernels.is_out_of_memory(error):
         return True
     plain = isinstance(error, RuntimeError) and not isinstance(error, torch.AcceleratorError | kernels.RankEndedError)
-    return plain and any(words in str(error) for words in _NO_MEMORY)
+    return plain and any(words in str(error) for words in _OUT_OF_MEMORY_TEXTS)

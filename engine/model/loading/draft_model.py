@@ -15,7 +15,7 @@ from windlass.engine.api.config import EngineConfig, RotaryConfig, SpeculationCo
 from windlass.engine.errors import LoadError
 from windlass.engine.model.spec import ModelSpec
 
-_OPTION = "`scheduling.speculation.model`"
+_DRAFT_OPTION = "`scheduling.speculation.model`"
 _MTP = "`scheduling.speculation.mtp`"
 _TOKENIZER = "tokenizer.json"
 
@@ -46,7 +46,7 @@ def draft_config(config: EngineConfig) -> EngineConfig | None:
     )
 
 
-def in_its_words(error: LoadError, speculation: SpeculationConfig) -> LoadError:
+def reword_for_draft(error: LoadError, speculation: SpeculationConfig) -> LoadError:
     """An error met while what drafts was read, naming the fields that are its own; of a draft model it says so."""
     told = str(error) if speculation.mtp else f"the draft model: {error}"
     if speculation.mtp and speculation.quantization == "none":
@@ -54,24 +54,24 @@ def in_its_words(error: LoadError, speculation: SpeculationConfig) -> LoadError:
     return LoadError(told.replace("`compute.quantization", "`scheduling.speculation.quantization"))
 
 
-def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
+def check_draft_compatible(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
     """Raise LoadError where `draft` cannot draft for `spec`."""
     if config.scheduling.speculation.mtp:
         _check_prediction(config, spec)
         return
     for of, one in (("model", spec), ("draft model", draft)):
         if not one.generates:
-            raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_OPTION} out")
+            raise LoadError(f"the {of} is a {one.architecture}, which generates nothing: leave {_DRAFT_OPTION} out")
     if draft.state_group is not None and spec.state_group is None:
         raise LoadError(
             f"the draft model is a {draft.architecture}, whose layers carry a state from token to token, and layers of the model "
-            f"({spec.architecture}) do not: leave {_OPTION} out, or give one that is alike in this"
+            f"({spec.architecture}) do not: leave {_DRAFT_OPTION} out, or give one that is alike in this"
         )
     for of, groups in (("model", spec.kv_groups), ("draft model", draft.kv_groups)):
         if len(groups) > 1 or groups[0].window is not None:
             raise LoadError(
                 f"the {of} has layers with a sliding window ({(spec if of == 'model' else draft).architecture}), beside which "
-                f"none can draft so far: leave {_OPTION} out"
+                f"none can draft so far: leave {_DRAFT_OPTION} out"
             )
     theirs, ours = Path(config.scheduling.speculation.model or ""), Path(config.model)
     if not _same_file(ours / _TOKENIZER, theirs / _TOKENIZER):
@@ -79,7 +79,7 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
         if mine is None or other is None:
             if spec.vocab_size != draft.vocab_size:
                 raise LoadError(
-                    f"{_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}, "
+                    f"{_DRAFT_OPTION} {theirs} has a vocabulary of {draft.vocab_size} tokens, the model one of {spec.vocab_size}, "
                     "and not both have a tokenizer.json that tells what they share: give a model with the same tokenizer"
                 )
             return
@@ -88,7 +88,7 @@ def check_pair(config: EngineConfig, spec: ModelSpec, draft: ModelSpec) -> None:
             first = min(differing, default=None)
             example = "" if first is None else f" (token {first} is {mine[first]!r} here, {other[first]!r} there)"
             raise LoadError(
-                f"{_OPTION} {theirs} has another tokenizer than the model{example}: give a model with the same tokenizer"
+                f"{_DRAFT_OPTION} {theirs} has another tokenizer than the model{example}: give a model with the same tokenizer"
             )
 
 

@@ -29,19 +29,19 @@ def check_memory(
     stored: str,
     device: str,
     free: int | None,
-    beside: int = 0,
-    beside_states: int = 0,
+    draft_token_bytes: int = 0,
+    draft_state_bytes: int = 0,
 ) -> None:
     """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
 
     cached, stored: what keys and values are cached in, and matrices stored in before they are quantized. free: bytes before
-    the weights are there, None if nobody knows. beside, beside_states: bytes of a draft model's per token, and of its states.
+    the weights are there, None if nobody knows. beside, draft_state_bytes: bytes of a draft model's per token, and of its states.
     """
     spec = model.spec
     weights = plan_bytes(spec, plan)
     on = "" if device == "cpu" else f" on {device}"
     if free is not None and weights > free:
-        smaller = _smaller(model, weights, stored, free)
+        smaller = _smaller_options(model, weights, stored, free)
         raise LoadError(f"the weights need {gib(weights)} of memory, {gib(free)} are free{on}: {smaller}")
     left = None if free is None else free - weights
     if config.cache.memory is None and left is None:
@@ -58,17 +58,17 @@ def check_memory(
         cached,
         budget,
         most,
-        beside,
-        whole_prompts=spec.sees_whole_texts,
+        draft_token_bytes,
+        whole_prompts=spec.is_bidirectional,
         states=spec.state_group,
-        beside_states=beside_states,
+        draft_state_bytes=draft_state_bytes,
     )
     if left is not None and cache.num_bytes * engines > left:
         there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
-        raise LoadError(no_room(there, cache.num_bytes * engines, cached, engines))
+        raise LoadError(kv_cache_too_large(there, cache.num_bytes * engines, cached, engines))
 
 
-def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
+def kv_cache_too_large(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
     """What to say of the KV caches of so many engines that there is no memory for. there: the memory there is, in words."""
     less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
     lower = f"`cache.memory`, `max_model_len` or `scheduling.max_num_seqs`{less}"
@@ -77,7 +77,7 @@ def no_room(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
     return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
 
 
-def _smaller(model: WeighedModel, weights: int, stored: str, free: int) -> str:
+def _smaller_options(model: WeighedModel, weights: int, stored: str, free: int) -> str:
     """Options under which the weights fit, each with what they then need."""
     choices: list[tuple[str, int]] = []
     quantized = model.is_quantized

@@ -37,7 +37,7 @@ _NOT_WEIGHTS = re.compile(r"(training_args|optimizer|scheduler|rng_state|scaler)
 _SHELL_ACTS_ON = '"$`\\!'  # inside double quotes
 
 
-def describe_foreign(path: Path) -> str | None:
+def describe_other_format(path: Path) -> str | None:
     """What a file, or a directory without safetensors weights, is and what to do about it; None where nothing is known."""
     if path.is_file():
         return _describe_file(path)

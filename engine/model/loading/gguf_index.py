@@ -16,11 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
@@ -63,12 +63,12 @@ _OTHERS = {
     "TQ2_0": (256, 66),
     "NVFP4": (64, 36),
 }
-_KEPT_AS = "q8_0"
+_FALLBACK_STORAGE = "q8_0"
 
 
 @dataclass(frozen=True, slots=True)
-class GgufIndex:
-    """files: absolute paths. tensors: by name, and `places`: the file of each, an index into `files`.
+class GGUFIndex:
+    """files: absolute paths. tensors: by name, and `file_numbers`: the file of each, an index into `files`.
 
     interleaved: rows of q and k hold rotated pairs as (2j, 2j + 1). norms_with_offset: norms are stored with what the family
     adds to them. fused_in_parts: a tensor of queries, keys and values has all queries, all keys, all values.
@@ -79,7 +79,7 @@ class GgufIndex:
 
     files: tuple[Path, ...]
     tensors: Mapping[str, TensorHeader]
-    places: Mapping[str, int]
+    file_numbers: Mapping[str, int]
     interleaved: bool
     norms_with_offset: bool
     fused_in_parts: bool = False
@@ -100,9 +100,9 @@ class GgufIndex:
         """Whether matrices are something else than plain numbers."""
         return any(name not in PLAIN for name in self.types())
 
-    def of(self, spec: ModelSpec) -> GgufIndex:
+    def of(self, spec: ModelSpec) -> GGUFIndex:
         """With the tensors alone that are this model's: the files may hold those of its prediction layer too."""
-        return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.leaves(name)})
+        return replace(self, tensors={name: one for name, one in self.tensors.items() if not spec.ignores(name)})
 
     def original(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model that the files were made of, by which adapters are read: with heads of values in their order,
@@ -110,7 +110,11 @@ class GgufIndex:
 
         def turned(layer: LayerSpec) -> LayerSpec:
             mixer = layer.mixer
-            return replace(layer, mixer=replace(mixer, in_turns=True)) if isinstance(mixer, GatedDeltaSpec) else layer
+            return (
+                replace(layer, mixer=replace(mixer, tiled_heads=True))
+                if isinstance(mixer, GatedDeltaNetSpec)
+                else layer
+            )
 
         layers = tuple(map(turned, spec.layers)) if self.values_in_turns else spec.layers
         notices = (*spec.notices, _UNKNOWN_SCALE) if self.factored and spec.tied_embeddings else spec.notices
@@ -118,8 +122,8 @@ class GgufIndex:
 
     def adapt(self, spec: ModelSpec) -> ModelSpec:
         """The spec of the model as these files hold it, and of its prediction layer."""
-        if spec.predicting is not None:
-            spec = replace(spec, predicting=self.adapt(spec.predicting))
+        if spec.mtp is not None:
+            spec = replace(spec, mtp=self.adapt(spec.mtp))
         spec = as_gguf_holds(self.original(spec), latent_in_parts=self.latent_in_parts, gates_apart=self.gates_apart)
         if self.norms_with_offset:
             spec = replace(spec, norm_offset=0.0)
@@ -129,18 +133,20 @@ class GgufIndex:
 
 
 def as_gguf_holds(spec: ModelSpec, *, latent_in_parts: bool, gates_apart: bool) -> ModelSpec:
-    """The spec with the tensors that GGUF files have in place of others; see `GgufIndex`."""
+    """The spec with the tensors that GGUF files have in place of others; see `GGUFIndex`."""
     layers = []
     for layer in spec.layers:
-        if isinstance(layer.feed_forward, ExpertsSpec):
-            layer = replace(layer, feed_forward=layer.feed_forward.apart)
-        if isinstance(layer.feed_forward, GatedSpec) and gates_apart:
-            layer = replace(layer, feed_forward=layer.feed_forward.apart)
-        if layer.beside is not None:
-            layer = replace(layer, beside=replace(layer.beside, experts=layer.beside.experts.apart))
+        if isinstance(layer.feed_forward, MoESpec):
+            layer = replace(layer, feed_forward=layer.feed_forward.unfused)
+        if isinstance(layer.feed_forward, GatedMLPSpec) and gates_apart:
+            layer = replace(layer, feed_forward=layer.feed_forward.unfused)
+        if layer.parallel_experts is not None:
+            layer = replace(
+                layer, parallel_experts=replace(layer.parallel_experts, experts=layer.parallel_experts.experts.unfused)
+            )
         if isinstance(layer.mixer, LatentSpec):
             layer = replace(layer, mixer=replace(layer.mixer, in_parts=latent_in_parts))
-        if isinstance(layer.mixer, GatedDeltaSpec):
+        if isinstance(layer.mixer, GatedDeltaNetSpec):
             names = replace(layer.mixer.names, qkvz=None)
             layer = replace(layer, mixer=replace(layer.mixer, names=names, in_gguf=True))
         if isinstance(layer.mixer, ShortConvolutionSpec | StateSpaceSpec):
@@ -177,7 +183,7 @@ def _fused_in_parts(layer: LayerSpec) -> LayerSpec:
     return replace(layer, mixer=replace(mixer, names=replace(mixer.names, qkv_order="parts")))
 
 
-def read_index(directory: Path) -> GgufIndex | None:
+def read_index(directory: Path) -> GGUFIndex | None:
     """The index in a derived directory; None for a directory of another kind. Raises LoadError for one that holds no longer."""
     path = directory / INDEX
     try:
@@ -193,57 +199,57 @@ def read_index(directory: Path) -> GgufIndex | None:
     return index
 
 
-def kept_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
+def gguf_storages(tensors: Mapping[str, TensorHeader], *, plain: bool) -> dict[str, str]:
     """The storage of each matrix, by the tensor's name. plain: tensors of plain numbers keep their types too."""
-    kept = {}
+    storages = {}
     for name, tensor in tensors.items():
         if len(tensor.shape) < 2:
             continue
         if tensor.dtype in BLOCKS:
-            kept[name] = BLOCKS[tensor.dtype][0]
+            storages[name] = BLOCKS[tensor.dtype][0]
         elif tensor.dtype in _OTHERS:
-            kept[name] = _KEPT_AS
+            storages[name] = _FALLBACK_STORAGE
         elif plain and tensor.dtype in PLAIN:
-            kept[name] = PLAIN[tensor.dtype][0]
-    return kept
+            storages[name] = PLAIN[tensor.dtype][0]
+    return storages
 
 
-def units(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
+def block_columns(tensors: Mapping[str, TensorHeader]) -> dict[str, int]:
     """How many columns lie in a block, by the names of the tensors in blocks."""
     sizes = {name: elements for name, (_, elements, _) in BLOCKS.items()}
     sizes |= {name: elements for name, (elements, _) in _OTHERS.items()}
     return {name: sizes[tensor.dtype] for name, tensor in tensors.items() if tensor.dtype in sizes}
 
 
-def requantized(tensors: Mapping[str, TensorHeader]) -> str | None:
+def requantization_notice(tensors: Mapping[str, TensorHeader]) -> str | None:
     """What to say of tensors whose types are not multiplied as they are; None where there are none."""
     counts = Counter(tensor.dtype for tensor in tensors.values() if len(tensor.shape) > 1 and tensor.dtype in _OTHERS)
     if not counts:
         return None
     named = ", ".join(f"{name} ({count} tensor{'s' if count > 1 else ''})" for name, count in counts.most_common())
     return (
-        f"the GGUF file holds {named}, which cannot be multiplied as stored: kept with 8 bits each instead ({_KEPT_AS}); "
+        f"the GGUF file holds {named}, which cannot be multiplied as stored: kept with 8 bits each instead ({_FALLBACK_STORAGE}); "
         "a file of Q4_K_M or Q8_0 takes less memory for the same quality"
     )
 
 
-def _parsed(content: dict[str, Any]) -> GgufIndex:
+def _parsed(content: dict[str, Any]) -> GGUFIndex:
     if content["version"] != VERSION:
         raise ValueError
     files = tuple(_checked_file(entry) for entry in content["files"])
     sizes = [entry["size"] for entry in content["files"]]
-    tensors, places = {}, {}
+    tensors, file_numbers = {}, {}
     for name, entry in content["tensors"].items():
         header = TensorHeader(entry["type"], tuple(map(int, entry["shape"])), int(entry["begin"]), int(entry["end"]))
-        places[name] = int(entry["file"])
-        if not 0 <= header.begin <= header.end <= sizes[places[name]] or places[name] < 0:
+        file_numbers[name] = int(entry["file"])
+        if not 0 <= header.begin <= header.end <= sizes[file_numbers[name]] or file_numbers[name] < 0:
             raise ValueError
-        _check_type(name, header, files[places[name]])
+        _check_type(name, header, files[file_numbers[name]])
         tensors[name] = header
-    return GgufIndex(
+    return GGUFIndex(
         files,
         tensors,
-        places,
+        file_numbers,
         bool(content["interleaved"]),
         bool(content["norms_with_offset"]),
         bool(content.get("fused_in_parts", False)),

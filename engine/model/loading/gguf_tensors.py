@@ -14,10 +14,17 @@ from torch import Tensor
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.fp4 import codes_of_fp4, scales_of_fp4
-from windlass.engine.model.loading.gguf_index import PLAIN, GgufIndex
-from windlass.engine.model.loading.tensor_stream import Cut, Entry, Part, Place, cut_out, read_entries
+from windlass.engine.model.loading.gguf_index import PLAIN, GGUFIndex
+from windlass.engine.model.loading.tensor_stream import (
+    Destination,
+    TensorChunk,
+    TensorEntry,
+    TensorSlice,
+    apply_slices,
+    read_entries,
+)
 
-_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # Where the float16 scales of a block lie: its first bytes, or its last.
 _SCALES = {
     "Q4_0": slice(0, 2),
@@ -35,7 +42,9 @@ _NO_EXPONENT = 255  # of MXFP4: its numbers are NaN
 _NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
 
 
-def read_gguf_tensors(index: GgufIndex, place: Place, cuts: Mapping[str, Cut] | None = None) -> Iterator[Part]:
+def read_gguf_tensors(
+    index: GGUFIndex, place: Destination, cuts: Mapping[str, TensorSlice] | None = None
+) -> Iterator[TensorChunk]:
     """Every tensor of the index, file by file in the order of the data. One in blocks is uint8 [rows, bytes of a row].
 
     cuts: of the tensors that not all is wanted of.
@@ -43,21 +52,21 @@ def read_gguf_tensors(index: GgufIndex, place: Place, cuts: Mapping[str, Cut] | 
     Raises LoadError.
     """
     for number, path in enumerate(index.files):
-        here = [name for name in index.tensors if index.places[name] == number]
+        here = [name for name in index.tensors if index.file_numbers[name] == number]
         entries = [_entry(name, index) for name in sorted(here, key=lambda name: index.tensors[name].begin)]
         try:
-            yield from read_entries(path, cut_out(entries, cuts or {}), place)
+            yield from read_entries(path, apply_slices(entries, cuts or {}), place)
         except OSError as error:
             raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
 
 
-def _entry(name: str, index: GgufIndex) -> Entry:
+def _entry(name: str, index: GGUFIndex) -> TensorEntry:
     header = index.tensors[name]
     if header.dtype in PLAIN:
-        return Entry(name, _DTYPES[header.dtype], list(header.shape), header.begin)
+        return TensorEntry(name, _GGUF_DTYPES[header.dtype], list(header.shape), header.begin)
     rows = header.shape[:-1]
     row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
-    return Entry(name, torch.uint8, [*rows, row_bytes], header.begin)
+    return TensorEntry(name, torch.uint8, [*rows, row_bytes], header.begin)
 
 
 def scales_are_finite(blocks: Tensor, kind: str) -> bool:
@@ -68,7 +77,7 @@ def scales_are_finite(blocks: Tensor, kind: str) -> bool:
     return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
 
 
-def as_kept(blocks: Tensor, kind: str, name: str) -> Tensor:
+def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
     """Rows of bytes of a type that is multiplied as it is, as a file of the form in which they are kept would have them.
 
     name: of the tensor, for the error. Raises LoadError for numbers that no weights have.
@@ -88,7 +97,7 @@ def as_kept(blocks: Tensor, kind: str, name: str) -> Tensor:
     return torch.cat(parts, dim=1).view(*blocks.shape[:-1], -1)
 
 
-def dequantized(blocks: Tensor, kind: str) -> Tensor:
+def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
     """Rows of bytes of any type that the `gguf` package knows, as numbers: float32 [..., columns]."""
     from gguf.constants import GGMLQuantizationType
     from gguf.quants import dequantize

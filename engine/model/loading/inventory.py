@@ -11,7 +11,7 @@ from collections.abc import Collection, Mapping
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import GgufIndex
+from windlass.engine.model.loading.gguf_index import GGUFIndex
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import ModelSpec
@@ -34,17 +34,17 @@ def check_tensors(
     directory: Path,
     spec: ModelSpec,
     headers: Mapping[str, TensorHeader],
-    gguf: GgufIndex | None,
+    gguf: GGUFIndex | None,
     quantized: QuantizedCheckpoint | None,
 ) -> None:
     """Raise LoadError, which names tensors, for some that are missing, that nobody asks for, or of another shape or type."""
     expected = {tensor.name: stored_shape(weight, tensor) for weight in spec.weights() for tensor in weight.stored}
-    found = gguf.tensors if gguf is not None else _each(headers, expected)
+    found = gguf.tensors if gguf is not None else _unstack_headers(headers, expected)
     read = quantized.tensors if quantized is not None else {}
     sources: Collection[str] = quantized.sources if quantized is not None else ()
     surplus = []
     for name, header in found.items():
-        if name in sources or (gguf is None and spec.leaves(name)):
+        if name in sources or (gguf is None and spec.ignores(name)):
             continue
         if name not in expected:
             if not _is_allowed(name, spec, quantized):
@@ -61,13 +61,13 @@ def check_tensors(
             )
     if surplus:
         raise LoadError(
-            f"{directory}: unexpected {_named('tensor', surplus)}: this architecture has no place for {_them(surplus)}: take the "
+            f"{directory}: unexpected {_quote_names('tensor', surplus)}: this architecture has no place for {_them(surplus)}: take the "
             "config.json that belongs to the checkpoint"
         )
     if missing := [name for name in expected if name not in found and name not in read]:
         are = "is" if len(missing) == 1 else "are"
         raise LoadError(
-            f"{directory}: {_named('tensor', missing)} {are} missing: the checkpoint is incomplete: download it again"
+            f"{directory}: {_quote_names('tensor', missing)} {are} missing: the checkpoint is incomplete: download it again"
         )
 
 
@@ -81,7 +81,7 @@ def stored_shape(weight: WeightSpec, tensor: StoredTensor) -> list[int]:
     return shape[::-1] if tensor.transposed else shape
 
 
-def _each(headers: Mapping[str, TensorHeader], expected: Collection[str]) -> dict[str, TensorHeader]:
+def _unstack_headers(headers: Mapping[str, TensorHeader], expected: Collection[str]) -> dict[str, TensorHeader]:
     """The headers with those taken apart that hold several tensors along their first dimension, "name[0]" and so on."""
     stacks = {name.rpartition("[")[0] for name in expected if name.endswith("]")}
     found = {}
@@ -101,7 +101,7 @@ def _is_allowed(name: str, spec: ModelSpec, quantized: QuantizedCheckpoint | Non
     return is_tied_head or is_derived(name) or (quantized is not None and name in quantized.zero_biases)
 
 
-def _named(what: str, names: list[str]) -> str:
+def _quote_names(what: str, names: list[str]) -> str:
     if len(names) == 1:
         return f"{what} {names[0]!r}"
     more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""

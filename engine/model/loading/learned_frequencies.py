@@ -32,7 +32,7 @@ def with_learned_frequencies(groups: tuple[RotaryGroup, ...], directory: Path) -
 
 def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
     names = [f"model.rotary_emb.{group.name}_inv_freq", "model.rotary_emb.inv_freq"]
-    found = dict(_read(directory, set(names)))
+    found = dict(_read_frequencies(directory, set(names)))
     name = next((name for name in (names[:1] if several else names) if name in found), None)
     if name is None:
         wanted = names[0] if several else names[1]
@@ -46,7 +46,7 @@ def _filled(group: RotaryGroup, directory: Path, several: bool) -> RotaryGroup:
     return replace(group, base=replace(group.base, inv_freq=values))
 
 
-def _read(directory: Path, names: set[str]) -> Iterator[tuple[str, tuple[float, ...]]]:
+def _read_frequencies(directory: Path, names: set[str]) -> Iterator[tuple[str, tuple[float, ...]]]:
     for path in sorted(directory.glob("*.safetensors")):
         tensors = read_header(path).tensors
         for name in names & tensors.keys():

@@ -16,15 +16,15 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
 from windlass.engine.model.loading.chosen_device import choose_device, free_memory, is_out_of_memory
-from windlass.engine.model.loading.draft_model import draft_config, in_its_words
+from windlass.engine.model.loading.draft_model import draft_config, reword_for_draft
 from windlass.engine.model.loading.pooling_files import read_pooling
-from windlass.engine.model.loading.prediction_layer import Predicting, predicting
+from windlass.engine.model.loading.prediction_layer import MTPPart, mtp
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.random_weights import randomize_weights
 from windlass.engine.model.loading.refusals import check_replicas
 from windlass.engine.model.loading.weights import Progress, load_weights
-from windlass.engine.model.parallel.split import ModelPart
+from windlass.engine.model.parallel.split import ModelShard
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import plan_bytes
 from windlass.engine.rotary.groups import RotaryGroup
@@ -42,7 +42,7 @@ _TORCH_DTYPES = {
 class LoadedModel:
     """digest identifies the weights (see `weights_digest`); cache_dtype is that of the KV pages.
 
-    own_spec: with rows in the order of the original weights, whatever files they came from.
+    original_spec: with rows in the order of the original weights, whatever files they came from.
     pooling: how its files have its states pooled.
     rotary_groups: the model's own, before the server's scaling. quantization: what to call that of the weights, if any.
     whole: the specification of all of the model, where the decoder is one rank's part of it.
@@ -54,7 +54,7 @@ class LoadedModel:
     notices: tuple[str, ...]
     rotary_groups: tuple[RotaryGroup, ...]
     quantization: str | None = None
-    own_spec: ModelSpec | None = None
+    original_spec: ModelSpec | None = None
     pooling: PoolingDefaults = field(default_factory=PoolingDefaults)
     whole: ModelSpec | None = None
 
@@ -65,8 +65,8 @@ class LoadedModel:
 
 
 @dataclass(frozen=True, slots=True)
-class RankSeat:
-    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptors of what they meet in: see `kernels.Ranks`."""
+class RankPlacement:
+    """Which of the ranks of `compute.tensor_parallel` loads, and the descriptors of what they meet in: see `kernels.RankGroup`."""
 
     rank: int
     memory: int
@@ -76,19 +76,19 @@ class RankSeat:
 def load_model(
     config: EngineConfig,
     progress: Progress | None = None,
-    seat: RankSeat | None = None,
-    predicts_for: Decoder | None = None,
-    what: Predicting | None = None,
+    placement: RankPlacement | None = None,
+    base_model: Decoder | None = None,
+    what: MTPPart | None = None,
 ) -> LoadedModel:
     """Read config.json, allocate the decoder, fill it. Raises LoadError with one line that says what to do.
 
-    seat: of the rank that it is loaded for, where there are several. predicts_for, what: the model whose prediction layer is
+    seat: of the rank that it is loaded for, where there are several. base_model, what: the model whose prediction layer is
     loaded, and what of it; None: the model is.
     """
-    if seat is not None:  # replicas share whole models, each rank loads its own part
+    if placement is not None:  # replicas share whole models, each rank loads its own part
         config = replace(config, loading=replace(config.loading, shared_memory=()))
     directory = Path(config.model)
-    rank = 0 if seat is None else seat.rank
+    rank = 0 if placement is None else placement.rank
     device, of_device = choose_device(config.compute.device, rank, config.compute.tensor_parallel)
     shared, free = _shared_weights(config, device), free_memory(device)
     if free is not None:  # what is shared is there already
@@ -96,32 +96,32 @@ def load_model(
     prepared = prepare_model(
         config,
         str(device),
-        reads_narrow=kernels.reads_narrow_weights(device),
-        multiplies_narrow=kernels.multiplies_narrow_rows(device),
+        reads_narrow=kernels.reads_16bit_weights(device),
+        multiplies_narrow=kernels.has_native_bf16(device),
         free=free,
         rank=rank,
         what=what,
     )
     part, stored = prepared.part, _TORCH_DTYPES[prepared.weight_dtype]
     spec, plan = (prepared.model.spec, prepared.plan) if part is None else (part.spec, part.plan)
-    ranks = _ranks(part, seat, device)
+    ranks = _ranks(part, placement, device)
     try:
-        backend = kernels.bind(
+        backend = kernels.select_backend(
             device,
             _TORCH_DTYPES[prepared.compute_dtype],
             stored,
             activations=config.compute.activations,
             deterministic=config.compute.deterministic,
-            rounds_prompts=prepared.rounds_prompts,
+            bf16_prefill=prepared.bf16_prefill,
             shared=shared,
             ranks=ranks,
         )
-        decoder = Decoder(spec, backend, plan, predicts_for)
+        decoder = Decoder(spec, backend, plan, base_model)
         if shared is not None and shared.note is not None:
             notices: tuple[str, ...] = ()
             digest = _found_digest(shared)
         elif config.loading.format == "dummy":
-            notices = weight_cache.without_effect(config, "`loading.format=dummy`")
+            notices = weight_cache.no_effect_notice(config, "`loading.format=dummy`")
             randomize_weights(decoder, config.loading.seed, progress)
             digest = f"dummy {config.loading.seed}".encode()
         else:
@@ -148,23 +148,23 @@ def load_model(
         cached,
         digest,
         notices,
-        model.own_groups,
+        model.unscaled_groups,
         prepared.quantization,
-        model.own_spec,
+        model.original_spec,
         _pooling(directory, spec),
         None if part is None else part.whole,
     )
 
 
-def _ranks(part: ModelPart | None, seat: RankSeat | None, device: torch.device) -> kernels.Ranks | None:
+def _ranks(part: ModelShard | None, placement: RankPlacement | None, device: torch.device) -> kernels.RankGroup | None:
     """The ranks that hold the rest of the model; None where all of it is here. Raises LoadError."""
     if part is None:
         return None
-    if seat is None:
+    if placement is None:
         raise LoadError("`compute.tensor_parallel`: there is one process here: leave it out")
     if (reason := kernels.ranks_refusal(device)) is not None:
         raise LoadError(f"`compute.tensor_parallel`: {reason}: leave it out")
-    return kernels.Ranks(seat.memory, part.rank, part.ranks, part.columns, seat.store)
+    return kernels.RankGroup(placement.memory, part.rank, part.ranks, part.columns, placement.store)
 
 
 def _shared_weights(config: EngineConfig, device: torch.device) -> kernels.SharedWeights | None:
@@ -186,7 +186,7 @@ def _found_digest(shared: kernels.SharedWeights) -> bytes:
 def _pooling(directory: Path, spec: ModelSpec) -> PoolingDefaults:
     """What the files say; the mean of an encoder's states where they say nothing, as sentence-transformers has it."""
     found = read_pooling(directory)
-    return replace(found, kind="mean") if spec.sees_whole_texts and not found.declared else found
+    return replace(found, kind="mean") if spec.is_bidirectional and not found.declared else found
 
 
 def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | None = None) -> LoadedModel | None:
@@ -196,10 +196,10 @@ def load_draft(config: EngineConfig, model: LoadedModel, progress: Progress | No
     if own is None:
         return None
     try:
-        what = predicting(speculation)
-        draft = load_model(own, progress, predicts_for=None if what is None else model.decoder, what=what)
+        what = mtp(speculation)
+        draft = load_model(own, progress, base_model=None if what is None else model.decoder, what=what)
     except LoadError as error:
-        raise in_its_words(error, speculation) from None
+        raise reword_for_draft(error, speculation) from None
     if speculation.mtp:  # what there is to say of its files was said of the model
         return replace(draft, notices=())
     return replace(draft, notices=tuple(f"the draft model: {notice}" for notice in draft.notices))
@@ -211,7 +211,7 @@ def fill(
     config: EngineConfig,
     quantized: QuantizedCheckpoint | None = None,
     progress: Progress | None = None,
-    part: ModelPart | None = None,
+    part: ModelShard | None = None,
 ) -> tuple[str, ...]:
     """Put the checkpoint's weights into the decoder, quantized ones from the cache if there is one; returns notices.
 
@@ -221,7 +221,7 @@ def fill(
     if config.loading.weight_cache is None or not quantizes or not on_cpu:
         load_weights(decoder, directory, progress, quantized, part)
         why = "`compute.quantization=none`" if not quantizes else f"weights on {decoder.device}"
-        return weight_cache.without_effect(config, why)
+        return weight_cache.no_effect_notice(config, why)
     cache = weight_cache.WeightCache(config.loading.weight_cache, directory, config.compute.quantization, decoder, part)
     if not cache.load(decoder, progress):
         load_weights(decoder, directory, progress, quantized, part)

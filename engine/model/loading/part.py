@@ -8,25 +8,25 @@ from windlass.engine.api.config import EngineConfig
 from windlass.engine.api.machine import processor_quota, processors
 from windlass.engine.cache.memory import gib
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import GgufIndex, units
+from windlass.engine.model.loading.gguf_index import GGUFIndex, block_columns
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.parallel.split import ModelPart, split_model
+from windlass.engine.model.parallel.split import ModelShard, shard_model
 from windlass.engine.model.spec import ModelSpec
 from windlass.engine.model.storage import StoragePlan, plan_bytes
 
 _TABLE_BYTES = 2  # of an element of an embedding, which every rank has whole, about
 
 
-def prepare_part(
+def prepare_shard(
     config: EngineConfig,
     spec: ModelSpec,
     plan: StoragePlan,
     device: str,
-    gguf: GgufIndex | None,
+    gguf: GGUFIndex | None,
     quantized: str | None,
     free: int | None,
     rank: int,
-) -> tuple[ModelPart | None, tuple[str, ...]]:
+) -> tuple[ModelShard | None, tuple[str, ...]]:
     """A rank's part, and what a person should know of it; None where there is one rank. Raises LoadError.
 
     plan: of the whole model. device: "cpu" or "cuda". quantized: what to call a checkpoint that is quantized already. free:
@@ -35,15 +35,15 @@ def prepare_part(
     ranks = config.compute.tensor_parallel
     if ranks == 1:
         return None, ()
-    _check(config, quantized)
-    part = split_model(spec, plan, rank, ranks, None if gguf is None else units(gguf.tensors))
-    found = _uneven(part)
+    _check_tensor_parallel(config, quantized)
+    part = shard_model(spec, plan, rank, ranks, None if gguf is None else block_columns(gguf.tensors))
+    found = _uneven_heads_notice(part)
     if device == "cpu":  # else each has a device of its own
-        found += _crowded(config, part, plan_bytes(spec, plan), free)
+        found += _shared_resource_notices(config, part, plan_bytes(spec, plan), free)
     return part, tuple(found)
 
 
-def _check(config: EngineConfig, quantized: str | None) -> None:
+def _check_tensor_parallel(config: EngineConfig, quantized: str | None) -> None:
     """LoadError for what an engine of several ranks does not do."""
     option = f"`compute.tensor_parallel={config.compute.tensor_parallel}`"
     if quantized is not None:
@@ -62,7 +62,7 @@ def _check(config: EngineConfig, quantized: str | None) -> None:
             )
 
 
-def _uneven(part: ModelPart) -> list[str]:
+def _uneven_heads_notice(part: ModelShard) -> list[str]:
     heads = {layer.mixer.num_kv_heads for layer in part.whole.layers if isinstance(layer.mixer, AttentionSpec)}
     return [
         f"{count} heads of keys are not shared out evenly over {part.ranks} ranks: those with fewer wait for those with more"
@@ -70,7 +70,7 @@ def _uneven(part: ModelPart) -> list[str]:
     ]
 
 
-def _crowded(config: EngineConfig, part: ModelPart, whole_bytes: int, free: int | None) -> list[str]:
+def _shared_resource_notices(config: EngineConfig, part: ModelShard, whole_bytes: int, free: int | None) -> list[str]:
     """What ranks have in common and may have too little of."""
     ranks, engines, found = part.ranks, config.replicas, list[str]()
     own = config.compute.cores

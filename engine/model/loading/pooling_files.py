@@ -23,7 +23,7 @@ def read_pooling(directory: Path) -> PoolingDefaults:
     """What modules.json and the files that it names say. Raises LoadError for files that cannot be read."""
     if not (directory / "modules.json").is_file():
         return PoolingDefaults()
-    modules = _read(directory / "modules.json")
+    modules = _read_required_json(directory / "modules.json")
     if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
         raise LoadError(f"{directory / 'modules.json'} must hold a list of modules: download or copy the file again")
     kind: PoolingKind | None = None
@@ -31,7 +31,7 @@ def read_pooling(directory: Path) -> PoolingDefaults:
     for module in modules:
         name = str(module.get("type")).rpartition(".")[2]
         if name == "Pooling":
-            kind, mode = _kind(_read(directory / str(module.get("path")) / "config.json"))
+            kind, mode = _kind(_read_required_json(directory / str(module.get("path")) / "config.json"))
             if kind is None:
                 refusal = f"the model's files ask for pooling {mode}, which is not offered"
         elif name == "Normalize":
@@ -57,7 +57,7 @@ def _kind(config: Any) -> tuple[PoolingKind | None, str]:
     return (known[0] if len(known) == 1 else None), " and ".join(map(str, modes)) or "none"
 
 
-def _read(path: Path) -> Any:
+def _read_required_json(path: Path) -> Any:
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (OSError, ValueError) as error:

@@ -14,37 +14,37 @@ from typing import Any
 from windlass.engine.api.config import EngineConfig, parse_dtype
 from windlass.engine.api.machine import available_memory
 from windlass.engine.cache.budget import bytes_per_token
-from windlass.engine.cache.persist.folder import check_folder, check_keeping
+from windlass.engine.cache.persist.folder import check_tier_options, check_tier_support
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
 from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_part
+from windlass.engine.model.families.text_part import text_config_of
 from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
 from windlass.engine.model.loading.device import check_rank_device, expect_device
-from windlass.engine.model.loading.draft_model import check_pair, draft_config, in_its_words
+from windlass.engine.model.loading.draft_model import check_draft_compatible, draft_config, reword_for_draft
 from windlass.engine.model.loading.fitting import check_memory
-from windlass.engine.model.loading.gguf_index import GgufIndex, kept_storages, read_index, requantized
+from windlass.engine.model.loading.gguf_index import GGUFIndex, gguf_storages, read_index, requantization_notice
 from windlass.engine.model.loading.inventory import check_tensors
 from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
-from windlass.engine.model.loading.part import prepare_part
-from windlass.engine.model.loading.prediction_layer import Predicting, offered, predicting, prediction_layer
+from windlass.engine.model.loading.part import prepare_shard
+from windlass.engine.model.loading.prediction_layer import MTPPart, has_usable_mtp_head, mtp, prediction_layer
 from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.refusals import (
+    check_device_share,
     check_not_quantized_twice,
     check_quantization,
     check_replicas,
-    check_share,
 )
 from windlass.engine.model.loading.safetensors_header import TensorHeader
-from windlass.engine.model.loading.stored_names import with_stored_names, with_stored_stacks
-from windlass.engine.model.parallel.split import ModelPart
+from windlass.engine.model.loading.stored_names import with_expert_layout, with_stored_names
+from windlass.engine.model.parallel.split import ModelShard
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import StoragePlan, block_storages, plan_bytes, plan_storage
+from windlass.engine.model.storage import StoragePlan, block_formats, plan_bytes, plan_storage
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.ladder import AUTO, checked_ladder
+from windlass.engine.rotary.ladder import AUTO, checked_thresholds
 
 _OFFER = "the files hold a layer that predicts further tokens: `scheduling.speculation.mtp` lets it propose them"
 _SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
@@ -54,18 +54,18 @@ _SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
 class ModelDescription:
     """A model as its files describe it.
 
-    spec: under the server's scaling; own_groups: the rotary groups before it. headers: of every tensor in the files, none
+    spec: under the server's scaling; unscaled_groups: the rotary groups before it. headers: of every tensor in the files, none
     under `loading.format=dummy`. gguf: the index of the files where they are GGUF. quantized: what their weights are made of
-    where they are quantized in the ways of Hugging Face. own_spec: with rows in the order of the original weights.
+    where they are quantized in the ways of Hugging Face. original_spec: with rows in the order of the original weights.
     """
 
     config: Config
     spec: ModelSpec
-    own_groups: tuple[RotaryGroup, ...]
+    unscaled_groups: tuple[RotaryGroup, ...]
     headers: dict[str, TensorHeader]
-    gguf: GgufIndex | None = None
+    gguf: GGUFIndex | None = None
     quantized: QuantizedCheckpoint | None = None
-    own_spec: ModelSpec | None = None
+    original_spec: ModelSpec | None = None
 
     @property
     def is_quantized(self) -> bool:
@@ -80,7 +80,7 @@ class ModelToLoad:
     """A model, and how it is loaded.
 
     compute_dtype, weight_dtype, cache_dtype: names of the types it computes in, its matrices have that are not in blocks, and
-    keys and values are cached in. rounds_prompts: whether attention of prompts may round what it multiplies, as products do
+    keys and values are cached in. bf16_prefill: whether attention of prompts may round what it multiplies, as products do
     already. plan: of all its weights. quantization: what to call that, None where nothing is quantized. part: of the rank that
     loads it, None where it is loaded whole.
     """
@@ -89,22 +89,22 @@ class ModelToLoad:
     compute_dtype: str
     weight_dtype: str
     cache_dtype: str
-    rounds_prompts: bool
+    bf16_prefill: bool
     plan: StoragePlan
     quantization: str | None
     notices: tuple[str, ...]
-    part: ModelPart | None = None
+    part: ModelShard | None = None
 
 
 def check_start(config: EngineConfig) -> ModelDescription:
     """The model that is to be started. Raises LoadError, one line that says what to do, for a start that cannot succeed, as
     far as that can be told without torch."""
     device = expect_device(config.compute.device)
-    check_folder(config)
+    check_tier_options(config)
     if device is None:
         model, draft = describe_model(config), draft_config(config)
         if draft is not None:
-            check_pair(config, model.spec, _describe_draft(config, draft).spec)
+            check_draft_compatible(config, model.spec, _describe_draft(config, draft).spec)
         return model
     on_cpu = device == "cpu"
     if not on_cpu:
@@ -120,7 +120,7 @@ def check_start(config: EngineConfig) -> ModelDescription:
     )
     spec = prepared.model.spec
     token_bytes = sum(bytes_per_token(group, prepared.cache_dtype) for group in spec.kv_groups)
-    check_keeping(config, token_bytes, sees_whole_texts=spec.sees_whole_texts, on_device=not on_cpu)
+    check_tier_support(config, token_bytes, is_bidirectional=spec.is_bidirectional, on_device=not on_cpu)
     return prepared.model
 
 
@@ -132,7 +132,7 @@ def prepare_model(
     multiplies_narrow: bool = False,
     free: int | None,
     rank: int = 0,
-    what: Predicting | None = None,
+    what: MTPPart | None = None,
 ) -> ModelToLoad:
     """The model and the types it is loaded in. Raises LoadError for what cannot be loaded or plainly does not fit.
 
@@ -141,44 +141,44 @@ def prepare_model(
     `compute.tensor_parallel`. what: of the model, where it is not the model.
     """
     check_quantization(config)
-    check_share(config, device)
+    check_device_share(config, device)
     model = describe_model(config, what=what)
     draft = prepare_draft(config, device, reads_narrow, multiplies_narrow, free)
     kind = device.partition(":")[0]
-    beside = beside_states = 0
+    draft_token_bytes = draft_state_bytes = 0
     if draft is not None:
-        check_pair(config, model.spec, draft.model.spec)
+        check_draft_compatible(config, model.spec, draft.model.spec)
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
-        beside = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
-        beside_states = draft.model.spec.state_bytes
+        draft_token_bytes = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
+        draft_state_bytes = draft.model.spec.state_bytes
     dtype = dtypes.compute_dtype(config, model.config, kind, _type_in_files(model))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, reads_narrow=reads_narrow)
     said: tuple[str, ...] = ()
-    if multiplies_narrow and dtypes.worth_rounding(config, model.spec, plan, stored):
-        dtype, said = "bfloat16", (dtypes.ROUNDED,)
-    in_blocks = reads_narrow and kind == "cpu" and bool(block_storages(model.spec, plan))
+    if multiplies_narrow and dtypes.prefers_bfloat16(config, model.spec, plan, stored):
+        dtype, said = "bfloat16", (dtypes.BFLOAT16_NOTICE,)
+    in_blocks = reads_narrow and kind == "cpu" and bool(block_formats(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
     cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
     check_cache_dtype(model.spec, cached, kind)
     title = None if model.quantized is None else model.quantized.title
-    part, of_ranks = prepare_part(config, model.spec, plan, kind, model.gguf, title, free, rank)
+    part, of_ranks = prepare_shard(config, model.spec, plan, kind, model.gguf, title, free, rank)
     if part is None or kind == "cpu":  # whose memory all ranks have in common
-        check_memory(config, model, plan, cached, stored, kind, free, beside, beside_states)
+        check_memory(config, model, plan, cached, stored, kind, free, draft_token_bytes, draft_state_bytes)
     else:
         check_memory(
             _of_part(config, part, cached), replace(model, spec=part.spec), part.plan, cached, stored, kind, free
         )
     called = describe_storage(config, model, plan)
-    rounds_prompts = rounded or dtype == "bfloat16"
+    bf16_prefill = rounded or dtype == "bfloat16"
     offer: tuple[str, ...] = ()
-    if what is None and not config.scheduling.speculation.most_proposed and config.compute.tensor_parallel == 1:
-        offer = (_OFFER,) if offered(model.spec, model.headers) else ()
+    if what is None and not config.scheduling.speculation.max_proposed_tokens and config.compute.tensor_parallel == 1:
+        offer = (_OFFER,) if has_usable_mtp_head(model.spec, model.headers) else ()
     notices = said + notices_of(model, plan, stored) + of_ranks + offer
-    return ModelToLoad(model, dtype, stored, cached, rounds_prompts, plan, called, notices, part)
+    return ModelToLoad(model, dtype, stored, cached, bf16_prefill, plan, called, notices, part)
 
 
-def _of_part(config: EngineConfig, part: ModelPart, cached: str) -> EngineConfig:
+def _of_part(config: EngineConfig, part: ModelShard, cached: str) -> EngineConfig:
     """With this rank's share of the bytes that the operator gives the caches of all."""
     if config.cache.memory is None:
         return config
@@ -200,44 +200,44 @@ def prepare_draft(
             reads_narrow=reads_narrow,
             multiplies_narrow=multiplies_narrow,
             free=free,
-            what=predicting(speculation),
+            what=mtp(speculation),
         )
     except LoadError as error:
-        raise in_its_words(error, speculation) from None
+        raise reword_for_draft(error, speculation) from None
 
 
 def _describe_draft(config: EngineConfig, draft: EngineConfig) -> ModelDescription:
     speculation = config.scheduling.speculation
     try:
-        return describe_model(draft, what=predicting(speculation))
+        return describe_model(draft, what=mtp(speculation))
     except LoadError as error:
-        raise in_its_words(error, speculation) from None
+        raise reword_for_draft(error, speculation) from None
 
 
-def describe_model(config: EngineConfig, *, what: Predicting | None = None) -> ModelDescription:
+def describe_model(config: EngineConfig, *, what: MTPPart | None = None) -> ModelDescription:
     """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood.
 
     what: of the model, where it is not the model.
     """
     directory = Path(config.model)
-    part = text_part(read_json(directory / "config.json"))
+    part = text_config_of(read_json(directory / "config.json"))
     hf_config = part.config
     generation_path = directory / "generation_config.json"
     spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
     dummy = config.loading.format == "dummy"
     headers = {} if dummy else read_headers(directory)
-    spec = part.adapted(spec, headers)
+    spec = part.adapt_spec(spec, headers)
     gguf = None if dummy else read_index(directory)
-    own_spec = spec
+    original_spec = spec
     if spec.positions and (config.max_model_len or 0) > spec.positions:
         raise LoadError(
             f"`max_model_len` is {config.max_model_len}, and the positions of this model are a table of {spec.positions}, beyond "
             "which there are none: lower it"
         )
     if gguf is not None:
-        own_spec, spec = gguf.original(spec), gguf.adapt(spec)
+        original_spec, spec = gguf.original(spec), gguf.adapt(spec)
     fault = describe_quantized(hf_config, headers)
-    if fault is None and not part.of_multimodal:
+    if fault is None and not part.is_multimodal:
         fault = describe_tensors(headers)
     if fault is not None:
         raise LoadError(f"{directory}: {fault}")
@@ -245,24 +245,24 @@ def describe_model(config: EngineConfig, *, what: Predicting | None = None) -> M
         spec = with_stored_names(spec, headers)
         if what is not None:
             spec = prediction_layer(spec, headers, what, in_gguf=gguf is not None)
-        spec = with_stored_stacks(spec, headers)
+        spec = with_expert_layout(spec, headers)
     except LoadError as error:
         raise LoadError(f"{directory}: {error}") from None
     gguf = None if gguf is None else gguf.of(spec)
     quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
     check_not_quantized_twice(config, directory, gguf, quantized)
-    own_groups = with_learned_frequencies(spec.rotary_groups, directory)
+    unscaled_groups = with_learned_frequencies(spec.rotary_groups, directory)
     scaling = config.rotary.scaling
     if config.rotary.ladder:
-        checked_ladder(own_groups, config.rotary.ladder, LADDER)
+        checked_thresholds(unscaled_groups, config.rotary.ladder, LADDER)
     try:
-        groups = apply_scaling(own_groups, None if scaling == AUTO else scaling, param=_SCALING)
+        groups = apply_scaling(unscaled_groups, None if scaling == AUTO else scaling, param=_SCALING)
     except RequestError as error:
         raise LoadError(error.message) from None
-    adapted = replace(spec, rotary_groups=groups)
+    adapt_spec = replace(spec, rotary_groups=groups)
     if not dummy:
-        check_tensors(directory, adapted, headers, gguf, quantized)
-    return ModelDescription(hf_config, adapted, own_groups, headers, gguf, quantized, own_spec)
+        check_tensors(directory, adapt_spec, headers, gguf, quantized)
+    return ModelDescription(hf_config, adapt_spec, unscaled_groups, headers, gguf, quantized, original_spec)
 
 
 def read_json(path: Path) -> dict[str, Any]:
@@ -327,32 +327,32 @@ def storage_plan(config: EngineConfig, model: ModelDescription, stored: str, *, 
     Matrices of heads that the files have in blocks are numbers here. Where rows are rounded to 8 bits anyway, they are read in
     float16, which rounds them by a sixteenth at most of what 8 bits did; deterministic steps have them whole.
     """
-    quantization, kept = config.compute.quantization, {}
+    quantization, storages = config.compute.quantization, {}
     own = parse_dtype(config.compute.dtype) == "auto" and reads_narrow
     if model.gguf is not None and quantization == "none":
-        kept = kept_storages(model.gguf.tensors, plain=own)
+        storages = gguf_storages(model.gguf.tensors, plain=own)
     if model.quantized is not None and quantization == "none":
-        kept = model.quantized.kept()
+        storages = model.quantized.storages()
     rounds = own and stored == "float32" and config.compute.activations == "int8" and not config.compute.deterministic
-    return plan_storage(model.spec, stored, quantization, kept, "float16" if rounds else None)
+    return plan_storage(model.spec, stored, quantization, storages, "float16" if rounds else None)
 
 
 def describe_storage(config: EngineConfig, model: ModelDescription, plan: StoragePlan) -> str | None:
     """What to call the quantization of the weights: "int8 (q8_0)", "GGUF Q4_1, Q8_0"; None where there is none."""
     if config.compute.quantization != "none":
-        return f"{config.compute.quantization} ({', '.join(block_storages(model.spec, plan))})"
+        return f"{config.compute.quantization} ({', '.join(block_formats(model.spec, plan))})"
     if model.gguf is not None:
         return f"GGUF {', '.join(model.gguf.types())}"
-    forms = block_storages(model.spec, plan)
+    forms = block_formats(model.spec, plan)
     return f"{model.quantized.title} ({', '.join(forms)})" if model.quantized is not None and forms else None
 
 
 def notices_of(model: ModelDescription, plan: StoragePlan, stored: str) -> tuple[str, ...]:
     """What a person should know of how the weights are stored."""
     if model.quantized is not None:
-        blocks = bool(block_storages(model.spec, plan))
+        blocks = bool(block_formats(model.spec, plan))
         return () if blocks and not model.is_quantized else model.quantized.notices(stored)
     if model.gguf is None or not model.gguf.is_quantized():
         return ()
-    notice = requantized(model.gguf.tensors)
+    notice = requantization_notice(model.gguf.tensors)
     return () if notice is None else (notice,)

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.gguf_index import GgufIndex
+from windlass.engine.model.loading.gguf_index import GGUFIndex
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 
 
@@ -30,14 +30,14 @@ def check_replicas(config: EngineConfig, device: str) -> None:
         )
 
 
-def check_share(config: EngineConfig, device: str) -> None:
+def check_device_share(config: EngineConfig, device: str) -> None:
     """LoadError for a share of a GPU where there is none. device: "cpu", "cuda:1", …"""
     if device == "cpu" and config.cache.device_share is not None:
         raise LoadError("`cache.device_share` is for GPUs: use `cache.memory` on a CPU")
 
 
 def check_not_quantized_twice(
-    config: EngineConfig, directory: Path, gguf: GgufIndex | None, quantized: QuantizedCheckpoint | None
+    config: EngineConfig, directory: Path, gguf: GGUFIndex | None, quantized: QuantizedCheckpoint | None
 ) -> None:
     """LoadError where weights would be quantized that are quantized in their file."""
     if config.compute.quantization == "none":

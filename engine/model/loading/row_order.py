@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from windlass.engine.model.parallel.shares import Run, WeightSlice
+from windlass.engine.model.parallel.shares import RowRange, WeightSlice
 from windlass.engine.model.weight_spec import RotaryLast, StoredTensor
 
 
@@ -54,8 +54,8 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
             (fused.queries, fused.keys, fused.keys), 1
         )  # each [blocks, heads of a block, D]
         by_part = torch.cat([part.flatten() for part in ((q, v, k) if fused.values_first else (q, k, v))])
-    if (turns := tensor.by_turns) is not None:
-        by_turn = torch.arange(tensor.rows).view(turns.turns, -1).split_with_sizes(turns.sizes, 1)
+    if (repeats := tensor.interleaved_parts) is not None:
+        by_turn = torch.arange(tensor.rows).view(repeats.repeats, -1).split_with_sizes(repeats.sizes, 1)
         by_part = torch.cat([part.flatten() for part in by_turn])
     heads = tensor.interleaved
     if heads is None:
@@ -66,7 +66,7 @@ def row_order(tensor: StoredTensor) -> Tensor | None:
 
 
 @dataclass(frozen=True, slots=True)
-class Picked:
+class RowSelection:
     """What becomes of a checkpoint's tensor. runs: of its rows, those that are read, None: all.
 
     rows: which of the rows read becomes each row here; None: in order. columns: which are taken once it is read; None: all.
@@ -74,26 +74,26 @@ class Picked:
 
     runs: tuple[tuple[int, int], ...] | None = None
     rows: Tensor | None = None
-    columns: Run | None = None
+    columns: RowRange | None = None
 
 
-def pick(tensor: StoredTensor, part: WeightSlice, first: int) -> Picked:
+def select_rows(tensor: StoredTensor, part: WeightSlice, first: int) -> RowSelection:
     """What is read, and in which order, where `part` of the weight is wanted whose rows from `first` on are this tensor."""
     order = row_order(tensor)
     if part.rows is None and part.columns is None:
-        return Picked(rows=order)
+        return RowSelection(rows=order)
     runs = tuple(part.within(first, tensor.rows))
     if tensor.transposed or tensor.by_head is not None:  # its rows are not the weight's: it is read whole
         rows = order
         if part.rows is not None:
             wanted = torch.cat([torch.arange(*run) for run in runs])
             rows = wanted if order is None else order[wanted]
-        return Picked(rows=rows, columns=part.columns)
+        return RowSelection(rows=rows, columns=part.columns)
     if order is None:
-        return Picked(runs)
+        return RowSelection(runs)
     wanted = order[torch.cat([torch.arange(*run) for run in runs])]
     there = wanted.sort().values
     breaks = torch.nonzero(there.diff() != 1)[:, 0] + 1
     edges = [0, *breaks.tolist(), len(there)]
     found = tuple((int(there[begin]), int(there[end - 1]) + 1) for begin, end in pairwise(edges))
-    return Picked(found, torch.searchsorted(there, wanted))
+    return RowSelection(found, torch.searchsorted(there, wanted))

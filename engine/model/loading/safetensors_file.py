@@ -17,7 +17,15 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
-from windlass.engine.model.loading.tensor_stream import Cut, Entry, Part, Place, bytes_of, cut_out, read_entries
+from windlass.engine.model.loading.tensor_stream import (
+    Destination,
+    TensorChunk,
+    TensorEntry,
+    TensorSlice,
+    apply_slices,
+    bytes_of,
+    read_entries,
+)
 
 _DTYPES = {
     "F64": torch.float64,
@@ -40,11 +48,11 @@ _PIECE = 64 << 20  # bytes written at a time
 
 def read_tensors(
     path: Path,
-    place: Place,
+    place: Destination,
     leave: Callable[[str], bool] = lambda name: False,
     stacks: Container[str] = (),
-    cuts: Mapping[str, Cut] | None = None,
-) -> Iterator[Part]:
+    cuts: Mapping[str, TensorSlice] | None = None,
+) -> Iterator[TensorChunk]:
     """Every tensor of the file, in the order of its data, as `read_entries` gives them.
 
     leave: whether one is left out, by its name. stacks: names of tensors that come as one for each number of their first
@@ -54,7 +62,7 @@ def read_tensors(
     """
     entries = (entry for entry in _entries(_checked_header(path)) if not leave(entry.name))
     parts = (part for entry in entries for part in (_each(entry) if entry.name in stacks else [entry]))
-    yield from read_entries(path, cut_out(parts, cuts or {}), place)
+    yield from read_entries(path, apply_slices(parts, cuts or {}), place)
 
 
 def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
@@ -88,21 +96,21 @@ def _checked_header(path: Path) -> SafetensorsHeader:
     return read_header(path)
 
 
-def _each(stack: Entry) -> list[Entry]:
+def _each(stack: TensorEntry) -> list[TensorEntry]:
     """The tensors that one holds along its first dimension."""
     if not stack.shape:
         return [stack]
     count, *shape = stack.shape
     size = prod(shape) * stack.dtype.itemsize
-    return [Entry(f"{stack.name}[{i}]", stack.dtype, shape, stack.offset + i * size) for i in range(count)]
+    return [TensorEntry(f"{stack.name}[{i}]", stack.dtype, shape, stack.offset + i * size) for i in range(count)]
 
 
-def _entries(header: SafetensorsHeader) -> list[Entry]:
+def _entries(header: SafetensorsHeader) -> list[TensorEntry]:
     """In the order of their data."""
     entries = []
     for name, tensor in header.tensors.items():
         dtype = _DTYPES.get(tensor.dtype)
         if dtype is None:
             raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
-        entries.append(Entry(name, dtype, list(tensor.shape), tensor.begin))
+        entries.append(TensorEntry(name, dtype, list(tensor.shape), tensor.begin))
     return sorted(entries, key=lambda entry: entry.offset)

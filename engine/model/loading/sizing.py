@@ -18,7 +18,7 @@ from windlass.engine.model.loading.dtypes import processor_multiplies_bfloat16
 from windlass.engine.model.loading.fitting import check_memory
 from windlass.engine.model.loading.gguf_index import INDEX
 from windlass.engine.model.loading.preflight import ModelToLoad, prepare_draft, prepare_model
-from windlass.engine.model.storage import all_bytes
+from windlass.engine.model.storage import total_weight_bytes
 
 QUANTIZATIONS: tuple[Quantization, ...] = ("none", "int8", "int4")
 CACHE_DTYPES = ("float32", "float16", "int8")
@@ -61,7 +61,7 @@ class ModelSize:
     block_size: int
     trained_len: int
     max_num_seqs: int
-    sees_whole_texts: bool
+    is_bidirectional: bool
     free: int | None
     num_kv_blocks: tuple[int, ...]
     num_states: int
@@ -98,18 +98,18 @@ def size_model(config: EngineConfig, free: int | None) -> ModelSize:
         num_layers=len(spec.layers),
         dtype=wanted.compute_dtype,
         stored=wanted.quantization or wanted.weight_dtype,
-        weight_bytes=_weights(wanted),
-        draft_bytes=_weights(draft),
+        weight_bytes=_weight_bytes(wanted),
+        draft_bytes=_weight_bytes(draft),
         kv_cache_dtype=wanted.cache_dtype,
-        kv_bytes_per_token=_a_token(wanted) + _a_token(draft),
+        kv_bytes_per_token=_bytes_per_token(wanted) + _bytes_per_token(draft),
         block_size=config.cache.block_size,
         trained_len=spec.trained_len,
         max_num_seqs=config.scheduling.max_num_seqs,
-        sees_whole_texts=spec.sees_whole_texts,
+        is_bidirectional=spec.is_bidirectional,
         free=free,
         num_kv_blocks=plan.num_blocks,
         num_states=plan.num_states,
-        state_bytes=spec.state_bytes + _a_state(draft),
+        state_bytes=spec.state_bytes + _state_bytes(draft),
         kv_cache_bytes=plan.num_bytes,
         max_model_len=plan.max_model_len,
         refusal=refusal,
@@ -138,17 +138,17 @@ def _drafted(config: EngineConfig, device: str) -> ModelToLoad | None:
     return prepare_draft(config, device, cpu, cpu and processor_multiplies_bfloat16(), None)
 
 
-def _weights(model: ModelToLoad | None) -> int:
+def _weight_bytes(model: ModelToLoad | None) -> int:
     """Bytes of all weights."""
-    return 0 if model is None else all_bytes(model.model.spec, model.plan, model.compute_dtype)
+    return 0 if model is None else total_weight_bytes(model.model.spec, model.plan, model.compute_dtype)
 
 
-def _a_token(model: ModelToLoad | None) -> int:
+def _bytes_per_token(model: ModelToLoad | None) -> int:
     """Bytes of a token in the cache."""
     return 0 if model is None else sum(bytes_per_token(g, model.cache_dtype) for g in model.model.spec.kv_groups)
 
 
-def _a_state(model: ModelToLoad | None) -> int:
+def _state_bytes(model: ModelToLoad | None) -> int:
     """Bytes of what a sequence carries."""
     return 0 if model is None else model.model.spec.state_bytes
 
@@ -156,10 +156,12 @@ def _a_state(model: ModelToLoad | None) -> int:
 def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | None) -> CachePlan:
     """The blocks that a start would have. Raises LoadError for what does not fit, in a start's words."""
     spec, draft = model.model.spec, _drafted(config, device)
-    here = None if free is None else max(0, free - _weights(draft))
-    beside = _a_token(draft), _a_state(draft)
-    check_memory(config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, *beside)
-    left = None if here is None else max(0, here - _weights(model))
+    here = None if free is None else max(0, free - _weight_bytes(draft))
+    draft_token_bytes = _bytes_per_token(draft), _state_bytes(draft)
+    check_memory(
+        config, model.model, model.plan, model.cache_dtype, model.weight_dtype, device, here, *draft_token_bytes
+    )
+    left = None if here is None else max(0, here - _weight_bytes(model))
     budget = config.cache.memory or default_kv_budget(left, config.replicas)
     if config.cache.memory is None and device != "cpu" and free is not None and left is not None:
         budget = max(0, device_kv_budget(free, free - left, left, config.cache.device_share))
@@ -169,10 +171,10 @@ def _planned(config: EngineConfig, model: ModelToLoad, device: str, free: int | 
         spec.trained_len,
         model.cache_dtype,
         budget,
-        beside=_a_token(draft),
-        whole_prompts=spec.sees_whole_texts,
+        draft_token_bytes=_bytes_per_token(draft),
+        whole_prompts=spec.is_bidirectional,
         states=spec.state_group,
-        beside_states=_a_state(draft),
+        draft_state_bytes=_state_bytes(draft),
     )
 
 
@@ -193,7 +195,7 @@ def _weight_choices(config: EngineConfig, model: ModelToLoad, device: str, free:
         asked = replace(config, compute=replace(config.compute, quantization=name))
         other = _prepared(asked, device)
         stored, tokens = other.quantization or other.weight_dtype, _tokens(asked, other, device, free)
-        found.append(Alternative(name, stored, _weights(other), tokens, name == config.compute.quantization))
+        found.append(Alternative(name, stored, _weight_bytes(other), tokens, name == config.compute.quantization))
     return tuple(found)
 
 
@@ -206,6 +208,6 @@ def _cache_choices(config: EngineConfig, model: ModelToLoad, device: str, free: 
             other = _prepared(asked, device)
         except LoadError:  # on a GPU latent attention has no int8
             continue
-        token = _a_token(other) + _a_token(_drafted(asked, device))
+        token = _bytes_per_token(other) + _bytes_per_token(_drafted(asked, device))
         found.append(Alternative(name, name, token, _tokens(asked, other, device, free), name == model.cache_dtype))
     return tuple(found)

@@ -11,8 +11,8 @@ from dataclasses import replace
 from typing import TypeVar, cast
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.joined_input_spec import JoinedInputSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.joined_input_spec import MTPInputSpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
 from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, OuterNames
 
@@ -34,8 +34,8 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
         return names.layers + name.removeprefix(spec.names.layers) if name.startswith(spec.names.layers) else name
 
     unused = tuple(dict.fromkeys((*spec.unused, *map(moved, spec.unused))))
-    predicting = None if spec.predicting is None else _with_names(spec.predicting, moved)
-    found = replace(spec, names=names, unused=unused, predicting=predicting)
+    mtp = None if spec.mtp is None else _with_names(spec.mtp, moved)
+    found = replace(spec, names=names, unused=unused, mtp=mtp)
     embedding, head = f"{found.names.embedding}.weight", f"{found.names.head}.weight"
     needs_head = not spec.tied_embeddings and spec.generates
     if needs_head and embedding in tensors and not any(name.startswith(f"{found.names.head}.") for name in tensors):
@@ -50,12 +50,12 @@ def with_stored_names(spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
 
 def _with_names(layer: ModelSpec, moved: Callable[[str], str]) -> ModelSpec:
     """A prediction layer with the names that these become."""
-    names, joined = layer.names, layer.joined
-    assert joined is not None and names.final_norm is not None
+    names, mtp_input = layer.names, layer.mtp_input
+    assert mtp_input is not None and names.final_norm is not None
     return replace(
         layer,
         names=replace(names, layers=moved(names.layers), final_norm=moved(names.final_norm)),
-        joined=JoinedInputSpec(moved(joined.embedding_norm), moved(joined.state_norm), moved(joined.matrix)),
+        mtp_input=MTPInputSpec(moved(mtp_input.embedding_norm), moved(mtp_input.state_norm), moved(mtp_input.matrix)),
         own=tuple(map(moved, layer.own)),
         unused=tuple(map(moved, layer.unused)),
     )
@@ -88,7 +88,7 @@ def _stored(names: OuterNames, tensors: Collection[str]) -> OuterNames:
     )
 
 
-def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
+def with_expert_layout(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> ModelSpec:
     """The spec with the experts that lie in one tensor as the files have them, [E, rows, columns] or [E, columns, rows], or with
     each in tensors of its own.
 
@@ -98,8 +98,8 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
     each_own = {name.rpartition(".")[0].rpartition(".")[0] for name in headers}
 
     def turned(index: int, part: AnyFeedForward) -> AnyFeedForward:
-        stacks = part.names.stacks if isinstance(part, ExpertsSpec) else None
-        if not isinstance(part, ExpertsSpec) or stacks is None:
+        stacks = part.names.stacks if isinstance(part, MoESpec) else None
+        if not isinstance(part, MoESpec) or stacks is None:
             return part
         if f"{spec.names.layer(index)}{part.names.experts}.0" in each_own:
             return cast(AnyFeedForward, replace(part, names=replace(part.names, stacks=None)))
@@ -115,8 +115,10 @@ def with_stored_stacks(spec: ModelSpec, headers: Mapping[str, TensorHeader]) -> 
         return cast(AnyFeedForward, replace(part, names=names))
 
     def layer(index: int, one: LayerSpec) -> LayerSpec:
-        if one.beside is not None:
-            one = replace(one, beside=replace(one.beside, experts=turned(index, one.beside.experts)))
+        if one.parallel_experts is not None:
+            one = replace(
+                one, parallel_experts=replace(one.parallel_experts, experts=turned(index, one.parallel_experts.experts))
+            )
         return one if one.feed_forward is None else replace(one, feed_forward=turned(index, one.feed_forward))
 
     return replace(spec, layers=tuple(layer(index, one) for index, one in enumerate(spec.layers)))

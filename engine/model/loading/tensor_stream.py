@@ -23,21 +23,21 @@ from torch import Tensor
 from windlass.engine.model.loading.finite import all_finite
 
 _READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
-_AHEAD = 6  # parts read or being read while one is in use
+_READ_AHEAD = 6  # parts read or being read while one is in use
 _PART = 4 << 20  # bytes
 _LOOK = 256 << 10  # bytes read before they are looked at
 _ROWS = 16  # a part has a multiple of so many, or what is left: weights in panels are written in panels
 
 
 @dataclass(frozen=True, slots=True)
-class Cut:
+class TensorSlice:
     """What is wanted of a tensor. runs: of its rows, from one to before another, upwards. columns: of so many, the first and how
     many; None: all."""
 
     runs: tuple[tuple[int, int], ...]
     columns: tuple[int, int, int] | None = None
 
-    def of(self, entry: Entry) -> Entry:
+    def of(self, entry: TensorEntry) -> TensorEntry:
         """The entry that holds this alone; what it says of columns is true of the bytes of blocks, too."""
         _, *inner = entry.shape
         row_bytes, skipped = prod(inner) * entry.dtype.itemsize, 0
@@ -45,13 +45,13 @@ class Cut:
             all_columns, first, count = self.columns
             skipped, inner = first * inner[0] // all_columns, [count * inner[0] // all_columns]
         shape = [sum(end - begin for begin, end in self.runs), *inner]
-        return Entry(
+        return TensorEntry(
             entry.name, entry.dtype, shape, entry.offset + skipped * entry.dtype.itemsize, row_bytes, self.runs
         )
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
+class TensorEntry:
     """A tensor in a file, or what is wanted of it: runs of rows that lie `row_bytes` apart, None for one behind the other."""
 
     name: str
@@ -80,11 +80,11 @@ class Entry:
 
 
 # Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
-Place = Callable[[str, torch.dtype, list[int]], Tensor | None]
+Destination = Callable[[str, torch.dtype, list[int]], Tensor | None]
 
 
 @dataclass(frozen=True, slots=True)
-class Part:
+class TensorChunk:
     """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last.
 
     finite: no number of these rows is NaN or infinite.
@@ -98,25 +98,25 @@ class Part:
     finite: bool
 
 
-def read_entries(path: Path, entries: Iterable[Entry], place: Place) -> Iterator[Part]:
+def read_entries(path: Path, entries: Iterable[TensorEntry], place: Destination) -> Iterator[TensorChunk]:
     """Tensors of the file, in this order: what `place` returned for it, filled, or one part after another.
 
     A part that had no place is overwritten once the next one is asked for. Raises OSError, which names no path.
     """
     with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
         buffers: list[Tensor] = []
-        pending: deque[tuple[_Request, Future[Part]]] = deque()
+        pending: deque[tuple[_Request, Future[TensorChunk]]] = deque()
         for request in _requests(entries, place):
             if request.place is None:
                 request.buffer = _take(buffers, request.size)
             pending.append((request, pool.submit(_read, file.fileno(), request)))
-            if len(pending) > _AHEAD:
-                yield from _hand_out(*pending.popleft(), buffers)
+            if len(pending) > _READ_AHEAD:
+                yield from _yield_chunk(*pending.popleft(), buffers)
         while pending:
-            yield from _hand_out(*pending.popleft(), buffers)
+            yield from _yield_chunk(*pending.popleft(), buffers)
 
 
-def cut_out(entries: Iterable[Entry], cuts: Mapping[str, Cut]) -> Iterator[Entry]:
+def apply_slices(entries: Iterable[TensorEntry], cuts: Mapping[str, TensorSlice]) -> Iterator[TensorEntry]:
     """The same with what is wanted of those that have a cut."""
     for entry in entries:
         yield cuts[entry.name].of(entry) if entry.name in cuts else entry
@@ -131,7 +131,7 @@ def bytes_of(tensor: Tensor) -> memoryview:
 class _Request:
     """Some rows of an entry, to be read into `place`, or else into the beginning of `buffer`."""
 
-    entry: Entry
+    entry: TensorEntry
     first: int
     shape: list[int]  # of these rows
     place: Tensor | None
@@ -143,7 +143,7 @@ class _Request:
         return prod(self.shape) * self.entry.dtype.itemsize
 
 
-def _requests(entries: Iterable[Entry], place: Place) -> Iterator[_Request]:
+def _requests(entries: Iterable[TensorEntry], place: Destination) -> Iterator[_Request]:
     for entry in entries:
         wanted = place(entry.name, entry.dtype, entry.shape)
         rows = entry.shape[0] if entry.shape else 1
@@ -164,13 +164,13 @@ def _take(buffers: list[Tensor], size: int) -> Tensor:
     return torch.empty(max(size, _PART), dtype=torch.uint8)
 
 
-def _hand_out(request: _Request, future: Future[Part], buffers: list[Tensor]) -> Iterator[Part]:
+def _yield_chunk(request: _Request, future: Future[TensorChunk], buffers: list[Tensor]) -> Iterator[TensorChunk]:
     yield future.result()
     if request.buffer is not None:
         buffers.append(request.buffer)
 
 
-def _read(descriptor: int, request: _Request) -> Part:
+def _read(descriptor: int, request: _Request) -> TensorChunk:
     entry, tensor = request.entry, request.place
     if tensor is None:
         assert request.buffer is not None
@@ -190,4 +190,4 @@ def _read(descriptor: int, request: _Request) -> Part:
                 if filled - looked >= _LOOK:
                     finite, looked = finite and all_finite(view[looked:filled], entry.dtype), filled
         finite = finite and all_finite(view[looked:filled], entry.dtype)
-    return Part(entry.name, entry.shape, request.first, request.last, tensor, finite)
+    return TensorChunk(entry.name, entry.shape, request.first, request.last, tensor, finite)

@@ -33,10 +33,10 @@ from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
 from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.model.parallel.split import ModelPart
+from windlass.engine.model.parallel.split import ModelShard
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
-BESIDE = "beside"
+NEXT_TO_MODEL = "beside"
 FOLDER = (
     "windlass-cache"  # not the model's directory itself, where other programs load every safetensors file they find
 )
@@ -48,12 +48,12 @@ _ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its wr
 class WeightCache:
     """The cache file of one decoder. notices: one line each, for the person who started the server.
 
-    where: a folder, or `BESIDE` for one in the model's directory. quantization: as `compute.quantization` has it.
+    where: a folder, or `NEXT_TO_MODEL` for one in the model's directory. quantization: as `compute.quantization` has it.
     decoder: of that plan, filled or not. part: what it has of the model, None: all.
     """
 
     def __init__(
-        self, where: str, directory: Path, quantization: str, decoder: Decoder, part: ModelPart | None = None
+        self, where: str, directory: Path, quantization: str, decoder: Decoder, part: ModelShard | None = None
     ) -> None:
         dtypes = (str(dtype).removeprefix("torch.") for dtype in (decoder.dtype, decoder.weight_dtype))
         self._directory = directory
@@ -175,7 +175,7 @@ class WeightCache:
                     part.unlink()
 
 
-def without_effect(config: EngineConfig, option: str) -> tuple[str, ...]:
+def no_effect_notice(config: EngineConfig, option: str) -> tuple[str, ...]:
     """What to say where nothing is cached."""
     if config.loading.weight_cache is None:
         return ()
@@ -201,12 +201,12 @@ def _tensors(name: str, weight: Weight) -> Iterator[tuple[str, Tensor]]:
 
 
 def _folder(where: str, directory: Path) -> Path:
-    return directory / FOLDER if where == BESIDE else Path(where)
+    return directory / FOLDER if where == NEXT_TO_MODEL else Path(where)
 
 
 def _model_prefix(where: str, directory: Path) -> str:
     """Tells models apart in a folder that they share."""
-    if where == BESIDE:
+    if where == NEXT_TO_MODEL:
         return ""
     whole = directory.resolve()
     return f"{whole.name}-{hashlib.sha256(os.fsencode(whole)).hexdigest()[:8]}-"

@@ -16,23 +16,28 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.allocation import storage_of
+from windlass.engine.model.allocation import kernel_storage
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
-from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GgufIndex, read_index
-from windlass.engine.model.loading.gguf_tensors import as_kept, dequantized, read_gguf_tensors, scales_are_finite
+from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GGUFIndex, read_index
+from windlass.engine.model.loading.gguf_tensors import (
+    dequantize_gguf,
+    read_gguf_tensors,
+    scales_are_finite,
+    to_block_format,
+)
 from windlass.engine.model.loading.inventory import is_derived
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
 from windlass.engine.model.loading.quantized.reading import read_quantized
-from windlass.engine.model.loading.row_order import pick
+from windlass.engine.model.loading.row_order import select_rows
 from windlass.engine.model.loading.safetensors_file import read_tensors
-from windlass.engine.model.loading.tensor_stream import Cut, Part, Place
-from windlass.engine.model.parallel.shares import Run, WeightSlice
-from windlass.engine.model.parallel.split import ModelPart
+from windlass.engine.model.loading.tensor_stream import Destination, TensorChunk, TensorSlice
+from windlass.engine.model.parallel.shares import RowRange, WeightSlice
+from windlass.engine.model.parallel.split import ModelShard
 from windlass.engine.model.spec import ModelSpec
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
-from windlass.kernels.layouts.blocks import store
+from windlass.kernels.layouts.blocks import store_block_rows
 
 Progress = Callable[[str, int, int], None]
 _Rows = BlockRows | PanelRows
@@ -59,7 +64,7 @@ class _WeightTarget:
     unit_rows: bool = False
     transposed: bool = False
     by_head: int | None = None
-    columns: Run | None = None
+    columns: RowRange | None = None
     zeros: bool = False
     made: Literal["exp", "negative"] | None = None
 
@@ -122,12 +127,12 @@ def _split(weight: Weight, sizes: Sequence[int]) -> list[Tensor | _Rows]:
     return [_rows(weight, sum(sizes[:i]), size) for i, size in enumerate(sizes)]
 
 
-def _targets(decoder: Decoder, part: ModelPart | None) -> tuple[dict[str, _WeightTarget], dict[str, Cut]]:
+def _targets(decoder: Decoder, part: ModelShard | None) -> tuple[dict[str, _WeightTarget], dict[str, TensorSlice]]:
     """Checkpoint name -> destination, as the specs of the weights say, and what is read of those that not all is wanted of.
 
     part: what the decoder has of a model, None: all.
     """
-    weights, targets, cuts = decoder.weights(), dict[str, _WeightTarget](), dict[str, Cut]()
+    weights, targets, cuts = decoder.weights(), dict[str, _WeightTarget](), dict[str, TensorSlice]()
     whole = decoder.spec if part is None else part.whole
     for spec in whole.weights():
         offset = whole.norm_offset if spec.kind == "norm" else 0.0
@@ -138,7 +143,7 @@ def _targets(decoder: Decoder, part: ModelPart | None) -> tuple[dict[str, _Weigh
             first += tensor.rows
         views, first = _split(weights[spec.name], counts), 0
         for tensor, view in zip(spec.stored, views, strict=True):
-            picked = pick(tensor, own, first)
+            picked = select_rows(tensor, own, first)
             first += tensor.rows
             zeros = own.first_only and part is not None and part.rank > 0
             targets[tensor.name] = _WeightTarget(
@@ -154,7 +159,7 @@ def _targets(decoder: Decoder, part: ModelPart | None) -> tuple[dict[str, _Weigh
             )
             if picked.runs is not None:
                 columns = None if own.columns is None else (spec.shape[1], *own.columns)
-                cuts[tensor.name] = Cut(picked.runs, columns)
+                cuts[tensor.name] = TensorSlice(picked.runs, columns)
     return targets, cuts
 
 
@@ -167,17 +172,17 @@ class _Checkpoint:
         quantized: QuantizedCheckpoint | None,
         spec: ModelSpec,
         names: Iterable[str],
-        cuts: Mapping[str, Cut],
+        cuts: Mapping[str, TensorSlice],
     ) -> None:
         sources = quantized.sources if quantized is not None else {}
-        self._leave = lambda name: name in sources or spec.leaves(name)
+        self._leave = lambda name: name in sources or spec.ignores(name)
         self._stacks = {name.rpartition("[")[0] for name in names if name.endswith("]")}
         index = read_index(directory)
-        self._gguf: GgufIndex | None = None if index is None else index.of(spec)
+        self._gguf: GGUFIndex | None = None if index is None else index.of(spec)
         self._files, self._cuts = checkpoint_files(directory), cuts
         self.num_bytes = sum(file.stat().st_size for file in self._files)
 
-    def parts(self, place: Place) -> Iterator[Part]:
+    def parts(self, place: Destination) -> Iterator[TensorChunk]:
         """Raises LoadError for files that cannot be read."""
         if self._gguf is not None:
             return read_gguf_tensors(self._gguf, place, self._cuts)
@@ -194,7 +199,7 @@ def load_weights(
     directory: Path,
     progress: Progress | None = None,
     quantized: QuantizedCheckpoint | None = None,
-    part: ModelPart | None = None,
+    part: ModelShard | None = None,
 ) -> None:
     """Stream every tensor of the checkpoint into the decoder. That there is each of them, once and in its shape, `check_tensors`
     has found in the headers; what only numbers tell is a LoadError here.
@@ -238,7 +243,7 @@ def load_weights(
             continue
         taken = blocks is not None and target.takes(blocks)
         if blocks is not None and taken:
-            tensor = as_kept(tensor, blocks, name)
+            tensor = to_block_format(tensor, blocks, name)
         else:
             tensor = _numbers(tensor, blocks, decoder, directory, target, name)
         target.fill(decoder.backend, tensor, rows.first, blocks=taken)
@@ -262,11 +267,11 @@ def _fill_quantized(
             isinstance(view, BlockRows)
             and not target.unit_rows
             and tensor.storage is not None
-            and view.weight.form == storage_of(tensor.storage)
+            and view.weight.form == kernel_storage(tensor.storage)
         ):
             for first, blocks in decode_blocks(tensor, sources, whole=sorted_):
                 ordered = blocks if target.rows is None else blocks[target.rows]
-                store(view.weight.narrow(view.first + first, len(ordered.codes)), *ordered.tensors())
+                store_block_rows(view.weight.narrow(view.first + first, len(ordered.codes)), *ordered.tensors())
         else:
             for first, numbers in decode_numbers(tensor, sources, whole=sorted_):
                 if not bool(numbers.isfinite().all()):  # scales that are too large for their codes
@@ -281,7 +286,7 @@ def _numbers(
 ) -> Tensor:
     """Rows of a checkpoint's tensor as numbers. Raises LoadError for those that its place cannot hold."""
     if blocks is not None:
-        tensor = dequantized(tensor, blocks)
+        tensor = dequantize_gguf(tensor, blocks)
         if not bool(tensor.isfinite().all()):
             raise LoadError(_not_finite(directory, name))
     _check_size(tensor, decoder, directory, target, name)
@@ -297,7 +302,7 @@ def _check_size(tensor: Tensor, decoder: Decoder, directory: Path, target: _Weig
         )
 
 
-def _is_finite(part: Part, blocks: str | None) -> bool:
+def _is_finite(part: TensorChunk, blocks: str | None) -> bool:
     """Blocks of the other types are looked at once they are numbers."""
     return part.finite if blocks not in BLOCKS else scales_are_finite(part.tensor, blocks)
 
@@ -326,13 +331,13 @@ def _peak(tensor: Tensor) -> float:
 def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor | BlockWeight) -> bool:
     """Whether filling the weight from this tensor would leave it as it is."""
     if not isinstance(weight, BlockWeight):
-        numbers = tensor if blocks is None else dequantized(tensor, blocks)
+        numbers = tensor if blocks is None else dequantize_gguf(tensor, blocks)
         return numbers.shape == weight.shape and torch.equal(numbers.to(weight), weight)
     again = BlockWeight.empty(weight.rows, weight.columns, weight.form)
     target = _WeightTarget(again.narrow(0, again.rows))
     taken = blocks is not None and target.takes(blocks)
     if blocks is not None:
-        tensor = as_kept(tensor, blocks, "head") if taken else dequantized(tensor, blocks)
+        tensor = to_block_format(tensor, blocks, "head") if taken else dequantize_gguf(tensor, blocks)
     numbers = tensor
     if len(numbers) != weight.rows:
         return False
@@ -343,8 +348,12 @@ def _equals(backend: Backend, tensor: Tensor, blocks: str | None, weight: Tensor
 
 
 def _read(
-    files: list[Path], place: Place, leave: Callable[[str], bool], stacks: Container[str], cuts: Mapping[str, Cut]
-) -> Iterator[Part]:
+    files: list[Path],
+    place: Destination,
+    leave: Callable[[str], bool],
+    stacks: Container[str],
+    cuts: Mapping[str, TensorSlice],
+) -> Iterator[TensorChunk]:
     for file in files:
         try:
             yield from read_tensors(file, place, leave, stacks, cuts)

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
-from windlass.engine.model.norm_spec import NormForm
+from windlass.engine.model.norm_spec import NormSpec
 from windlass.engine.model.weight_spec import (
     FusedHeads,
     InterleavedHeads,
-    PartsByTurns,
+    InterleavedParts,
     StoredTensor,
     WeightSpec,
     projection,
@@ -81,7 +81,7 @@ class AttentionSpec:
     alibi: scores lose by the distance of their keys, by a slope for each head (2108.12409) times this; 0: they do not. chunked:
     a query sees the keys of its own chunk of `window` tokens only, which begin at multiples of it, not those `window` behind it.
     values_normed: each head of a value is divided by its root mean square. keys_as_values: what is projected to a key is, before
-    its norm, the value too. keys_of: the layer whose cached keys and values queries meet; this one makes none. gated_queries: the
+    its norm, the value too. kv_source_layer: the layer whose cached keys and values queries meet; this one makes none. gated_queries: the
     projection of queries makes of each head its query and behind it a gate, whose sigmoid multiplies what attention gives;
     where queries and keys are normed before the rotation, if at all.
     """
@@ -99,7 +99,7 @@ class AttentionSpec:
     qk_norm: Literal["before", "after", "all heads", "by head"] | None = None
     interleaved_dims: int = 0
     names: AttentionNames = AttentionNames()
-    qk_norm_form: NormForm = field(default_factory=NormForm)
+    qk_norm_form: NormSpec = field(default_factory=NormSpec)
     clip: float | None = None
     swapped_dims: int = 0
     sinks: bool = False
@@ -108,7 +108,7 @@ class AttentionSpec:
     chunked: bool = False
     values_normed: bool = False
     keys_as_values: bool = False
-    keys_of: int | None = None
+    kv_source_layer: int | None = None
     gated_queries: bool = False
 
     @property
@@ -129,7 +129,7 @@ class AttentionSpec:
     def projected_heads(self) -> tuple[int, int, int, int]:
         """How many heads of queries, of their gates, of keys and of values are projected."""
         gates = self.num_heads if self.gated_queries else 0
-        if self.keys_of is not None:
+        if self.kv_source_layer is not None:
             return self.num_heads, gates, 0, 0
         return self.num_heads, gates, self.num_kv_heads, 0 if self.keys_as_values else self.num_kv_heads
 
@@ -143,10 +143,10 @@ class AttentionSpec:
             qkv = [StoredTensor(names.qkv, size, order, self._fused(), "q k v", transposed=names.transposed)]
         else:
             queries, gates, keys, values = self.projected_heads
-            gated = PartsByTurns(heads, (self.head_dim, self.head_dim)) if gates else None
+            gated = InterleavedParts(heads, (self.head_dim, self.head_dim)) if gates else None
             q_rows = (queries + gates) * self.head_dim
             qkv = [
-                StoredTensor(names.q, q_rows, self._interleaved(heads), role="q", by_turns=gated),
+                StoredTensor(names.q, q_rows, self._interleaved(heads), role="q", interleaved_parts=gated),
                 StoredTensor(names.k, kv_size, self._interleaved(kv_heads), role="v" if self.keys_as_values else "k"),
                 StoredTensor(names.v, kv_size, role="v"),
             ]
@@ -156,10 +156,10 @@ class AttentionSpec:
         result += projection("out", [out], q_size, bias=self.out_bias)
         if self.qk_norm is not None:
             result += self._norm_weights("q_norm", names.q_norm, heads)
-            if self.keys_of is None:
+            if self.kv_source_layer is None:
                 result += self._norm_weights("k_norm", names.k_norm, kv_heads)
         if names.output_norm is not None:
-            result += NormForm().weights("output_norm", names.output_norm, q_size)
+            result += NormSpec().weights("output_norm", names.output_norm, q_size)
         if names.gate is not None:
             result += projection("gate", [StoredTensor(names.gate, q_size)], hidden_size, bias=False)
         if self.sinks:

@@ -9,18 +9,18 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.mixers.delta_spec import GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, StatePages, StateRows, Weight
 
 
 @dataclass(slots=True)
-class DeltaWeights:
-    """As `GatedDeltaSpec.weights` lists them. Hk heads of keys of D numbers, H of values of V; C = 2 Hk D + H V channels."""
+class GatedDeltaNetWeights:
+    """As `GatedDeltaNetSpec.weights` lists them. Hk heads of keys of D numbers, H of values of V; C = 2 Hk D + H V channels."""
 
     projections: Weight  # [C + H V + 2 H, hidden]: queries, keys and values, gates, strengths, decays
     convolution: Tensor  # [C, width] float32
@@ -30,31 +30,31 @@ class DeltaWeights:
     out: Weight  # [hidden, H V]
 
 
-class GatedDelta:
+class GatedDeltaNet:
     """Projects, convolves, reads and corrects the memory, norms what each head read, gates it, projects back.
 
-    weights: the fields of `DeltaWeights`.
+    weights: the fields of `GatedDeltaNetWeights`.
     """
 
-    def __init__(self, spec: GatedDeltaSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+    def __init__(self, spec: GatedDeltaNetSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
         self.spec = spec
-        self.weights = DeltaWeights(**weights)
+        self.weights = GatedDeltaNetWeights(**weights)
         self._norm_eps, self._backend = norm_eps, backend
 
-    def forward(self, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         projected = backend.linear(x, w.projections)
-        changes = None if spec.in_turns else changes
-        if changes is not None:
-            changes.add("projections", projected, x)
+        lora = None if spec.tiled_heads else lora
+        if lora is not None:
+            lora.add("projections", projected, x)
         qkv, gate, strength, decay = projected.split_with_sizes(spec.projected, 1)
         qkv = backend.short_convolution(qkv, w.convolution, states.window, rows, "silu")
         gates = decay, strength, w.rate, w.decay_bias
-        read = backend.gated_delta_rule(qkv, *gates, states.memory, rows, in_turns=spec.in_turns)  # [T, H V]
+        read = backend.gated_delta_rule(qkv, *gates, states.memory, rows, tiled_heads=spec.tiled_heads)  # [T, H V]
         normed = backend.rms_norm(read.view(-1, spec.heads, spec.value_dim), w.norm, self._norm_eps).view(read.shape)
         backend.multiply(normed, backend.activation(gate, "silu"))
         out = backend.linear(normed, w.out)
-        if changes is not None:
-            changes.add("out", out, normed)
+        if lora is not None:
+            lora.add("out", out, normed)
         return out

@@ -8,11 +8,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from windlass.engine.cache.layout import StateGroupSpec
-from windlass.engine.model.weight_spec import PartsByTurns, StoredTensor, WeightSpec, projection
+from windlass.engine.model.weight_spec import InterleavedParts, StoredTensor, WeightSpec, projection
 
 
 @dataclass(frozen=True, slots=True)
-class DeltaNames:
+class GatedDeltaNetNames:
     """Of a checkpoint's tensors, within their layer.
 
     qkv, gate, strength, decay: what is projected, a tensor each; or qkvz in place of two, which holds of each head of keys its
@@ -33,10 +33,10 @@ class DeltaNames:
 
 
 @dataclass(frozen=True, slots=True)
-class GatedDeltaSpec:
+class GatedDeltaNetSpec:
     """One layer. heads: of its memory, each with values of value_dim; they share key_heads heads of queries and keys of key_dim.
 
-    width: of the convolution, in tokens. in_turns: heads of values meet those of keys by turns, see `Backend.gated_delta_rule`;
+    width: of the convolution, in tokens. tiled_heads: heads of values meet those of keys by turns, see `Backend.gated_delta_rule`;
     adapters are made for the other order, and change nothing here. in_gguf: a file has rates and not their logarithms, negative.
     """
 
@@ -45,8 +45,8 @@ class GatedDeltaSpec:
     key_dim: int
     value_dim: int
     width: int
-    names: DeltaNames = field(default_factory=DeltaNames)
-    in_turns: bool = False
+    names: GatedDeltaNetNames = field(default_factory=GatedDeltaNetNames)
+    tiled_heads: bool = False
     in_gguf: bool = False
 
     @property
@@ -69,17 +69,17 @@ class GatedDeltaSpec:
         return StateGroupSpec(layers, self.channels, self.width, self.heads, self.key_dim, self.value_dim)
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """The fields of `DeltaWeights`. Strengths and decays, a row for each head, have no role: they keep more bits."""
+        """The fields of `GatedDeltaNetWeights`. Strengths and decays, a row for each head, have no role: they keep more bits."""
         names = self.names
         channels, values, strengths, decays = self.projected
         shared = self.heads // self.key_heads
         stored = [StoredTensor(names.qkv, channels, role="q k v"), StoredTensor(names.gate, values, role="gate")]
         if names.qkvz is not None:
-            turns = PartsByTurns(self.key_heads, (self.key_dim, self.key_dim, *[shared * self.value_dim] * 2))
-            stored = [StoredTensor(names.qkvz, channels + values, role="q k v", by_turns=turns)]
+            turns = InterleavedParts(self.key_heads, (self.key_dim, self.key_dim, *[shared * self.value_dim] * 2))
+            stored = [StoredTensor(names.qkvz, channels + values, role="q k v", interleaved_parts=turns)]
         if names.ba is not None:
-            turns = PartsByTurns(self.key_heads, (shared, shared))
-            stored += [StoredTensor(names.ba, strengths + decays, by_turns=turns)]
+            turns = InterleavedParts(self.key_heads, (shared, shared))
+            stored += [StoredTensor(names.ba, strengths + decays, interleaved_parts=turns)]
         else:
             stored += [StoredTensor(names.strength, strengths), StoredTensor(names.decay, decays)]
         taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)

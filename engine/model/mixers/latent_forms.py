@@ -20,12 +20,12 @@ if TYPE_CHECKING:
 
     from windlass.kernels import AttentionCall, Backend, KVPages
 
-_FEWEST_EXPANDED = 64  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
-_MOST_EXPANDED = 1 << 16  # cached rows, whose float32 copy and one head's keys and values are some 200 MB
-_EXPANDED_BYTES = 16 << 20  # of keys and values that are there at a time, if one head's are not more
+_MIN_EXPANDED_TOKENS = 64  # new tokens; for fewer, packing narrow heads takes longer than multiplying wide ones
+_MAX_EXPANDED_ROWS = 1 << 16  # cached rows, whose float32 copy and one head's keys and values are some 200 MB
+_MAX_EXPANDED_BYTES = 16 << 20  # of keys and values that are there at a time, if one head's are not more
 
 
-class QueryTurns(NamedTuple):
+class QueryRotations(NamedTuple):
     """Further versions of queries: of which query each is, int64 [V], and cosines and sines [V, R / 2] of its turn."""
 
     sources: Tensor
@@ -37,10 +37,10 @@ class LatentQueries(NamedTuple):
     """Queries [T, H, R + N], rotated, as heads have them, and what versions of them the call's ranges name."""
 
     q: Tensor
-    turns: QueryTurns | None = None
+    rotations: QueryRotations | None = None
 
     def of(self, tokens: Tensor, call: AttentionCall) -> tuple[LatentQueries, AttentionCall]:
-        """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.some_sequences`), naming their rows."""
+        """Those of some tokens, rising, and the call that is theirs alone (`AttentionCall.select_sequences`), naming their rows."""
         if call.ranges is None:
             return LatentQueries(self.q[tokens], None), call
         import torch
@@ -48,20 +48,22 @@ class LatentQueries(NamedTuple):
         count, total = tokens.shape[0], self.q.shape[0]
         place = torch.full((total,), -1, dtype=torch.int64, device=tokens.device)  # of each token among these
         place[tokens] = torch.arange(count, device=tokens.device)
-        turns, rows = None, place
-        if self.turns is not None:
-            kept = (place[self.turns.sources] >= 0).nonzero().squeeze(1)
-            turned = torch.full_like(self.turns.sources, -1)
+        rotations, rows = None, place
+        if self.rotations is not None:
+            kept = (place[self.rotations.sources] >= 0).nonzero().squeeze(1)
+            turned = torch.full_like(self.rotations.sources, -1)
             turned[kept] = torch.arange(count, count + kept.shape[0], device=tokens.device)
             rows = torch.cat((place, turned))
             if kept.shape[0]:
-                turns = QueryTurns(place[self.turns.sources[kept]], self.turns.cos[kept], self.turns.sin[kept])
+                rotations = QueryRotations(
+                    place[self.rotations.sources[kept]], self.rotations.cos[kept], self.rotations.sin[kept]
+                )
         before = call.ranges.rows
         named = torch.where(before < 0, before, rows[before.clamp(min=0)])
-        return LatentQueries(self.q[tokens], turns), replace(call, ranges=replace(call.ranges, rows=named))
+        return LatentQueries(self.q[tokens], rotations), replace(call, ranges=replace(call.ranges, rows=named))
 
 
-class LatentForms:
+class LatentAttentionForms:
     """Of one layer. up: [H, N + V, C], of each head what makes its keys of a latent vector, then what makes its values."""
 
     def __init__(self, spec: LatentSpec, up: Tensor, backend: Backend) -> None:
@@ -79,15 +81,15 @@ class LatentForms:
         others = [b for b in range(call.batch_size) if b not in expanded]
         forms = [(self._absorbed, others)] if others else []
         for form, sequences in forms + [(self._expanded, [b]) for b in expanded]:
-            tokens, theirs = call.some_sequences(torch.tensor(sequences))
+            tokens, theirs = call.select_sequences(torch.tensor(sequences))
             part, own = queries.of(tokens, theirs)
             out[tokens] = form(part, pages, own)
         return out
 
     def _expanded_sequences(self, pages: KVPages, call: AttentionCall) -> list[int]:
         """The sequences whose new tokens take the expanded form, because it multiplies less."""
-        way, spec = self._backend.latent_expansion(pages), self._spec
-        if way is None or call.only_single_tokens:
+        expansion, spec = self._backend.latent_expansion(pages), self._spec
+        if expansion is None or call.is_decode:
             return []
         import torch
 
@@ -95,20 +97,20 @@ class LatentForms:
         saved = 2 * spec.cached_dim - (spec.rotary_dim + spec.plain_dim + spec.value_dim)  # of a query and a key
         found = []
         for b, count in enumerate(call.query_start.diff().tolist()):
-            if count < _FEWEST_EXPANDED:
+            if count < _MIN_EXPANDED_TOKENS:
                 continue
-            keys = sum(end - begin for begin, end in _seen(call.some_sequences(torch.tensor([b]))[1]))
+            keys = sum(end - begin for begin, end in _visible_ranges(call.select_sequences(torch.tensor([b]))[1]))
             pairs = count * keys - count * (count - 1) // 2
-            spent = made * (keys * way.row_cost - count * way.query_cost)
-            if keys <= _MOST_EXPANDED and spent < pairs * saved:
+            spent = made * (keys * expansion.row_cost - count * expansion.query_cost)
+            if keys <= _MAX_EXPANDED_ROWS and spent < pairs * saved:
                 found.append(b)
         return found
 
     def _absorbed(self, queries: LatentQueries, pages: KVPages, call: AttentionCall) -> Tensor:
-        spec, backend, up, turns = self._spec, self._backend, self._up, queries.turns
+        spec, backend, up, rotations = self._spec, self._backend, self._up, queries.rotations
         q = backend.latent_queries(queries.q, up, spec.rotary_dim)  # [T, H, R + C]
-        if turns is not None:
-            q = backend.turn_queries(q, *turns)
+        if rotations is not None:
+            q = backend.rotate_queries(q, *rotations)
         attended = backend.paged_attention(q, pages.with_keys_as_values, call)  # [T, H, R + C]
         return backend.latent_values(attended[:, :, spec.rotary_dim :], up, spec.value_dim)
 
@@ -117,19 +119,21 @@ class LatentForms:
         import torch
 
         spec, backend, q = self._spec, self._backend, queries.q
-        way = backend.latent_expansion(pages)
-        dtype = torch.float32 if way is None else way.dtype
-        if queries.turns is not None:
-            q = backend.turn_queries(q, *queries.turns)
+        expansion = backend.latent_expansion(pages)
+        dtype = torch.float32 if expansion is None else expansion.dtype
+        if queries.rotations is not None:
+            q = backend.rotate_queries(q, *queries.rotations)
         size, table = pages.block_size, call.block_tables[0]
-        seen = sorted({block for begin, end in _seen(call) for block in range(begin // size, -(-end // size))})
+        seen = sorted(
+            {block for begin, end in _visible_ranges(call) for block in range(begin // size, -(-end // size))}
+        )
         blocks = torch.tensor(seen, device=table.device)
         places = torch.full_like(table, -1)
         places[blocks] = torch.arange(len(seen), dtype=table.dtype, device=table.device)
         call = replace(call, block_tables=places[None])
         rows = pages.keys_of(table[blocks].long(), spec.cached_dim).to(dtype)  # [M, P, 1, R + C]
         numbers = spec.rotary_dim + spec.plain_dim + spec.value_dim  # of a head and a cached row
-        step = max(1, _EXPANDED_BYTES // (dtype.itemsize * len(seen) * size * numbers))
+        step = max(1, _MAX_EXPANDED_BYTES // (dtype.itemsize * len(seen) * size * numbers))
         parts = []
         for head in range(0, spec.num_heads, step):
             own = self._up[head : head + step]
@@ -164,7 +168,7 @@ def expand_latents(rows: Tensor, up: Tensor, rotary_dim: int, value_dim: int) ->
     return KVPages(keys.view(blocks, size, heads, -1), values.view(blocks, size, heads, -1))
 
 
-def _seen(call: AttentionCall) -> list[tuple[int, int]]:
+def _visible_ranges(call: AttentionCall) -> list[tuple[int, int]]:
     """The keys [begin, end) that the queries of a call of one sequence see."""
     if call.has_ranges:
         return [(part.begin, part.end) for part in call.key_ranges()]

@@ -14,7 +14,7 @@ from windlass.engine.model.mixers.short_convolution_spec import ShortConvolution
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, StatePages, StateRows, Weight
 
 
@@ -41,17 +41,17 @@ class ShortConvolution:
         self.weights = ShortConvolutionWeights(**weights)
         self._backend = backend
 
-    def forward(self, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
         w, backend = self.weights, self._backend
         projected = backend.linear(x, w.projections, w.projections_bias)
-        if changes is not None:
-            changes.add("projections", projected, x)
+        if lora is not None:
+            lora.add("projections", projected, x)
         given, gate, values = projected.split_with_sizes([self.spec.channels] * 3, 1)
         backend.multiply(given, values)
         mixed = backend.short_convolution(given, w.convolution, states.window, rows, None, w.convolution_bias)
         backend.multiply(mixed, gate)
         out = backend.linear(mixed, w.out, w.out_bias)
-        if changes is not None:
-            changes.add("out", out, mixed)
+        if lora is not None:
+            lora.add("out", out, mixed)
         return out

@@ -8,38 +8,38 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.mixers.state_beside_spec import STATE_PREFIX, StateBesideSpec
+from windlass.engine.model.mixers.state_beside_spec import STATE_SPACE_PREFIX, ParallelStateSpaceSpec
 from windlass.engine.model.mixers.state_space import StateSpace
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, StatePages, StateRows
 
 
-class StateBeside:
-    """Adds to what the attention made. weights: of `StateBesideSpec.weights`, by those names."""
+class ParallelStateSpace:
+    """Adds to what the attention made. weights: of `ParallelStateSpaceSpec.weights`, by those names."""
 
-    def __init__(self, spec: StateBesideSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+    def __init__(self, spec: ParallelStateSpaceSpec, weights: Mapping[str, Any], backend: Backend) -> None:
         import torch
 
-        own = {name.removeprefix(STATE_PREFIX): weight for name, weight in weights.items()}
+        own = {name.removeprefix(STATE_SPACE_PREFIX): weight for name, weight in weights.items()}
         self._state = StateSpace(spec.state, own, backend)
         self._backend = backend
-        self._attended, self._remembered = (
+        self._attention_factor, self._state_factor = (
             torch.full((1,), factor, dtype=torch.float32, device=backend.device)
-            for factor in (spec.attended, spec.remembered)
+            for factor in (spec.attention_factor, spec.state_factor)
         )
 
-    def joined(
-        self, y: Tensor, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None
+    def combine(
+        self, y: Tensor, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None
     ) -> Tensor:
         """y: [T, hidden], what the attention made of x, the layer's normed input; it is changed in place. states: of this layer,
         changed in place. changes: what adapters add. Returns [T, hidden]."""
         backend = self._backend
-        z = self._state.forward(x, rows, states, None if changes is None else changes.below(STATE_PREFIX))
-        backend.multiply(y, self._attended)
-        backend.multiply(z, self._remembered)
+        z = self._state.forward(x, rows, states, None if lora is None else lora.with_prefix(STATE_SPACE_PREFIX))
+        backend.multiply(y, self._attention_factor)
+        backend.multiply(z, self._state_factor)
         backend.add(y, z)
         return y

@@ -7,18 +7,18 @@ from dataclasses import dataclass
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 from windlass.engine.model.weight_spec import WeightSpec
 
-STATE_PREFIX = "state."
+STATE_SPACE_PREFIX = "state."
 
 
 @dataclass(frozen=True, slots=True)
-class StateBesideSpec:
-    """Both read the layer's normed input, and what they make is added: `attended` times the attention's, `remembered` times the
+class ParallelStateSpaceSpec:
+    """Both read the layer's normed input, and what they make is added: `attention_factor` times the attention's, `state_factor` times the
     memory's."""
 
     state: StateSpaceSpec
-    attended: float = 1.0
-    remembered: float = 1.0
+    attention_factor: float = 1.0
+    state_factor: float = 1.0
 
     def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
-        """Those of the memory, behind `STATE_PREFIX`."""
-        return tuple(weight.below(STATE_PREFIX, "") for weight in self.state.weights(hidden_size))
+        """Those of the memory, behind `STATE_SPACE_PREFIX`."""
+        return tuple(weight.with_prefix(STATE_SPACE_PREFIX, "") for weight in self.state.weights(hidden_size))

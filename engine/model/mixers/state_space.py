@@ -14,7 +14,7 @@ from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerChanges
+    from windlass.engine.model.adapters.adapter import LayerLoRA
     from windlass.kernels import Backend, StatePages, StateRows, Weight
 
 
@@ -53,12 +53,12 @@ class StateSpace:
             counts = torch.tensor((spec.values, spec.values, keys, keys, spec.heads))
             self._factors = torch.tensor(spec.factors, dtype=torch.float32).repeat_interleave(counts).to(backend.device)
 
-    def forward(self, x: Tensor, rows: StateRows, states: StatePages, changes: LayerChanges | None = None) -> Tensor:
+    def forward(self, x: Tensor, rows: StateRows, states: StatePages, lora: LayerLoRA | None = None) -> Tensor:
         """x: [T, hidden], normed. states: of this layer, changed in place. changes: what adapters add. Returns [T, hidden]."""
         spec, w, backend = self.spec, self.weights, self._backend
         projected = backend.linear(x, w.projections, w.projections_bias)
-        if changes is not None:
-            changes.add("projections", projected, x)
+        if lora is not None:
+            lora.add("projections", projected, x)
         if self._factors is not None:
             backend.scale_columns(projected, self._factors, self._ones)
         gate, mixed, step = projected.split_with_sizes(spec.projected, 1)
@@ -71,8 +71,8 @@ class StateSpace:
         if spec.normed == "gated":
             read = self._normed(read)
         out = backend.linear(read, w.out, w.out_bias)
-        if changes is not None:
-            changes.add("out", out, read)
+        if lora is not None:
+            lora.add("out", out, read)
         return out
 
     def _normed(self, read: Tensor) -> Tensor:

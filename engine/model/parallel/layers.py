@@ -10,20 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.feed_forward.beside_spec import BesideSpec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainSpec
+from windlass.engine.model.feed_forward.beside_spec import ParallelExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.parallel.shares import Run, WeightSlice, share
-from windlass.engine.model.spec import FeedForwardSpec, StateMixerSpec
+from windlass.engine.model.parallel.shares import RowRange, WeightSlice, shard_range
+from windlass.engine.model.spec import FeedForwardSpec, RecurrentMixerSpec
 
 OPTION = "`compute.tensor_parallel`"
 
 
 @dataclass(frozen=True, slots=True)
-class RankPlace:
+class TensorParallelRank:
     """Which rank this is, and of how many."""
 
     rank: int
@@ -34,29 +34,29 @@ class RankPlace:
 UnitOf = Callable[[str], int]
 
 
-def split_attention(
-    spec: AttentionSpec | LatentSpec | StateMixerSpec, seat: RankPlace, unit_of: UnitOf
+def shard_attention(
+    spec: AttentionSpec | LatentSpec | RecurrentMixerSpec, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[AttentionSpec, dict[str, WeightSlice]]:
     """A rank's own layer, and what it has of the whole one's weights, by their names in it; a weight that is not there is had
     whole. Raises LoadError."""
     if isinstance(spec, LatentSpec):
-        raise refusal("latent attention is not split")
-    if isinstance(spec, StateMixerSpec):
-        raise refusal("a layer that carries a state is not split")
-    if reason := _attention_refusal(spec):
-        raise refusal(f"{reason} is not split")
-    first, count = share(spec.num_kv_heads, seat.rank, seat.ranks)
-    if spec.num_kv_heads < seat.ranks:
+        raise unsupported("latent attention is not split")
+    if isinstance(spec, RecurrentMixerSpec):
+        raise unsupported("a layer that carries a state is not split")
+    if reason := _unsupported_attention(spec):
+        raise unsupported(f"{reason} is not split")
+    first, count = shard_range(spec.num_kv_heads, placement.rank, placement.ranks)
+    if spec.num_kv_heads < placement.ranks:
         raise LoadError(
-            f"{OPTION} is {seat.ranks}, and the model has {spec.num_kv_heads} heads of keys: use {spec.num_kv_heads} or less"
+            f"{OPTION} is {placement.ranks}, and the model has {spec.num_kv_heads} heads of keys: use {spec.num_kv_heads} or less"
         )
     queries, dim = spec.num_heads // spec.num_kv_heads, spec.head_dim
-    heads: Run = (first * queries, count * queries)
-    q, k = _times(heads, dim), _times((first, count), dim)
+    heads: RowRange = (first * queries, count * queries)
+    q, k = _scaled(heads, dim), _scaled((first, count), dim)
     q_size, kv_size = spec.num_heads * dim, spec.num_kv_heads * dim
-    fit(OPTION, q, q_size, unit_of("out"), "heads", seat)
+    check_block_alignment(OPTION, q, q_size, unit_of("out"), "heads", placement)
     keys = 2 * q_size if spec.gated_queries else q_size
-    parts = q, _behind(q, q_size), _behind(k, keys), _behind(k, keys + kv_size)
+    parts = q, _offset(q, q_size), _offset(k, keys), _offset(k, keys + kv_size)
     qkv = WeightSlice(tuple(part for part, heads in zip(parts, spec.projected_heads, strict=True) if heads))
     slices = {
         "qkv": qkv,
@@ -71,7 +71,7 @@ def split_attention(
     return replace(spec, num_heads=heads[1], num_kv_heads=count), slices
 
 
-def _attention_refusal(spec: AttentionSpec) -> str | None:
+def _unsupported_attention(spec: AttentionSpec) -> str | None:
     if spec.alibi:
         return "attention whose scores lose by distance (ALiBi)"
     if spec.qk_norm == "all heads":
@@ -85,84 +85,88 @@ def _attention_refusal(spec: AttentionSpec) -> str | None:
     return None
 
 
-def split_feed_forward(
-    spec: FeedForwardSpec, seat: RankPlace, unit_of: UnitOf
+def shard_feed_forward(
+    spec: FeedForwardSpec, placement: TensorParallelRank, unit_of: UnitOf
 ) -> tuple[FeedForwardSpec, dict[str, WeightSlice]]:
-    """As `split_attention`."""
-    if isinstance(spec, ExpertsSpec):
-        return _split_experts(spec, seat, unit_of)
+    """As `shard_attention`."""
+    if isinstance(spec, MoESpec):
+        return _shard_experts(spec, placement, unit_of)
     size = spec.intermediate_size
-    own = _inner_share(size, seat, unit_of("down"))
-    if isinstance(spec, PlainSpec):
-        return replace(spec, intermediate_size=own[1]), _inner(own, size, gated=False)
+    own = _inner_range(size, placement, unit_of("down"))
+    if isinstance(spec, PlainMLPSpec):
+        return replace(spec, intermediate_size=own[1]), _inner_slices(own, size, gated=False)
     if spec.names.inner_norm is not None:
-        raise refusal("a norm within the feed-forward is not split")
-    return replace(spec, intermediate_size=own[1]), _inner(own, size, gated=True)
+        raise unsupported("a norm within the feed-forward is not split")
+    return replace(spec, intermediate_size=own[1]), _inner_slices(own, size, gated=True)
 
 
-def split_beside(
-    spec: BesideSpec | None, seat: RankPlace, unit_of: UnitOf
-) -> tuple[BesideSpec | None, dict[str, WeightSlice]]:
-    """As `split_attention`, of experts beside a feed-forward, whose norms are had whole."""
+def shard_parallel_experts(
+    spec: ParallelExpertsSpec | None, placement: TensorParallelRank, unit_of: UnitOf
+) -> tuple[ParallelExpertsSpec | None, dict[str, WeightSlice]]:
+    """As `shard_attention`, of experts beside a feed-forward, whose norms are had whole."""
     if spec is None:
         return None, {}
-    experts, slices = _split_experts(spec.experts, seat, lambda name: unit_of(f"beside.{name}"))
+    experts, slices = _shard_experts(spec.experts, placement, lambda name: unit_of(f"beside.{name}"))
     return replace(spec, experts=experts), {f"beside.{name}": part for name, part in slices.items()}
 
 
-def _split_experts(spec: ExpertsSpec, seat: RankPlace, unit_of: UnitOf) -> tuple[ExpertsSpec, dict[str, WeightSlice]]:
+def _shard_experts(
+    spec: MoESpec, placement: TensorParallelRank, unit_of: UnitOf
+) -> tuple[MoESpec, dict[str, WeightSlice]]:
     """Every rank has a part of every expert: all of them meet the same tokens, and the router is had whole."""
     size = spec.intermediate_size
-    own = _inner_share(size, seat, unit_of("experts.0.down"))
-    of_expert = _inner(own, size, gated=spec.gated)
+    own = _inner_range(size, placement, unit_of("experts.0.down"))
+    of_expert = _inner_slices(own, size, gated=spec.gated)
     slices = {f"experts.{index}.{name}": part for index in range(spec.experts) for name, part in of_expert.items()}
     result = replace(spec, intermediate_size=own[1])
     if spec.shared is not None and spec.shared_size is not None:
-        shared = _inner_share(spec.shared_size, seat, unit_of("shared.down"))
-        of_shared = _inner(shared, spec.shared_size, gated=isinstance(spec.shared, GatedSpec))
+        shared = _inner_range(spec.shared_size, placement, unit_of("shared.down"))
+        of_shared = _inner_slices(shared, spec.shared_size, gated=isinstance(spec.shared, GatedMLPSpec))
         slices |= {f"shared.{name}": part for name, part in of_shared.items()}
         result = replace(result, shared_size=shared[1])
     return result, slices
 
 
-def _inner(own: Run, size: int, *, gated: bool) -> dict[str, WeightSlice]:
-    name, up = ("gate_up", (own, _behind(own, size))) if gated else ("up", (own,))
+def _inner_slices(own: RowRange, size: int, *, gated: bool) -> dict[str, WeightSlice]:
+    name, up = ("gate_up", (own, _offset(own, size))) if gated else ("up", (own,))
     return {name: WeightSlice(up), f"{name}_bias": WeightSlice(up), **_down(own)}
 
 
-def _down(own: Run) -> dict[str, WeightSlice]:
+def _down(own: RowRange) -> dict[str, WeightSlice]:
     return {"down": WeightSlice(columns=own), "down_bias": WeightSlice(first_only=True)}
 
 
-def _inner_share(size: int, seat: RankPlace, unit: int) -> Run:
+def _inner_range(size: int, placement: TensorParallelRank, unit: int) -> RowRange:
     """A part of the inner width; LoadError where there are fewer units of it than ranks."""
-    if size // unit < seat.ranks:
+    if size // unit < placement.ranks:
         most = size // unit
         raise LoadError(
-            f"{OPTION} is {seat.ranks}, and a feed-forward of width {size} is cut at multiples of {unit} only: "
+            f"{OPTION} is {placement.ranks}, and a feed-forward of width {size} is cut at multiples of {unit} only: "
             f"{f'use {most} or less' if most > 1 else 'leave it out'}, or another quantization"
         )
-    return share(size, seat.rank, seat.ranks, unit)
+    return shard_range(size, placement.rank, placement.ranks, unit)
 
 
-def fit(option: str, own: Run, size: int, unit: int, what: str, seat: RankPlace) -> None:
+def check_block_alignment(
+    option: str, own: RowRange, size: int, unit: int, what: str, placement: TensorParallelRank
+) -> None:
     """LoadError where columns are not cut at the bounds of blocks."""
     first, count = own
     if first % unit or ((first + count) % unit and first + count != size):
         raise LoadError(
-            f"{option} is {seat.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, and "
+            f"{option} is {placement.ranks}, which cuts {size} columns of quantized weights at {first or count}, between {what}, and "
             f"their blocks have {unit}: use `compute.quantization=int8` of the unquantized model, or a number of ranks that fits"
         )
 
 
-def refusal(what: str) -> LoadError:
+def unsupported(what: str) -> LoadError:
     """For what no number of ranks would do."""
     return LoadError(f"{OPTION}: {what}: leave it out, or give another model")
 
 
-def _times(run: Run, factor: int) -> Run:
+def _scaled(run: RowRange, factor: int) -> RowRange:
     return run[0] * factor, run[1] * factor
 
 
-def _behind(run: Run, first: int) -> Run:
+def _offset(run: RowRange, first: int) -> RowRange:
     return run[0] + first, run[1]

@@ -6,10 +6,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import TypeAlias
 
-Run: TypeAlias = tuple[int, int]  # the first of them, and how many
+RowRange: TypeAlias = tuple[int, int]  # the first of them, and how many
 
 
-def share(size: int, rank: int, ranks: int, unit: int = 1) -> Run:
+def shard_range(size: int, rank: int, ranks: int, unit: int = 1) -> RowRange:
     """A rank's part of so many rows or columns, whole units but for the end. Nothing where there are fewer units than ranks."""
     units = size // unit
     first, end = units * rank // ranks * unit, units * (rank + 1) // ranks * unit
@@ -24,8 +24,8 @@ class WeightSlice:
     but the first, as what is added to a sum is added once.
     """
 
-    rows: tuple[Run, ...] | None = None
-    columns: Run | None = None
+    rows: tuple[RowRange, ...] | None = None
+    columns: RowRange | None = None
     first_only: bool = False
 
     def count(self, first: int, rows: int) -> int:

@@ -13,21 +13,21 @@ from dataclasses import dataclass, replace
 from windlass.engine.errors import LoadError
 from windlass.engine.model.parallel.layers import (
     OPTION,
-    RankPlace,
-    refusal,
-    split_attention,
-    split_beside,
-    split_feed_forward,
+    TensorParallelRank,
+    shard_attention,
+    shard_feed_forward,
+    shard_parallel_experts,
+    unsupported,
 )
-from windlass.engine.model.parallel.shares import WeightSlice, share
+from windlass.engine.model.parallel.shares import WeightSlice, shard_range
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import BLOCK_SIZES, StoragePlan, StoredPart, form_name
+from windlass.engine.model.storage import BLOCK_SIZES, StoragePlan, StoredPart, split_block_format
 
 _VOCABULARY_UNIT = 16  # rows of a panel: a part of a weight in panels is a part of its memory
 
 
 @dataclass(frozen=True, slots=True)
-class ModelPart:
+class ModelShard:
     """One rank's part. whole: what it is of. spec, plan: its own. slices: by the names of weights; the others are had whole.
 
     columns: how many logits each rank forms.
@@ -42,14 +42,14 @@ class ModelPart:
     columns: tuple[int, ...]
 
 
-def split_model(
+def shard_model(
     spec: ModelSpec, plan: StoragePlan, rank: int, ranks: int, file_units: Mapping[str, int] | None = None
-) -> ModelPart:
+) -> ModelShard:
     """A rank's part of a model that is stored so. Raises LoadError for a model that is not split, or not into so many.
 
     file_units: by the names of a checkpoint's tensors, how many columns cannot be cut as they lie in the file.
     """
-    seat, slices, layers = RankPlace(rank, ranks), dict[str, WeightSlice](), []
+    placement, slices, layers = TensorParallelRank(rank, ranks), dict[str, WeightSlice](), []
     units = _units(spec, plan, file_units or {})
     for index, layer in enumerate(spec.layers):
         prefix = f"layers.{index}."
@@ -58,29 +58,29 @@ def split_model(
             return units.get(prefix + name, 1)
 
         if layer.mixer is None or layer.feed_forward is None:
-            raise refusal("a layer of one part alone is not split")
+            raise unsupported("a layer of one part alone is not split")
         if layer.state is not None:
-            raise refusal("a layer that carries a state is not split")
-        mixer, of_mixer = split_attention(layer.mixer, seat, unit_of)
-        feed_forward, of_feed_forward = split_feed_forward(layer.feed_forward, seat, unit_of)
+            raise unsupported("a layer that carries a state is not split")
+        mixer, of_mixer = shard_attention(layer.mixer, placement, unit_of)
+        feed_forward, of_feed_forward = shard_feed_forward(layer.feed_forward, placement, unit_of)
         slices |= {prefix + name: part for name, part in (of_mixer | of_feed_forward).items()}
-        beside, of_beside = split_beside(layer.beside, seat, unit_of)
-        slices |= {prefix + name: part for name, part in of_beside.items()}
-        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, beside=beside))
-    vocabulary = [share(spec.vocab_size, each, ranks, _VOCABULARY_UNIT) for each in range(ranks)]
+        parallel_experts, expert_slices = shard_parallel_experts(layer.parallel_experts, placement, unit_of)
+        slices |= {prefix + name: part for name, part in expert_slices.items()}
+        layers.append(replace(layer, mixer=mixer, feed_forward=feed_forward, parallel_experts=parallel_experts))
+    vocabulary = [shard_range(spec.vocab_size, each, ranks, _VOCABULARY_UNIT) for each in range(ranks)]
     own = vocabulary[rank]
     if spec.generates:
         if min(count for _, count in vocabulary) < 1:
             raise LoadError(f"{OPTION} is {ranks}, too many for a vocabulary of {spec.vocab_size} tokens: use fewer")
         slices |= {"head": WeightSlice((own,)), "head_bias": WeightSlice((own,))}
     kv_groups = tuple(
-        replace(group, num_kv_heads=share(group.num_kv_heads, rank, ranks)[1]) for group in spec.kv_groups
+        replace(group, num_kv_heads=shard_range(group.num_kv_heads, rank, ranks)[1]) for group in spec.kv_groups
     )
     part = replace(spec, layers=tuple(layers), kv_groups=kv_groups, vocabulary=own if spec.generates else None)
     names = {weight.name for weight in spec.weights()}
-    kept = {name: one for name, one in slices.items() if name in names}
+    own_slices = {name: one for name, one in slices.items() if name in names}
     columns = tuple(count for _, count in vocabulary)
-    return ModelPart(rank, ranks, spec, part, _plan_of(spec, plan, kept), kept, columns)
+    return ModelShard(rank, ranks, spec, part, _shard_plan(spec, plan, own_slices), own_slices, columns)
 
 
 def _units(spec: ModelSpec, plan: StoragePlan, file_units: Mapping[str, int]) -> dict[str, int]:
@@ -94,12 +94,12 @@ def _units(spec: ModelSpec, plan: StoragePlan, file_units: Mapping[str, int]) ->
 
 
 def _unit(storage: str) -> int:
-    name, supers = form_name(storage)
+    name, supers = split_block_format(storage)
     size = BLOCK_SIZES.get(name)
     return 1 if size is None else size.group * max(1, size.super_groups if supers is None else supers)
 
 
-def _plan_of(spec: ModelSpec, plan: StoragePlan, slices: Mapping[str, WeightSlice]) -> StoragePlan:
+def _shard_plan(spec: ModelSpec, plan: StoragePlan, slices: Mapping[str, WeightSlice]) -> StoragePlan:
     """The storages of the rows that a rank has."""
     found = {}
     for name, parts in plan.items():

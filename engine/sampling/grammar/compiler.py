@@ -19,14 +19,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from windlass.engine.api.grammar_limits import LIMITS
+from windlass.engine.api.grammar_limits import GRAMMAR_LIMITS
 from windlass.engine.errors import RequestError
-from windlass.engine.sampling.grammar.mask import Mask, next_mask
+from windlass.engine.sampling.grammar.mask import GrammarMask, next_mask
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher, LLTokenizer
 
-_KEPT = 64  # grammars that are not compiled again though nobody holds them
+_MAX_CACHED = 64  # grammars that are not compiled again though nobody holds them
 _LONGEST_ERROR = 500
 
 
@@ -35,7 +35,7 @@ class CompiledGrammar:
     """A matcher that has taken no token, and what it lets come first. No step compiles it as long as somebody holds it."""
 
     matcher: LLMatcher
-    mask: Mask
+    mask: GrammarMask
 
 
 class GrammarCompiler:
@@ -50,7 +50,7 @@ class GrammarCompiler:
         self._tokenizer: LLTokenizer | None = None
         self._lock = threading.Lock()  # held for a moment: a step may wait for it
         self._compiled: weakref.WeakValueDictionary[str, CompiledGrammar] = weakref.WeakValueDictionary()
-        self._kept: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the last used ones last
+        self._recent: OrderedDict[str, CompiledGrammar] = OrderedDict()  # the last used ones last
         self._pool = ThreadPoolExecutor(1, thread_name_prefix="engine-grammar")
 
     @property
@@ -62,10 +62,10 @@ class GrammarCompiler:
         with self._lock:
             found = self._compiled.get(grammar)
             if found is not None:
-                self._keep(grammar, found)
+                self._mark_used(grammar, found)
             return found
 
-    def prepare_soon(self) -> None:
+    def prepare_in_background(self) -> None:
         """Make in the background what any grammar needs: tenths of a second, in which no other Python code runs here.
 
         What is wrong with the model is told when a grammar comes.
@@ -77,7 +77,7 @@ class GrammarCompiler:
         with self._compiling, contextlib.suppress(RequestError):
             self._vocabulary()
 
-    def compile_soon(self, grammar: str) -> Future[CompiledGrammar]:
+    def compile_in_background(self, grammar: str) -> Future[CompiledGrammar]:
         """Compile in the background; the future raises what `matcher` would."""
         return self._pool.submit(self._compile, grammar)
 
@@ -85,17 +85,17 @@ class GrammarCompiler:
         """A matcher at its beginning, the caller's own. Raises RequestError for one that cannot be used."""
         return self.begin(grammar)[0]
 
-    def begin(self, grammar: str) -> tuple[LLMatcher, Mask]:
+    def begin(self, grammar: str) -> tuple[LLMatcher, GrammarMask]:
         """The same with the mask of the first token, which is shared and never written to."""
         compiled = self.known(grammar) or self._compile(grammar)
         with self._lock:
             return compiled.matcher.deep_copy(), compiled.mask
 
-    def _keep(self, grammar: str, compiled: CompiledGrammar) -> None:
-        self._kept[grammar] = compiled
-        self._kept.move_to_end(grammar)
-        while len(self._kept) > _KEPT:
-            self._kept.popitem(last=False)
+    def _mark_used(self, grammar: str, compiled: CompiledGrammar) -> None:
+        self._recent[grammar] = compiled
+        self._recent.move_to_end(grammar)
+        while len(self._recent) > _MAX_CACHED:
+            self._recent.popitem(last=False)
 
     def _compile(self, grammar: str) -> CompiledGrammar:
         with self._compiling:
@@ -103,7 +103,7 @@ class GrammarCompiler:
                 return known
             from llguidance import LLMatcher, LLParserLimits
 
-            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**LIMITS))
+            matcher = LLMatcher(self._vocabulary(), grammar, log_level=0, limits=LLParserLimits(**GRAMMAR_LIMITS))
             # The first mask of a large grammar takes longer than any other: it is made here, where no step waits for it.
             mask = None if matcher.is_error() else next_mask(matcher, self._vocab_size)
             if mask is None or matcher.is_error():
@@ -112,7 +112,7 @@ class GrammarCompiler:
             compiled = CompiledGrammar(matcher, mask)
         with self._lock:
             self._compiled[grammar] = compiled
-            self._keep(grammar, compiled)
+            self._mark_used(grammar, compiled)
         return compiled
 
     def _vocabulary(self) -> LLTokenizer:

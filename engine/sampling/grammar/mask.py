@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True, slots=True)
-class Mask:
+class GrammarMask:
     """bits: int32 [ceil(V / 32)], bit i % 32 of word i // 32 set where token i may come; none are where the matcher failed.
 
     complete: nothing may follow but an end.
@@ -26,13 +26,13 @@ class Mask:
         return bool(int(self.bits[token_id // 32]) >> (token_id % 32) & 1)
 
 
-def no_token(vocab_size: int) -> Mask:
+def no_token(vocab_size: int) -> GrammarMask:
     """The mask of a text that the grammar does not have."""
-    return Mask(torch.zeros(-(-vocab_size // 32), dtype=torch.int32), complete=False)
+    return GrammarMask(torch.zeros(-(-vocab_size // 32), dtype=torch.int32), complete=False)
 
 
-def next_mask(matcher: LLMatcher, vocab_size: int) -> Mask:
+def next_mask(matcher: LLMatcher, vocab_size: int) -> GrammarMask:
     """What may come where the matcher stands. The interpreter's lock is released meanwhile."""
     bits = no_token(vocab_size).bits
     matcher.unsafe_compute_mask_ptr(bits.data_ptr(), bits.nbytes)
-    return Mask(bits, matcher.is_stopped() and not matcher.is_error())
+    return GrammarMask(bits, matcher.is_stopped() and not matcher.is_error())

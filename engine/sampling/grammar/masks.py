@@ -11,32 +11,32 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from windlass.engine.sampling.grammar.compiler import GrammarCompiler
-from windlass.engine.sampling.grammar.mask import Mask, next_mask, no_token
+from windlass.engine.sampling.grammar.mask import GrammarMask, next_mask, no_token
 from windlass.engine.sampling.slot import SampleSlot
 
 if TYPE_CHECKING:
     from llguidance import LLMatcher
 
 # Tokens at the end of a text that may have been proposed only: those before never change.
-_CHANGEABLE = 64
+_MAX_PROPOSED = 64
 
 
-class _Follower:
+class _SampleMatcher:
     """A matcher that stands behind the output of one sample."""
 
-    def __init__(self, matcher: LLMatcher, first: Mask, begin: int) -> None:
+    def __init__(self, matcher: LLMatcher, first: GrammarMask, begin: int) -> None:
         self._matcher, self._first, self._begin = matcher, first, begin
         self._taken: list[int] = []  # what the matcher has taken
 
-    def go_to(self, token_ids: Sequence[int]) -> bool:
+    def advance_to(self, token_ids: Sequence[int]) -> bool:
         """Stand behind these tokens; False, with the matcher somewhere before, where the grammar has no such text."""
         begin = self._begin
         shared = min(len(self._taken), len(token_ids) - begin)
-        for at in range(max(0, shared - _CHANGEABLE), shared):
+        for at in range(max(0, shared - _MAX_PROPOSED), shared):
             if self._taken[at] != token_ids[begin + at]:
                 shared = at
                 break
-        self._go_back(shared)
+        self._rollback(shared)
         wanted = list(token_ids[begin + shared :])
         # Asked before they are taken: a token that does not fit would put the matcher into an error for good.
         fitting = wanted[: self._matcher.validate_tokens(wanted)] if wanted else wanted
@@ -44,11 +44,11 @@ class _Follower:
             self._taken += fitting
         return len(self._taken) == len(token_ids) - begin
 
-    def mask(self, vocab_size: int) -> Mask:
+    def mask(self, vocab_size: int) -> GrammarMask:
         """Of the tokens after those it stands behind; the first was made with the matcher, since it may take long."""
         return next_mask(self._matcher, vocab_size) if self._taken else self._first
 
-    def _go_back(self, count: int) -> None:
+    def _rollback(self, count: int) -> None:
         if count < len(self._taken):
             self._matcher.rollback(len(self._taken) - count)
             del self._taken[count:]
@@ -59,18 +59,18 @@ class GrammarMasks:
 
     def __init__(self, compiler: GrammarCompiler) -> None:
         self._compiler = compiler
-        self._followers: dict[int, _Follower] = {}
-        self._made: dict[tuple[int, int], Mask] = {}  # by sequence and number of its tokens
+        self._matchers: dict[int, _SampleMatcher] = {}
+        self._made: dict[tuple[int, int], GrammarMask] = {}  # by sequence and number of its tokens
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="engine-masks")
         self._pending: Future[None] | None = None
 
     def __len__(self) -> int:
-        return len(self._followers)
+        return len(self._matchers)
 
     def forget(self, seq_id: int) -> None:
         """Drop what is kept for a sequence; unknown ids are ignored."""
         self._wait()
-        self._followers.pop(seq_id, None)
+        self._matchers.pop(seq_id, None)
 
     def prepare(self, slots: Sequence[SampleSlot]) -> None:
         """Begin to make the masks of a step. Slots of one sequence, with more and more tokens proposed, follow each other."""
@@ -79,7 +79,7 @@ class GrammarMasks:
         if slots:
             self._pending = self._thread.submit(self._make_all, slots)
 
-    def mask(self, slot: SampleSlot) -> Mask:
+    def mask(self, slot: SampleSlot) -> GrammarMask:
         """The mask after the slot's tokens, prepared or made now. Raises RequestError, as `GrammarCompiler.matcher` does."""
         self._wait()
         key = (slot.seq_id, len(slot.token_ids))
@@ -96,12 +96,12 @@ class GrammarMasks:
         for slot in slots:
             self._made[slot.seq_id, len(slot.token_ids)] = self._make(slot)
 
-    def _make(self, slot: SampleSlot) -> Mask:
-        follower = self._followers.get(slot.seq_id)
-        if follower is None:
+    def _make(self, slot: SampleSlot) -> GrammarMask:
+        sample_matcher = self._matchers.get(slot.seq_id)
+        if sample_matcher is None:
             assert slot.sampling.grammar is not None
             matcher, first = self._compiler.begin(slot.sampling.grammar)
-            follower = self._followers[slot.seq_id] = _Follower(matcher, first, slot.num_prompt_tokens)
-        if not follower.go_to(slot.token_ids):
+            sample_matcher = self._matchers[slot.seq_id] = _SampleMatcher(matcher, first, slot.num_prompt_tokens)
+        if not sample_matcher.advance_to(slot.token_ids):
             return no_token(self._compiler.vocab_size)
-        return follower.mask(self._compiler.vocab_size)
+        return sample_matcher.mask(self._compiler.vocab_size)

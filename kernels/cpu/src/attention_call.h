@@ -42,4 +42,4 @@ static inline bool unknown_to_the_kernels(const AttentionArguments &a) {
 }
 
 // What the entry points return, 0 for success.
-constexpr int NO_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3, NO_SUCH_ROW = 4, KEYS_WITHOUT_RANGE = 5;
+constexpr int OUT_OF_MEMORY = 1, NO_SUCH_BLOCK = 2, NOT_DONE_HERE = 3, NO_SUCH_ROW = 4, KEYS_WITHOUT_RANGE = 5;

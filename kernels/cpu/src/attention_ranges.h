@@ -18,7 +18,7 @@
 
 namespace {
 
-constexpr long NO_BOUND = 1l << 62;  // a reach that ends nowhere
+constexpr long UNBOUNDED = 1l << 62;  // a reach that ends nowhere
 
 // Keys [begin, end) of a sequence and the row of its first query as it meets them. ahead: keys behind itself that a query sees.
 // chunk: a query sees those of its own chunk only; 0: there are none. gap: what its distance from a key is more than the slots between.
@@ -39,8 +39,8 @@ struct Range {
 template <class F> INLINE void each_range(const Operands &p, long b, long own, F use) {
     const long length = p.length(b);
     if (!p.range_ends) {
-        const long reach = p.window ? p.window : NO_BOUND;
-        return use(Range{0, max_of(0, length), own, reach, p.causal ? 0 : p.window ? p.window - 1 : NO_BOUND, p.chunk});
+        const long reach = p.window ? p.window : UNBOUNDED;
+        return use(Range{0, max_of(0, length), own, reach, p.causal ? 0 : p.window ? p.window - 1 : UNBOUNDED, p.chunk});
     }
     const int64_t *ends = p.range_ends + b * p.ranges, *rows = p.range_rows + b * p.ranges, *reaches = p.range_reaches + b * p.ranges;
     const int64_t *gaps = p.slopes ? p.range_gaps + b * p.ranges : nullptr;
@@ -100,7 +100,7 @@ struct RangeCuts {
     // Makes them and has p take them. Returns 0, or 1 when out of memory. The ranges are checked already.
     int find(Attention &p) {
         first = (long *)malloc((p.batch + 1) * sizeof(long));
-        if (!first) return NO_MEMORY;
+        if (!first) return OUT_OF_MEMORY;
         const auto each = [&](auto use) {
             first[0] = 0;
             for (long b = 0; b < p.batch; b++) {
@@ -117,7 +117,7 @@ struct RangeCuts {
         };
         each([](const Cut &, long) {});
         cuts = (Cut *)malloc(max_of(1, first[p.batch]) * sizeof(Cut));
-        if (!cuts) return NO_MEMORY;
+        if (!cuts) return OUT_OF_MEMORY;
         each([&](const Cut &cut, long at) { cuts[at] = cut; });
         p.range_first = first, p.range_cuts = cuts;
         return 0;

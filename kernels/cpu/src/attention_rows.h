@@ -210,7 +210,7 @@ EXPORT int WINDLASS_NAME(paged_attention_decode)(const AttentionArguments *argum
     for (long b = 0; b < p.batch; b++)
         if (const int code = check_ranges(p, b, b, 1)) return code;
     RangeCuts cuts;
-    if (p.range_ends && cuts.find(p)) return NO_MEMORY;
+    if (p.range_ends && cuts.find(p)) return OUT_OF_MEMORY;
     const bool packed = p.table_row == 0 && p.batch > 1 && !p.range_ends;
     const auto attend = [&](auto *page) {
         typedef __typeof__(*page) T;

@@ -66,7 +66,7 @@ INLINE vs even_bytes(vub w, bool is_signed) { return is_signed ? ((vs)w << 8) >>
 INLINE vs odd_bytes(vub w, bool is_signed) { return is_signed ? (vs)w >> 8 : (vs)((vus)w >> 8); }
 
 // Codes of quad q of W rows. group: its lines, from those rows on.
-template <class F> INLINE vub codes_of(const uint8_t *group, int q) {
+template <class F> INLINE vub unpack_codes(const uint8_t *group, int q) {
     if constexpr (F::BITS == 8) return load_bytes(group + q * QUAD_BYTES);
     else {
         const vub both = load_bytes(group + q / 2 * QUAD_BYTES);
@@ -88,7 +88,7 @@ template <class F> static void make_ready(const uint8_t *stored, long groups, ui
         WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++, ready += QUAD_BYTES * F::X) {
             for (int v = 0; v < V; v++) {
-                const vub w = codes_of<F>(stored + v * 4 * W, q);
+                const vub w = unpack_codes<F>(stored + v * 4 * W, q);
                 if constexpr (F::PAIRS) {
                     *(vub_any *)(ready + 2 * v * 4 * W) = (vub)even_bytes(w, F::BITS == 8);
                     *(vub_any *)(ready + (2 * v + 1) * 4 * W) = (vub)odd_bytes(w, F::BITS == 8);

@@ -52,7 +52,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
         for (int q = 0; q < F::QUADS; q++) {
             vub weight[VS];
             for (int v = 0; v < VS; v++)
-                weight[v] = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+                weight[v] = READY ? load_bytes(w + q * LINE + v * 4 * W) : unpack_codes<F>(w + v * 4 * W, q);
             for (int m = 0; m < MT; m++) {
                 const vi xm = spread(x + q * STEP + 4 * m);
                 for (int v = 0; v < VS; v++)
@@ -75,7 +75,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
                 for (int v = 0; v < VS; v++) {
                     if (READY) weight[v] = (vs)load_bytes(from + q * LINE + (2 * v + odd) * 4 * W);
                     else {
-                        const vub codes = codes_of<F>(from + v * 4 * W, q);
+                        const vub codes = unpack_codes<F>(from + v * 4 * W, q);
                         weight[v] = odd ? odd_bytes(codes, F::BITS == 8) : even_bytes(codes, F::BITS == 8);
                     }
                 }
@@ -93,7 +93,7 @@ INLINE void group_sums(const uint8_t *w, const uint8_t *x, vi (&sums)[VS][MT]) {
         WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++)
             for (int v = 0; v < VS; v++) {
-                const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : codes_of<F>(w + v * 4 * W, q);
+                const vub codes = READY ? load_bytes(w + q * LINE + v * 4 * W) : unpack_codes<F>(w + v * 4 * W, q);
                 add_rows<MT>(sums[v], F::CARRIED ? codes ^ uint8_t(F::CARRIED) : codes, x + q * STEP);
             }
 #endif
@@ -201,7 +201,7 @@ static NOINLINE void multiply_pair(PanelGroups a, PanelGroups b, const uint8_t *
             vub codes[2];
             for (int n = 0; n < 2; n++) {
                 const uint8_t *w = n ? b.codes : a.codes;
-                codes[n] = READY ? load_bytes(w + q * QUAD_BYTES) : codes_of<F>(w, q);
+                codes[n] = READY ? load_bytes(w + q * QUAD_BYTES) : unpack_codes<F>(w, q);
                 if (F::CARRIED) codes[n] ^= uint8_t(F::CARRIED);
             }
             for (int m = 0; m < MT; m++) {

@@ -37,7 +37,7 @@ template <class T> struct Operands {
     T *out;
     StateRows rows;
     long key_heads, heads, key_dim, value_dim;
-    bool in_turns;
+    bool tiled_heads;
     INLINE_MEMBER const T *keys(long token) const { return qkv + token * qkv_row + key_heads * key_dim; }
     INLINE_MEMBER const T *values(long token) const { return qkv + token * qkv_row + 2 * key_heads * key_dim; }
     INLINE_MEMBER float *of_head(int64_t block, long head) const { return memory + (block * heads + head) * key_dim * value_dim; }
@@ -109,7 +109,7 @@ template <class T>
 static NOINLINE void walk(const Operands<T> &p, const Slice &slice, long begin, const Run &run, long head, long column,
                           const float *next, float *panel) {
     const long dim = p.key_dim, n = min_of(PANEL, p.value_dim - column);
-    const long key_head = p.in_turns ? head % p.key_heads : head / (p.heads / p.key_heads);
+    const long key_head = p.tiled_heads ? head % p.key_heads : head / (p.heads / p.key_heads);
     float *const memory = p.of_head(run.block, head) + column;
     Change change;
     for (long t = run.first; t < run.end; t++) {
@@ -196,12 +196,12 @@ template <class T> static void all_tokens(const Operands<T> &p, const Slice &sli
 }
 
 // qkv: [T][2 key_heads key_dim + heads value_dim], decay, strength: [T][heads], all of the type, rows so far apart. rate, bias:
-// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. in_turns: see Backend.gated_delta_rule. out:
+// [heads]. memory: [num_blocks][heads][key_dim][value_dim], changed in place. kept: see StateRows. tiled_heads: see Backend.gated_delta_rule. out:
 // [T][heads value_dim] of the type. Returns 1 when out of memory or a code of StateRows::refusal; it has written nothing then.
 EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int type, const void *decay, long decay_row,
                                            const void *strength, long strength_row, const float *rate, const float *bias,
                                            float *memory, long num_blocks, long key_heads, long heads, long key_dim,
-                                           long value_dim, long in_turns, const int64_t *blocks, const int64_t *starts,
+                                           long value_dim, long tiled_heads, const int64_t *blocks, const int64_t *starts,
                                            const int64_t *lengths, long sequences, const int64_t *kept, void *out, long tokens) {
     const StateRows rows = {blocks, starts, lengths, sequences, kept};
     if (const int code = rows.refusal(tokens, num_blocks)) return code;
@@ -218,7 +218,7 @@ EXPORT int WINDLASS_NAME(gated_delta_rule)(const void *qkv, long qkv_row, int ty
     with_type(type, [&](auto *element) {
         typedef __typeof__(*element) T;
         const Operands<T> p = {(const T *)qkv, qkv_row, (const T *)decay, decay_row, (const T *)strength, strength_row, rate, bias,
-                               memory, (T *)out, rows, key_heads, heads, key_dim, value_dim, in_turns != 0};
+                               memory, (T *)out, rows, key_heads, heads, key_dim, value_dim, tiled_heads != 0};
         all_tokens(p, slice, tokens, (float *)space);
     });
     free(space);

@@ -85,15 +85,15 @@ EXPORT int windlass_can_run(int level) {
 // What all of this was compiled from (kernels/cpu/sources.py).
 EXPORT const char *windlass_sources() { return WINDLASS_SOURCES; }
 
-struct FieldPlace {
+struct FieldOffset {
     const char *name;
     long offset, size;
 };
 
 // Every field of AttentionArguments; after them one without a name, which stands at the end of the struct.
-EXPORT const FieldPlace *windlass_attention_fields() {
+EXPORT const FieldOffset *windlass_attention_fields() {
 #define PLACE(field) {#field, offsetof(AttentionArguments, field), sizeof(AttentionArguments::field)}
-    static const FieldPlace places[] = {
+    static const FieldOffset places[] = {
         PLACE(q), PLACE(keys), PLACE(values), PLACE(key_scales), PLACE(value_scales), PLACE(tables), PLACE(query_start),
         PLACE(lengths), PLACE(score_scale), PLACE(sinks), PLACE(range_ends), PLACE(range_rows), PLACE(range_reaches),
         PLACE(slopes), PLACE(range_gaps), PLACE(out), PLACE(q_rows), PLACE(q_row), PLACE(q_head), PLACE(num_blocks), PLACE(block_size), PLACE(kv_heads), PLACE(dim),

@@ -203,7 +203,7 @@ static NOINLINE void widen_pairs(const blocks::BlockWeight &w, long panel, long 
         const vf scale = load(scales), minimum = F::MINIMUM ? load(scales + (F::PARTS - 1) * W) : vf{};
         WINDLASS_UNROLL
         for (int q = 0; q < F::QUADS; q++, to += 2 * W) {
-            const vu quad = (vu)blocks::codes_of<F>(codes, q);
+            const vu quad = (vu)blocks::unpack_codes<F>(codes, q);
             vf y[4];
             for (int i = 0; i < 4; i++) {
                 const vi code = F::BITS == 8 ? (vi)(quad << (24 - 8 * i)) >> 24 : (vi)(quad >> 8 * i & 0xffu) - w.offset;

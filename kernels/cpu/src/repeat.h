@@ -82,7 +82,7 @@ static int make_all(const void *calls, long count) {
             case 8: code = make(call, WINDLASS_NAME(embed_rows)); break;
             case 9: code = make(call, panels::WINDLASS_NAME(linear_panels)); break;
             case 10: code = make(call, blocks::WINDLASS_NAME(widen_blocks)); break;
-            case 11: code = make(call, WINDLASS_NAME(turn_queries)); break;
+            case 11: code = make(call, WINDLASS_NAME(rotate_queries)); break;
             case 12: code = make(call, WINDLASS_NAME(row_maxima)); break;
             case 13: code = make(call, low_rank::WINDLASS_NAME(add_low_rank)); break;
             case 14: code = make(call, latent::WINDLASS_NAME(latent_queries)); break;

@@ -224,7 +224,7 @@ EXPORT int WINDLASS_NAME(rerotate_cached_keys)(void *key_pages, void *value_page
 
 // out = q [tokens, heads, dim] as it is, then q[rows[m]] for every m, rotated by the m-th of `turned` angles: the versions of queries
 // that attention_ranges.h tells of. out is contiguous, of q's type. Returns 2 for a row that q lacks, with nothing written.
-EXPORT int WINDLASS_NAME(turn_queries)(const void *q, long q_row, long q_head, int q_type, const int64_t *rows, const float *cos,
+EXPORT int WINDLASS_NAME(rotate_queries)(const void *q, long q_row, long q_head, int q_type, const int64_t *rows, const float *cos,
                                        long cos_row, const float *sin, long sin_row, void *out, long tokens, long turned,
                                        long heads, long dim, long half) {
     for (long m = 0; m < turned; m++)

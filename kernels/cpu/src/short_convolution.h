@@ -26,7 +26,7 @@ template <class T> struct Piece {
     bool activated;
     const StateRows &rows;
     long first, block;  // the sequence's first token of the step, and its block
-    INLINE_MEMBER float *window_of(int64_t other, long past) const { return window + (other - block) * past * window_row; }
+    INLINE_MEMBER float *eviction_window(int64_t other, long past) const { return window + (other - block) * past * window_row; }
 };
 
 // taps[i][c] of weight[c][i].
@@ -92,7 +92,7 @@ template <class T, int WIDTH> static NOINLINE void convolve(const Piece<T> &p, c
             if (n == W) store(target, total);
             else store_some(target, total, n);
         }
-        if (const int64_t kept = p.rows.kept_after(p.first + t); kept >= 0) leave(p, t + 1, past, p.window_of(kept, past));
+        if (const int64_t kept = p.rows.kept_after(p.first + t); kept >= 0) leave(p, t + 1, past, p.eviction_window(kept, past));
     }
     leave(p, p.tokens, past, p.window);
 }

@@ -11,16 +11,16 @@ import triton.language as tl
 
 from windlass.kernels.triton.programs.attention_tile import (
     LOG2_E,
-    averaged,
-    end_seen,
-    first_seen,
-    meet,
+    attend_tile,
+    end_visible,
+    first_visible,
+    normalized,
+    prepare_query,
     rows_of_tile,
-    weighable,
 )
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
-FAR = tl.constexpr(1 << 30)  # keys, more than any sequence has
+MAX_DISTANCE = tl.constexpr(1 << 30)  # keys, more than any sequence has
 # What differs from step to step. Triton would compile a program for each of 1, a multiple of 16 and anything else, and for
 # addresses that 16 divides and others, in the middle of serving.
 _BY_STEP = [
@@ -62,7 +62,7 @@ def sequence_at(starts, place, count, TOKENS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_BY_STEP)
-def attention(
+def paged_attention_kernel(
     q,
     q_stride,
     q_head_stride,
@@ -125,7 +125,7 @@ def attention(
     """Program (place, head tile, split). place: a sequence of which only a single token is taken (SINGLES), a token (BY_TOKEN),
     or else a tile of TOKENS tokens of a sequence that has more than one. HEADS: of the rows of one token. Splits have
     `split_keys` keys each from the first of the sequence on; or (SPREAD) they share out what this token sees, none with fewer."""
-    follow()
+    wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     if not (SINGLES or BY_TOKEN):
         place = tl.num_programs(0) - 1 - place  # the last tokens see most, and begin first
@@ -174,10 +174,10 @@ def attention(
     weight = tl.zeros([BLOCK_M], tl.float32)
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     table = tables + b * table_stride
-    first = first_seen(index, window, chunk, WINDOW, CHUNK)
-    end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
-    range_begin = first_seen(first_index, window, chunk, WINDOW, CHUNK)
-    range_stop = end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    first = first_visible(index, window, chunk, WINDOW, CHUNK)
+    end = end_visible(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    range_begin = first_visible(first_index, window, chunk, WINDOW, CHUNK)
+    range_stop = end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
     split_size = split_keys
     begin_of_split = split * split_keys
     if SPREAD:  # by what stands in the device's memory: the grid is the same at every length
@@ -195,15 +195,15 @@ def attention(
     for part in range(parts):
         low = range_begin
         stop = range_stop
-        all_from = first_seen(last_index, window, chunk, WINDOW, CHUNK)
-        all_until = end_seen(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+        all_from = first_visible(last_index, window, chunk, WINDOW, CHUNK)
+        all_until = end_visible(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
         q_row = start + token
         reach = low * 0
         gap = start * 0
         if RANGES:
             at = b * num_ranges + part
             range_end = tl.minimum(tl.load(range_ends + at), length).to(tl.int32)
-            reach = tl.minimum(tl.maximum(tl.load(range_reaches + at), -FAR), FAR).to(tl.int32)
+            reach = tl.minimum(tl.maximum(tl.load(range_reaches + at), -MAX_DISTANCE), MAX_DISTANCE).to(tl.int32)
             version = tl.load(range_rows + at)
             if SLOPES:
                 gap = tl.load(range_gaps + at)
@@ -226,7 +226,7 @@ def attention(
             q_ok = row_ok & there
             at_q = q + q_row[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
             query = tl.load(at_q, mask=q_ok[:, None] & (dims < DIM)[None, :], other=0.0).to(DOT)
-            query, own_scale = weighable(query, row_scale)
+            query, own_scale = prepare_query(query, row_scale)
             own_scale = tl.where(there, own_scale, float("nan"))  # a row of q that is none shows
             # Tiles of which all rows see all keys stand between others.
             begin = low // BLOCK_N * BLOCK_N
@@ -245,7 +245,7 @@ def attention(
                     from_tile, to_tile = whole_end, stop
                 if phase > 0 or WINDOW or CHUNK or RANGES:
                     for tile in range(from_tile, to_tile, BLOCK_N):
-                        largest, weight, summed = meet(
+                        largest, weight, summed = attend_tile(
                             query,
                             own_scale,
                             slope,
@@ -292,7 +292,7 @@ def attention(
         at_sum = at[:, None] * VALUE_DIM + value_dims[None, :]
         tl.store(sums + at_sum, summed, mask=row_ok[:, None] & (value_dims < VALUE_DIM)[None, :])
     else:
-        found = averaged(largest, weight, summed, sinks, head, row_ok, SINKS)
+        found = normalized(largest, weight, summed, sinks, head, row_ok, SINKS)
         at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
         out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
         tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)

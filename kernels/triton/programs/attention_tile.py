@@ -4,13 +4,13 @@ what it comes to at the end."""
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
+from windlass.kernels.triton.programs.pages import from_float8, key_offset, scale_offset, value_offset
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def first_seen(index, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def first_visible(index, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     first = index * 0
     if WINDOW:
         first = tl.maximum(index - (window - 1), 0)
@@ -20,7 +20,7 @@ def first_seen(index, window, chunk, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
 
 
 @triton.jit
-def end_seen(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
+def end_visible(index, length, window, chunk, CAUSAL: tl.constexpr, WINDOW: tl.constexpr, CHUNK: tl.constexpr):
     end = index + 1
     if not CAUSAL:
         end = index * 0 + length
@@ -41,7 +41,7 @@ def rows_of_tile(first_head, kv_head, local, count, GROUP: tl.constexpr, HEADS: 
 
 
 @triton.jit
-def averaged(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
+def normalized(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
     """Sums of values over weights, with what sinks weigh."""
     if SINKS:
         sink = tl.load(sinks + head, mask=ok, other=0.0) * LOG2_E
@@ -53,14 +53,14 @@ def averaged(largest, weight, summed, sinks, head, ok, SINKS: tl.constexpr):
 
 
 @triton.jit
-def weighable(query, row_scale):
-    """The rows and their scales, as `weighed` has them. Under 1e-30 all keys that a row sees are alike, as they are under 0."""
+def prepare_query(query, row_scale):
+    """The rows and their scales, as `softmax_update` has them. Under 1e-30 all keys that a row sees are alike, as they are under 0."""
     size = tl.abs(row_scale)
     return tl.where((row_scale < 0)[:, None], -query, query), tl.where(size < 1e-30, 1e-30, size)  # NaN stays
 
 
 @triton.jit
-def weighed(scores, scale, largest, weight, WHOLE: tl.constexpr):
+def softmax_update(scores, scale, largest, weight, WHOLE: tl.constexpr):
     """The softmax's state after these scores, what becomes of sums before them, and weights. scale: of each row, in powers of
     two, above 0, as the largest score is looked for before. Scores of keys that are not seen are -inf; WHOLE: there are none.
     It changes no bit: what is scaled and lowered is rounded once."""
@@ -74,7 +74,7 @@ def weighed(scores, scale, largest, weight, WHOLE: tl.constexpr):
 
 
 @triton.jit
-def meet(
+def attend_tile(
     query,
     scale,
     slope,
@@ -114,7 +114,7 @@ def meet(
     BLOCK_V: tl.constexpr,
 ):
     """The softmax's state (largest score in powers of two, weight, sum of values) after one more tile of keys. WHOLE: all rows
-    see all of them. scale: of each row, as `weighed` has it, unless scores are bent or lowered before."""
+    see all of them. scale: of each row, as `softmax_update` has it, unless scores are bent or lowered before."""
     place = tl.arange(0, BLOCK_N)
     key = tile + place
     key_ok = (key >= low) & (key < stop)
@@ -144,7 +144,7 @@ def meet(
     KEY_PAGE: tl.constexpr = KV_HEADS * SIZE * ((DIM + 3) // 4 * 4 if CODES else DIM)
     VALUE_PAGE: tl.constexpr = KV_HEADS * SIZE * VALUE_DIM
     block = block.to(tl.int64)
-    in_key = key_place(0, offset[None, :], kv_head, dims[:, None], KV_HEADS, SIZE, DIM, CODES)
+    in_key = key_offset(0, offset[None, :], kv_head, dims[:, None], KV_HEADS, SIZE, DIM, CODES)
     at_key = keys + (block * KEY_PAGE)[None, :] + in_key
     if not WHOLE:
         tile_keys = tl.load(at_key, mask=(dims < DIM)[:, None] & key_ok[None, :], other=0)
@@ -156,7 +156,7 @@ def meet(
         tile_keys = from_float8(tile_keys)
     scores = tl.dot(query, tile_keys.to(DOT), input_precision=PRECISION)
     if CODES:
-        at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
+        at_scale = scale_offset(block, offset, kv_head, KV_HEADS, SIZE)
         scores = scores * tl.load(key_scales + at_scale, mask=key_ok, other=0.0)[None, :]
     if BLOCK_N % SIZE == 0 and WHOLE:
         scale = scale + missing  # a block that is none lets its whole tile show
@@ -179,8 +179,8 @@ def meet(
         else:
             seen = (key[None, :] >= first[:, None]) & (key[None, :] < end[:, None])
         scores = tl.where(seen & key_ok[None, :], scores, float("-inf"))
-    largest, weight, kept, shares = weighed(scores, scale, largest, weight, WHOLE)
-    in_value = value_place(0, offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES)
+    largest, weight, kept, shares = softmax_update(scores, scale, largest, weight, WHOLE)
+    in_value = value_offset(0, offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES)
     at_value = values + (block * VALUE_PAGE)[:, None] + in_value
     if not WHOLE:
         tile_values = tl.load(at_value, mask=key_ok[:, None] & (value_dims < VALUE_DIM)[None, :], other=0)

@@ -14,7 +14,7 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.programs.logits import magnitude, scaled_logits, units
-from windlass.kernels.triton.programs.order import follow, is_last
+from windlass.kernels.triton.programs.order import is_last_program, wait_for_predecessor
 
 _LAST = tl.constexpr(0x41C80000)  # the magnitude of 25: what lies beyond weighs nothing
 # The first turn's buckets have 2^20 magnitudes each, and 2^16 from 1/8 on, where most tokens are. The next turns divide what they
@@ -62,7 +62,7 @@ _BY_DRAWS = [
 
 
 @triton.jit(do_not_specialize=_BY_DRAWS)
-def begin_draws(
+def begin_sampling_kernel(
     rows,
     changed_rows,
     places,
@@ -84,11 +84,11 @@ def begin_draws(
     """Program (draw): its status, its token where that is the largest, and what the programs after this one begin with.
 
     rows: of the logits, None for 0, 1, 2 ... changed_rows: below 0 for none, None where nothing is changed. places, maxima: of
-    the largest of each row. floors: int32, the magnitude up to which min-p keeps. top_ps: float64. statuses: of `DrawStatus`.
+    the largest of each row. floors: int32, the magnitude up to which min-p keeps. top_ps: float64. statuses: of `SamplingStatus`.
     largest: float32, of the row that is drawn from. counts: int32 [draws, COUNTS]. masses: int64 [draws, MASSES]. tickets: int32
     [draws, TICKETS].
     """
-    follow()
+    wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     row = draw
     if rows is not None:
@@ -227,7 +227,7 @@ def end_turn(state, counts, masses, turn, wants, top_k, top_p):
 
 
 @triton.jit(do_not_specialize=_BY_DRAWS)
-def narrow_draws(
+def radix_select_kernel(
     logits,
     stride,
     columns,
@@ -245,7 +245,7 @@ def narrow_draws(
     BLOCK: tl.constexpr,
 ):
     """Program (draw, part): what a part of so many blocks adds to the buckets of a turn."""
-    follow()
+    wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     state = states + draw * STATE
     wants = tl.load(state + _WANTS).to(tl.int32)
@@ -266,7 +266,7 @@ def narrow_draws(
             to = buckets_of(turn) + bucket_of(number, low, span)
             tl.atomic_add(own_masses + to, units(scaled), mask=inside, sem="relaxed")
             tl.atomic_add(own_counts + to, 1, mask=inside & (wants == _COUNT), sem="relaxed")
-        if is_last(tickets + draw * TICKETS + turn):
+        if is_last_program(tickets + draw * TICKETS + turn):
             end_turn(state, own_counts, own_masses, turn, wants, tl.load(top_ks + draw), tl.load(top_ps + draw))
 
 
@@ -300,7 +300,7 @@ def place_of(row, begin, columns, largest, temperature, limit, before, target, B
 
 
 @triton.jit(do_not_specialize=_BY_DRAWS)
-def draw_tokens(
+def sample_tokens_kernel(
     logits,
     stride,
     columns,
@@ -317,7 +317,7 @@ def draw_tokens(
     PARTS: tl.constexpr,
 ):
     """Program (draw, part): what a part of so many blocks weighs; the last one draws. part_masses: int64 [draws, PARTS]."""
-    follow()
+    wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     state = states + draw * STATE
     limit = tl.load(state + _LIMIT).to(tl.int32)
@@ -330,7 +330,7 @@ def draw_tokens(
         end = tl.minimum((part + 1) * size, columns)
         own = mass(row, part * size, end, columns, highest, temperature, limit, BLOCK)
         tl.store(part_masses + draw * PARTS + part, own)
-        if is_last(tickets + draw * TICKETS + _END):
+        if is_last_program(tickets + draw * TICKETS + _END):
             parts = tl.arange(0, PARTS)
             there = parts < tl.num_programs(1)
             sums = tl.load(part_masses + draw * PARTS + parts, mask=there, other=0, cache_modifier=".cg")

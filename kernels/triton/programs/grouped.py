@@ -8,13 +8,13 @@ not there are not read. In place of columns that are not there the last one is r
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 from windlass.kernels.triton.programs.pointwise import activated
 from windlass.kernels.triton.programs.product import part_of_expert
 
 
 @triton.jit
-def grouped_product(
+def grouped_gemm_kernel(
     x,
     x_stride,
     out,
@@ -45,7 +45,7 @@ def grouped_product(
     the order of experts. PER_ROW: how many places a row of x has where they are gathered. KIND: an activation, or None; with one
     the first half of the columns are gates, the others what they open. WHOLE: whether BLOCK_K divides `inner`.
     """
-    follow()
+    wait_for_predecessor()
     expert, first, end = part_of_expert(tl.program_id(1), ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE=False)
     if first >= end:
         return

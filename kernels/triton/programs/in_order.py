@@ -11,15 +11,15 @@ import triton.language as tl
 from windlass.kernels.triton.programs.attention import sequence_at
 from windlass.kernels.triton.programs.attention_tile import (
     LOG2_E,
-    averaged,
-    end_seen,
-    first_seen,
+    end_visible,
+    first_visible,
+    normalized,
+    prepare_query,
     rows_of_tile,
-    weighable,
-    weighed,
+    softmax_update,
 )
-from windlass.kernels.triton.programs.order import follow
-from windlass.kernels.triton.programs.pages import from_float8, key_place, scale_place, value_place
+from windlass.kernels.triton.programs.order import wait_for_predecessor
+from windlass.kernels.triton.programs.pages import from_float8, key_offset, scale_offset, value_offset
 
 _BY_STEP = [
     "num_blocks",
@@ -53,7 +53,7 @@ def tiles_before(query_start, seq_lens, end, tile, MULTIPLE: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_BY_STEP)
-def bring_in_order(
+def gather_kv_kernel(
     keys,
     values,
     key_scales,
@@ -86,7 +86,7 @@ def bring_in_order(
     What none of their new tokens sees is not brought. Keys of a block that is none are NaN. Values of what is not there are 0:
     nothing multiplied by a weight of 0 may be NaN.
     """
-    follow()
+    wait_for_predecessor()
     tile = tl.program_id(0)
     kv_head = tl.program_id(1)
     _, sequence = tiles_before(query_start, seq_lens, num_sequences, tile, BLOCK_N)
@@ -96,7 +96,7 @@ def bring_in_order(
     b = sequence.to(tl.int64)
     new = (tl.load(query_start + b + 1) - tl.load(query_start + b)).to(tl.int32)
     length = tl.load(seq_lens + b).to(tl.int32)
-    first_key = first_seen(length - new, window, chunk, WINDOW, CHUNK)
+    first_key = first_visible(length - new, window, chunk, WINDOW, CHUNK)
     first_place = (tile - before) * BLOCK_N
     if first_place + BLOCK_N <= first_key // BLOCK_N * BLOCK_N:
         return
@@ -109,9 +109,9 @@ def bring_in_order(
     dims = tl.arange(0, BLOCK_D)
     value_dims = tl.arange(0, BLOCK_V)
     kind = ordered_keys.dtype.element_ty
-    at_key = key_place(block[:, None], offset[:, None], kv_head, dims[None, :], KV_HEADS, SIZE, DIM, CODES)
+    at_key = key_offset(block[:, None], offset[:, None], kv_head, dims[None, :], KV_HEADS, SIZE, DIM, CODES)
     tile_keys = tl.load(keys + at_key, mask=there[:, None] & (dims < DIM)[None, :], other=0)
-    at_value = value_place(
+    at_value = value_offset(
         block[:, None], offset[:, None], kv_head, value_dims[None, :], KV_HEADS, SIZE, VALUE_DIM, CODES
     )
     tile_values = tl.load(values + at_value, mask=there[:, None] & (value_dims < VALUE_DIM)[None, :], other=0)
@@ -119,7 +119,7 @@ def bring_in_order(
         tile_keys = from_float8(tile_keys)
         tile_values = from_float8(tile_values)
     if CODES:
-        at_scale = scale_place(block, offset, kv_head, KV_HEADS, SIZE)
+        at_scale = scale_offset(block, offset, kv_head, KV_HEADS, SIZE)
         tile_keys = tile_keys.to(tl.float32) * tl.load(key_scales + at_scale, mask=there, other=0.0)[:, None]
         tile_values = tile_values.to(tl.float32) * tl.load(value_scales + at_scale, mask=there, other=0.0)[:, None]
     row = (tile.to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N))[:, None] * KV_HEADS + kv_head
@@ -138,7 +138,7 @@ def masked(scores, key, first, end, EARLY: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_BY_STEP)
-def attention_in_order(
+def prefill_attention_kernel(
     q,
     q_stride,
     q_head_stride,
@@ -171,9 +171,9 @@ def attention_in_order(
     BLOCK_V: tl.constexpr,
 ):
     """Program (tile of TOKENS tokens of a sequence that has more than one, head tile). keys, values: descriptors of what
-    `bring_in_order` made in tiles of MULTIPLE, a tile of one head each. The rows of a tile are (token, head) pairs, heads side
+    `gather_kv_kernel` made in tiles of MULTIPLE, a tile of one head each. The rows of a tile are (token, head) pairs, heads side
     by side."""
-    follow()
+    wait_for_predecessor()
     place = tl.num_programs(0) - 1 - tl.program_id(0).to(tl.int64)  # the last tokens see most, and begin first
     HEAD_TILES: tl.constexpr = (GROUP + HEADS - 1) // HEADS
     kv_head = tl.program_id(1) // HEAD_TILES
@@ -196,17 +196,17 @@ def attention_in_order(
     own_scale = scale * LOG2_E * tl.load(score_scale + start + token, mask=row_ok, other=0.0)
     at_q = q + (start + token)[:, None] * q_stride + head[:, None] * q_head_stride + dims[None, :]
     query = tl.load(at_q, mask=row_ok[:, None] & (dims < DIM)[None, :], other=0.0)
-    query, own_scale = weighable(query, own_scale)
+    query, own_scale = prepare_query(query, own_scale)
 
-    first = first_seen(index, window, chunk, WINDOW, CHUNK)
-    end = end_seen(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
-    low = first_seen(first_index, window, chunk, WINDOW, CHUNK)
-    stop = tl.minimum(end_seen(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    first = first_visible(index, window, chunk, WINDOW, CHUNK)
+    end = end_visible(index, length, window, chunk, CAUSAL, WINDOW, CHUNK)
+    low = first_visible(first_index, window, chunk, WINDOW, CHUNK)
+    stop = tl.minimum(end_visible(last_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
     end = tl.minimum(end, length)
     # Tiles of which all rows see all keys stand between others.
     begin = low // BLOCK_N * BLOCK_N
-    all_from = first_seen(last_index, window, chunk, WINDOW, CHUNK)
-    all_until = tl.minimum(end_seen(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
+    all_from = first_visible(last_index, window, chunk, WINDOW, CHUNK)
+    all_until = tl.minimum(end_visible(first_index, length, window, chunk, CAUSAL, WINDOW, CHUNK), length)
     whole = (all_from + BLOCK_N - 1) // BLOCK_N * BLOCK_N
     whole_end = all_until // BLOCK_N * BLOCK_N
 
@@ -220,7 +220,7 @@ def attention_in_order(
     summed = tl.zeros([BLOCK_M, BLOCK_V], tl.float32)
     scores = tl.dot(query, keys.load([first_row + begin, at_head]).T, input_precision=PRECISION)
     scores = masked(scores, begin + places_of_tile, first, end, WINDOW or CHUNK)
-    largest, weight, kept, shares = weighed(scores, own_scale, largest, weight, False)
+    largest, weight, kept, shares = softmax_update(scores, own_scale, largest, weight, False)
     for phase in tl.static_range(3):
         if phase == 0:
             from_tile, to_tile = begin, tl.minimum(whole, stop)
@@ -239,11 +239,11 @@ def attention_in_order(
                 )
                 if phase != 1:
                     scores = masked(scores, tile + places_of_tile, first, end, WINDOW or CHUNK)
-                largest, weight, kept, shares = weighed(scores, own_scale, largest, weight, phase == 1)
+                largest, weight, kept, shares = softmax_update(scores, own_scale, largest, weight, phase == 1)
     tile_values = values.load([first_row + (stop - 1) // BLOCK_N * BLOCK_N, at_value_head])
     summed = tl.dot(shares.to(query.dtype), tile_values, summed * kept[:, None], input_precision=PRECISION)
 
-    found = averaged(largest, weight, summed, sinks, head, row_ok, SINKS)
+    found = normalized(largest, weight, summed, sinks, head, row_ok, SINKS)
     at_out = ((start + token) * (KV_HEADS * GROUP) + head)[:, None] * VALUE_DIM + value_dims[None, :]
     out_ok = row_ok[:, None] & (value_dims < VALUE_DIM)[None, :]
     tl.store(out + at_out, found.to(out.dtype.element_ty), mask=out_ok)

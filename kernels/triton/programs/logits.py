@@ -9,7 +9,7 @@ Logits less their maximum are never positive, so the bits of their magnitudes ar
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 LOG2_E = tl.constexpr(1.44269504)
 UNIT = tl.constexpr(17179869184.0)  # 2^34
@@ -70,9 +70,9 @@ def largest_of(row, columns, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def maxima_of_parts(logits, stride, columns, places, largest, parts, PART: tl.constexpr, BLOCK: tl.constexpr):
+def partial_maxima_kernel(logits, stride, columns, places, largest, parts, PART: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row, part): the largest number of PART columns, into its place of [rows, parts]."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     part = tl.program_id(1)
     begin = part * PART
@@ -82,9 +82,9 @@ def maxima_of_parts(logits, stride, columns, places, largest, parts, PART: tl.co
 
 
 @triton.jit
-def row_maxima(part_places, part_largest, parts, places, largest, BLOCK: tl.constexpr):
+def row_maxima_kernel(part_places, part_largest, parts, places, largest, BLOCK: tl.constexpr):
     """Program (row): of its parts."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     found, part = largest_of(part_largest + row * parts, parts, BLOCK)
     tl.store(places + row, tl.load(part_places + row * parts + part).to(tl.int64))
@@ -92,9 +92,9 @@ def row_maxima(part_places, part_largest, parts, places, largest, BLOCK: tl.cons
 
 
 @triton.jit
-def log_sums(x, stride, columns, out, BLOCK: tl.constexpr):
+def log_sums_kernel(x, stride, columns, out, BLOCK: tl.constexpr):
     """Program (row): the logarithm of the sum of its exponentials, in one order however many rows there are."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     largest, _ = largest_of(x + row * stride, columns, BLOCK)
     base = tl.where(largest == float("-inf"), 0.0, largest)
@@ -106,7 +106,7 @@ def log_sums(x, stride, columns, out, BLOCK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=_OF_CHANGES)
-def change_rows(
+def adjust_logits_kernel(
     logits,
     stride,
     rows,
@@ -127,7 +127,7 @@ def change_rows(
     its lists begin (allowed, forbidden, biased, counted, decreased) and the last one ends. penalties: float32 [S, 4], the fourth
     1 where only the allowed stay.
     """
-    follow()
+    wait_for_predecessor()
     draw = tl.program_id(0).to(tl.int64)
     source = logits + tl.load(rows + draw) * stride
     to = out + draw * columns

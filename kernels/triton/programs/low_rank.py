@@ -6,14 +6,14 @@ which multiply number by number: reading matrices is what they take. Of many row
 the other, with zeros in the place of rows that have another: rows of a prompt share theirs. A row's bits follow from that row
 alone, and from the sizes.
 
-Which changes there are is found in a table in the device's memory, see `AddressedLowRankTable`: work that was captured meets what
+Which changes there are is found in a table in the device's memory, see `DeviceLowRankTable`: work that was captured meets what
 stands there when it is repeated, and reads nothing of a slot whose rank is 0. A and B lie in panels, see `layouts.low_rank`.
 """
 
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 # An entry of the table: the rank of all parts together and the address of A, then of each part the following.
 HEAD = tl.constexpr(2)
@@ -72,7 +72,7 @@ def scale_of(part):
 
 
 @triton.jit(do_not_specialize=["splits"])
-def low_rank_down_by_row(
+def low_rank_down_by_row_kernel(
     x,
     x_stride,
     slots,
@@ -88,7 +88,7 @@ def low_rank_down_by_row(
     BLOCK_K: tl.constexpr,
 ):
     """Program (row, part of K): low[row, part, :rank] = x @ A.T. low: float32 [rows, splits, ranks]. KIND: the type of A, B."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     split = tl.program_id(1)
     slot = tl.load(slots + row)
@@ -111,7 +111,7 @@ def low_rank_down_by_row(
 
 
 @triton.jit(do_not_specialize=["splits"])
-def low_rank_up_by_row(
+def low_rank_up_by_row_kernel(
     slots,
     table,
     low,
@@ -128,7 +128,7 @@ def low_rank_up_by_row(
     BLOCK_N: tl.constexpr,
 ):
     """Program (tile of columns, row): out[row] += scale * (low[row] @ B.T); NaN for a slot that the table lacks."""
-    follow()
+    wait_for_predecessor()
     tile = tl.program_id(0)
     row = tl.program_id(1).to(tl.int64)
     slot = tl.load(slots + row)
@@ -163,7 +163,7 @@ def next_slot(slots, last, SLOTS: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def low_rank_down(
+def low_rank_down_kernel(
     x,
     x_stride,
     slots,
@@ -182,8 +182,8 @@ def low_rank_down(
     BLOCK_R: tl.constexpr,
     BLOCK_K: tl.constexpr,
 ):
-    """Program (tile of rows, part of K): see `low_rank_down_by_row`."""
-    follow()
+    """Program (tile of rows, part of K): see `low_rank_down_by_row_kernel`."""
+    wait_for_predecessor()
     begin_row = tl.program_id(0).to(tl.int64) * BLOCK_M
     row = tl.arange(0, BLOCK_M)  # of the tile
     split = tl.program_id(1)
@@ -214,7 +214,7 @@ def low_rank_down(
 
 
 @triton.jit(do_not_specialize=["rows", "splits"])
-def low_rank_up(
+def low_rank_up_kernel(
     slots,
     table,
     low,
@@ -234,8 +234,8 @@ def low_rank_up(
     BLOCK_N: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Program (tile of columns, tile of rows): see `low_rank_up_by_row`."""
-    follow()
+    """Program (tile of columns, tile of rows): see `low_rank_up_by_row_kernel`."""
+    wait_for_predecessor()
     tile = tl.program_id(0)
     begin_row = tl.program_id(1).to(tl.int64) * BLOCK_M
     row = tl.arange(0, BLOCK_M)  # of the tile

@@ -4,11 +4,11 @@ import triton
 import triton.language as tl
 
 from windlass.kernels.triton.programs.attention_tile import LOG2_E
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 
 @triton.jit(do_not_specialize=["num_splits", "maxima", "weights", "query_start"])
-def merge_splits(
+def merge_splits_kernel(
     out,
     sums,
     maxima,
@@ -26,7 +26,7 @@ def merge_splits(
 ):
     """Program (place, head) of the splits that `attention` wrote: their sum, a FEW splits after the other. MANY: of which the
     largest is found at once."""
-    follow()
+    wait_for_predecessor()
     place = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     row = place

@@ -4,12 +4,12 @@ length, so a row's bits follow from that row alone."""
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 
 # Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
 @triton.jit(do_not_specialize=["rows"])
-def rms_norm(
+def rms_norm_kernel(
     x,
     stride,
     head_stride,
@@ -28,7 +28,7 @@ def rms_norm(
 ):
     """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it
     becomes."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
     dims = tl.arange(0, BLOCK)[None, :]
     ok = (row < rows) & (dims < DIM)
@@ -46,7 +46,7 @@ def rms_norm(
 
 
 @triton.jit
-def layer_norm(
+def layer_norm_kernel(
     x,
     stride,
     head_stride,
@@ -59,7 +59,7 @@ def layer_norm(
     BIAS: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK)
     ok = dims < DIM

@@ -11,14 +11,14 @@ from triton.language.target_info import cuda_capability_geq
 
 
 @triton.jit
-def follow():
+def wait_for_predecessor():
     if cuda_capability_geq(9, 0):
         tl.extra.cuda.gdc_launch_dependents()
         tl.extra.cuda.gdc_wait()
 
 
 @triton.jit
-def is_last(ticket):
+def is_last_program(ticket):
     """Whether the programs (i, 0), (i, 1) ... that share a ticket, 0 at first, have come here before this one: what they wrote or
     added before is seen by loads past the processor's own cache (`.cg`)."""
     tl.debug_barrier()

@@ -5,7 +5,7 @@ import triton.language as tl
 
 
 @triton.jit
-def key_place(
+def key_offset(
     block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
 ):
     """The element of a key that is at an offset of a block. block: int64; all four broadcast."""
@@ -17,7 +17,7 @@ def key_place(
 
 
 @triton.jit
-def value_place(
+def value_offset(
     block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
 ):
     if CODES:
@@ -48,7 +48,7 @@ def to_float8(x):
 
 
 @triton.jit
-def scale_place(block, offset, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
+def scale_offset(block, offset, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
     return (block * HEADS + head) * SIZE + offset
 
 

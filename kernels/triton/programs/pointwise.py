@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -36,9 +36,9 @@ def activated(x, KIND: tl.constexpr, QUICK: tl.constexpr = False):
 
 
 @triton.jit
-def activation(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
+def activation_kernel(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr, BLOCK: tl.constexpr):
     """Program (row, part of the columns). GATED: x holds as many columns again, which the activated ones multiply."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -52,8 +52,8 @@ def activation(x, stride, out, columns, KIND: tl.constexpr, GATED: tl.constexpr,
 
 
 @triton.jit
-def clamped_glu(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
-    follow()
+def clamped_glu_kernel(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -68,8 +68,8 @@ def clamped_glu(x, stride, out, columns, alpha, limit, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def gate_by_sigmoid(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
-    follow()
+def gate_by_sigmoid_kernel(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constexpr, BLOCK: tl.constexpr):
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -83,8 +83,8 @@ def gate_by_sigmoid(x, stride, gate, gate_stride, columns, WHOLE_ROW: tl.constex
 
 
 @triton.jit
-def soft_cap(x, stride, out, columns, cap, BLOCK: tl.constexpr):
-    follow()
+def soft_cap_kernel(x, stride, out, columns, cap, BLOCK: tl.constexpr):
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns
@@ -93,9 +93,9 @@ def soft_cap(x, stride, out, columns, cap, BLOCK: tl.constexpr):
 
 
 @triton.jit
-def sum_of_experts(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
+def sum_of_experts_kernel(x, weights, out, columns, COUNT: tl.constexpr, BLOCK: tl.constexpr):
     """Program (token, part of the columns): its COUNT rows of x by their weights, one after the other."""
-    follow()
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = column < columns

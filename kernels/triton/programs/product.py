@@ -8,7 +8,7 @@ expert (GROUPED, by tables of addresses: rows come sorted by expert, and `row_en
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 
 @triton.jit
@@ -87,7 +87,7 @@ def part_of_expert(
 
 # Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
 @triton.jit(do_not_specialize=["rows"])
-def product(
+def matmul_kernel(
     x,
     x_stride,
     x_batch_stride,
@@ -137,7 +137,7 @@ def product(
     of experts, PER_ROW how many places a row of x has. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
     ROWS_FIRST: program (tile of rows, tile of columns, batch).
     """
-    follow()
+    wait_for_predecessor()
     tile = tl.program_id(0 if ROWS_FIRST else 1)
     batch = tl.program_id(2).to(tl.int64)
     if GROUPED:
@@ -205,7 +205,7 @@ def product(
 
 
 @triton.jit
-def gather_blocks(
+def embed_blocks_kernel(
     ids,
     codes,
     scales,
@@ -227,7 +227,7 @@ def gather_blocks(
 
     SCALED: rounded, then times the factor and rounded again.
     """
-    follow()
+    wait_for_predecessor()
     to = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     row = tl.load(ids + to)

@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 from windlass.kernels.triton.programs.pointwise import sigmoid
 
 LENGTH_EPS = tl.constexpr(1e-6)
@@ -30,7 +30,7 @@ def inputs(x, stride, window, first, row, begins, column, ok, columns, PAST: tl.
 
 
 @triton.jit
-def short_convolution(
+def short_convolution_kernel(
     x,
     stride,
     weight,
@@ -49,9 +49,9 @@ def short_convolution(
     BLOCK: tl.constexpr,
     KEEPS: tl.constexpr,
 ):
-    """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `keep_inputs` changes it.
+    """Program (sequence, part of the columns, every so manieth token of it). The window is only read: `store_conv_window_kernel` changes it.
     The others where a token's inputs are kept are written. Rows without a block become what `span` says."""
-    follow()
+    wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = (column < columns) & known
@@ -76,11 +76,11 @@ def short_convolution(
 
 
 @triton.jit
-def keep_inputs(
+def store_conv_window_kernel(
     x, stride, window, blocks, starts, lengths, num_blocks, columns, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):
     """Program (sequence, part of the columns): the last inputs become the window."""
-    follow()
+    wait_for_predecessor()
     first, end, block, known, _, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     ok = (column < columns) & known & (end > first)
@@ -107,7 +107,7 @@ def softplus(x):
 
 
 @triton.jit
-def gated_delta_rule(
+def gated_delta_rule_kernel(
     qkv,
     stride,
     decay,
@@ -135,7 +135,7 @@ def gated_delta_rule(
 ):
     """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
     what `span` says."""
-    follow()
+    wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
     key = tl.arange(0, KEYS)
@@ -169,7 +169,7 @@ def gated_delta_rule(
 
 
 @triton.jit
-def state_space(
+def state_space_kernel(
     mixed,
     stride,
     step,
@@ -196,7 +196,7 @@ def state_space(
 ):
     """Program (sequence, head, part of the columns of its memory), which it holds over all tokens. Rows without a block become
     what `span` says."""
-    follow()
+    wait_for_predecessor()
     first, end, block, known, lost, begins = span(starts, blocks, lengths, num_blocks, tl.program_id(0))
     head = tl.program_id(1)
     key = tl.arange(0, KEYS)

@@ -6,24 +6,24 @@ A program takes one row and one head. First dims of pairs, second dims and what 
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 from windlass.kernels.triton.programs.pages import (
     from_float8,
-    key_place,
+    key_offset,
     quantized,
-    scale_place,
+    scale_offset,
     to_float8,
-    value_place,
+    value_offset,
 )
 
 
 @triton.jit
-def turned(first, second, cos, sin):
+def rotate_pairs(first, second, cos, sin):
     return first * cos - second * sin, second * cos + first * sin
 
 
 @triton.jit(do_not_specialize=["q_scale", "slots", "tokens"])  # how their addresses divide differs from step to step
-def rotate_and_append(
+def rotate_and_append_kernel(
     q,
     q_stride,
     q_head_stride,
@@ -58,7 +58,7 @@ def rotate_and_append(
     EACH: tl.constexpr,
 ):
     """Program (EACH tokens, part): TILE of the Q_HEADS heads of q, or behind all of them a head of the KV_HEADS of k and v."""
-    follow()
+    wait_for_predecessor()
     Q_TILES: tl.constexpr = (Q_HEADS + TILE - 1) // TILE
     part = tl.program_id(1)
     pair = tl.arange(0, BLOCK_HALF)
@@ -76,7 +76,7 @@ def rotate_and_append(
             first = tl.load(at, mask=ok, other=0.0).to(tl.float32)
             second = tl.load(at + HALF, mask=ok, other=0.0).to(tl.float32)
             factor = tl.load(q_scale + token)
-            first, second = turned(first, second, c[None, :], s[None, :])
+            first, second = rotate_pairs(first, second, c[None, :], s[None, :])
             tl.store(at, (first * factor).to(q.dtype.element_ty), mask=ok)
             tl.store(at + HALF, (second * factor).to(q.dtype.element_ty), mask=ok)
         else:
@@ -89,7 +89,7 @@ def rotate_and_append(
                 first = tl.load(at + pair, mask=pair_ok, other=0.0).to(tl.float32)
                 second = tl.load(at + HALF + pair, mask=pair_ok, other=0.0).to(tl.float32)
                 plain = tl.load(at + rest, mask=rest_ok, other=0.0).to(tl.float32)
-                first, second = turned(first, second, c, s)
+                first, second = rotate_pairs(first, second, c, s)
                 write_key(
                     first,
                     second,
@@ -112,12 +112,12 @@ def rotate_and_append(
                 dim = tl.arange(0, BLOCK_V)
                 dim_ok = dim < VALUE_DIM
                 value = tl.load(v + token * v_stride + head * v_head_stride + dim, mask=dim_ok, other=0.0)
-                at_value = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+                at_value = values + value_offset(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
                 if CODES:
                     wide = value.to(tl.float32)
-                    codes, scale = quantized(wide, shown_largest(wide), SMALLEST)
+                    codes, scale = quantized(wide, max_abs(wide), SMALLEST)
                     tl.store(at_value, codes, mask=dim_ok)
-                    tl.store(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+                    tl.store(value_scales + scale_offset(block, offset, head, KV_HEADS, SIZE), scale)
                 elif FLOAT8:
                     tl.store(at_value, to_float8(value.to(tl.float32)), mask=dim_ok)
                 else:
@@ -125,7 +125,7 @@ def rotate_and_append(
 
 
 @triton.jit
-def shown_largest(x):
+def max_abs(x):
     """The largest magnitude of a vector, NaN where there is one."""
     found = tl.max(tl.abs(x), 0)
     return tl.where(tl.sum((x != x).to(tl.int32), 0) > 0, float("nan"), found)
@@ -157,26 +157,26 @@ def write_key(
     rest_ok = rest < DIM
     if CODES:
         # NaN has to win, which neither maximum promises.
-        largest = tl.maximum(shown_largest(first), shown_largest(second), propagate_nan=tl.PropagateNan.ALL)
-        largest = tl.maximum(largest, shown_largest(plain), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(max_abs(first), max_abs(second), propagate_nan=tl.PropagateNan.ALL)
+        largest = tl.maximum(largest, max_abs(plain), propagate_nan=tl.PropagateNan.ALL)
         first, scale = quantized(first, largest, SMALLEST)
         second, scale = quantized(second, largest, SMALLEST)
         plain, scale = quantized(plain, largest, SMALLEST)
-        tl.store(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE), scale)
+        tl.store(key_scales + scale_offset(block, offset, head, KV_HEADS, SIZE), scale)
         rest_ok = rest < (DIM + 3) // 4 * 4  # padding takes zeros
     if FLOAT8:
         first = to_float8(first)
         second = to_float8(second)
         plain = to_float8(plain)
     kind = keys.dtype.element_ty
-    tl.store(keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES), first.to(kind), mask=pair_ok)
-    at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
+    tl.store(keys + key_offset(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES), first.to(kind), mask=pair_ok)
+    at = keys + key_offset(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
     tl.store(at, second.to(kind), mask=pair_ok)
-    tl.store(keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), plain.to(kind), mask=rest_ok)
+    tl.store(keys + key_offset(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), plain.to(kind), mask=rest_ok)
 
 
 @triton.jit
-def rerotate_keys(
+def rerotate_keys_kernel(
     sources,
     targets,
     cos,
@@ -199,7 +199,7 @@ def rerotate_keys(
     BLOCK_V: tl.constexpr,
 ):
     """Program (entry, head). Codes without pairs are copied as they are."""
-    follow()
+    wait_for_predecessor()
     entry = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     source = tl.load(sources + entry)
@@ -211,19 +211,19 @@ def rerotate_keys(
     pair = tl.arange(0, BLOCK_HALF)
     pair_ok = pair < HALF
     rest = 2 * HALF + tl.arange(0, BLOCK_REST)
-    plain = tl.load(keys + key_place(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0)
+    plain = tl.load(keys + key_offset(block, offset, head, rest, KV_HEADS, SIZE, DIM, CODES), mask=rest < DIM, other=0)
     dim = tl.arange(0, BLOCK_V)
     if VALUES:
-        at = values + value_place(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+        at = values + value_offset(block, offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
         value = tl.load(at, mask=dim < VALUE_DIM, other=0)
         if CODES:
-            value_scale = tl.load(value_scales + scale_place(block, offset, head, KV_HEADS, SIZE))
+            value_scale = tl.load(value_scales + scale_offset(block, offset, head, KV_HEADS, SIZE))
     if CODES:
-        key_scale = tl.load(key_scales + scale_place(block, offset, head, KV_HEADS, SIZE))
+        key_scale = tl.load(key_scales + scale_offset(block, offset, head, KV_HEADS, SIZE))
     if HALF > 0:
-        at = keys + key_place(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES)
+        at = keys + key_offset(block, offset, head, pair, KV_HEADS, SIZE, DIM, CODES)
         first = tl.load(at, mask=pair_ok, other=0)
-        at = keys + key_place(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
+        at = keys + key_offset(block, offset, head, HALF + pair, KV_HEADS, SIZE, DIM, CODES)
         second = tl.load(at, mask=pair_ok, other=0)
         if FLOAT8:
             first = from_float8(first)
@@ -237,7 +237,7 @@ def rerotate_keys(
             plain = plain.to(tl.float32) * key_scale
         c = tl.load(cos + entry * HALF + pair, mask=pair_ok, other=0.0)
         s = tl.load(sin + entry * HALF + pair, mask=pair_ok, other=0.0)
-        first, second = turned(first, second, c, s)
+        first, second = rotate_pairs(first, second, c, s)
         # A key may be rotated where it is: all of it is read before any of it is written.
         tl.debug_barrier()
         write_key(
@@ -264,18 +264,18 @@ def rerotate_keys(
         if CODES:
             plain = tl.where(rest_ok, plain, 0)
             rest_ok = rest < (DIM + 3) // 4 * 4
-            tl.store(key_scales + scale_place(to_block, to_offset, head, KV_HEADS, SIZE), key_scale)
-        at = keys + key_place(to_block, to_offset, head, rest, KV_HEADS, SIZE, DIM, CODES)
+            tl.store(key_scales + scale_offset(to_block, to_offset, head, KV_HEADS, SIZE), key_scale)
+        at = keys + key_offset(to_block, to_offset, head, rest, KV_HEADS, SIZE, DIM, CODES)
         tl.store(at, plain, mask=rest_ok)
     if VALUES:
-        at = values + value_place(to_block, to_offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
+        at = values + value_offset(to_block, to_offset, head, dim, KV_HEADS, SIZE, VALUE_DIM, CODES)
         tl.store(at, value, mask=dim < VALUE_DIM)
         if CODES:
-            tl.store(value_scales + scale_place(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
+            tl.store(value_scales + scale_offset(to_block, to_offset, head, KV_HEADS, SIZE), value_scale)
 
 
 @triton.jit(do_not_specialize=["q_rows"])  # it differs from step to step
-def turn_queries(
+def rotate_queries_kernel(
     q,
     q_stride,
     q_head_stride,
@@ -291,7 +291,7 @@ def turn_queries(
     BLOCK_REST: tl.constexpr,
 ):
     """Program (row of the result, head). A row that q lacks becomes NaN."""
-    follow()
+    wait_for_predecessor()
     row = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     to = out + (row * HEADS + head) * DIM
@@ -310,7 +310,7 @@ def turn_queries(
     if version >= 0:
         c = tl.load(cos + version * HALF + pair, mask=pair_ok, other=0.0)
         s = tl.load(sin + version * HALF + pair, mask=pair_ok, other=0.0)
-        a, b = turned(first.to(tl.float32), second.to(tl.float32), c, s)
+        a, b = rotate_pairs(first.to(tl.float32), second.to(tl.float32), c, s)
         first = a.to(q.dtype.element_ty)
         second = b.to(q.dtype.element_ty)
     tl.store(to + pair, first, mask=pair_ok)

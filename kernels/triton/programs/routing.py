@@ -3,7 +3,7 @@
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 
 
 @triton.jit
@@ -14,7 +14,7 @@ def first_largest(keys, left, place, count):
 
 
 @triton.jit
-def route(
+def route_kernel(
     logits,
     bias,
     scales,
@@ -37,7 +37,7 @@ def route(
     BLOCK_G: tl.constexpr,
 ):
     """Program (token). SOFTMAX: else scores are sigmoids. TWO: a group counts for its two largest scores, not one."""
-    follow()
+    wait_for_predecessor()
     token = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, BLOCK_E)
     there = expert < EXPERTS
@@ -89,10 +89,10 @@ def route(
 
 
 @triton.jit(do_not_specialize=["places"])  # it differs from step to step
-def by_expert(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+def by_expert_kernel(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
     """Program (BLOCK places, and as many experts): where places stand in the order of their experts, and how many places go to
     these experts and those before them."""
-    follow()
+    wait_for_predecessor()
     own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     expert = tl.load(chosen + own, mask=own < places, other=EXPERTS)
     before = tl.zeros([BLOCK], tl.int32)

@@ -4,12 +4,12 @@ pieces, multiplies number by number, and sums at the end. Gates may be opened on
 import triton
 import triton.language as tl
 
-from windlass.kernels.triton.programs.order import follow
+from windlass.kernels.triton.programs.order import wait_for_predecessor
 from windlass.kernels.triton.programs.pointwise import activated
 
 
 @triton.jit
-def thin_product(
+def gemv_kernel(
     x,
     weight,
     weight_stride,
@@ -26,7 +26,7 @@ def thin_product(
 ):
     """Program (tile of columns): out[columns] = weight @ x + bias. GATED: weight has as many rows again, whose products the
     activated ones multiply, both rounded first as they are without it. MANY: offsets into the weight need 64 bits."""
-    follow()
+    wait_for_predecessor()
     column = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     column_ok = column < columns
     row = column

@@ -180,14 +180,14 @@ def window_starts(tokens: int, needed: int, windows: int, *, max_len: int, text:
 
     Raises LoadError where not even one fits.
     """
-    room = tokens - needed
-    if room < 0:
+    slack = tokens - needed
+    if slack < 0:
         raise LoadError(
             f"--text {text} has {tokens:,} tokens and --max-len {max_len} needs {needed:,}: give a longer text or a "
             "smaller --max-len"
         )
-    count = min(windows, room + 1)
-    return tuple(round(i * room / max(count - 1, 1)) for i in range(count))
+    count = min(windows, slack + 1)
+    return tuple(round(i * slack / max(count - 1, 1)) for i in range(count))
 
 
 def sample_rows(trained_len: int, max_len: int, samples: int, window: int, windows: int) -> list[int]:

@@ -47,7 +47,7 @@ def inspect(
 
         require_matplotlib()
         check_outputs({"--png": png})
-    wanted = _parse(scaling)  # what is at fault there is told before anything is looked up or downloaded
+    wanted = _parse_scaling(scaling)  # what is at fault there is told before anything is looked up or downloaded
     name, path = choose_model(model)
     result = inspect_scaling(path, wanted, length, model or name)
     if as_json:
@@ -57,11 +57,11 @@ def inspect(
 
         print_tables(result)
     if png is not None:
-        from windlass.server.cli.rope.pictures import draw_inspection, save
+        from windlass.server.cli.rope.pictures import draw_inspection, save_png
 
-        save(draw_inspection(result), png)
+        save_png(draw_inspection(result), png)
 
 
-def _parse(text: str) -> RopeScaling | None:
+def _parse_scaling(text: str) -> RopeScaling | None:
     value = parse_json(text)
     return None if value is None else RopeScaling.from_dict(value)

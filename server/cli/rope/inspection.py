@@ -13,7 +13,7 @@ from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.fields import shown
+from windlass.engine.rotary.fields import format_value
 from windlass.engine.rotary.frequencies import wavelength
 from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
 from windlass.engine.rotary.scaling import RopeScaling, RotarySpec, effective_length, last_length, resolve
@@ -112,7 +112,7 @@ def inspect_scaling(
     if length is None:
         length = own[0].base.trained_len
     if not 1 <= length <= _MAX_LENGTH:
-        raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {shown(length)}")
+        raise LoadError(f"--length must lie between 1 and {_MAX_LENGTH}, got {format_value(length)}")
     scaled = apply_scaling(own, scaling)
     shown_name = display_name(directory, name)
     return Inspection(shown_name, length, tuple(_inspect(a, b, length) for a, b in zip(own, scaled, strict=True)))

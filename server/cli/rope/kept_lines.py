@@ -16,12 +16,12 @@ from windlass.engine.errors import LoadError
 _BEGINNING = b'{"key": "'
 
 
-def pass_key(*parts: Any) -> str:
+def result_key(*parts: Any) -> str:
     """A digest of everything that the result of a piece of work depends on."""
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-class KeptLines:
+class ResultLog:
     """path: None to keep nothing. take: called with every object of the file; it raises KeyError, TypeError or ValueError for
     one that is not of its kind, which becomes a LoadError that names the line."""
 

@@ -13,27 +13,27 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from windlass.server.cli.rope.kept_lines import KeptLines
+from windlass.server.cli.rope.kept_lines import ResultLog
 
 
-class KeptPasses:
+class PassLog:
     """The losses known so far; where `path` is given, they are kept in that file."""
 
     def __init__(self, path: Path | None = None) -> None:
-        self._known: dict[str, NDArray[np.float64]] = {}
-        self._lines = KeptLines(path, self._take)
+        self._entries: dict[str, NDArray[np.float64]] = {}
+        self._lines = ResultLog(path, self._take)
 
     def _take(self, entry: Any) -> None:
         self._remember(str(entry["key"]), np.array([float(value) for value in entry["nll"]]))
 
     def _remember(self, key: str, nll: NDArray[np.float64]) -> None:
-        known = self._known.get(key)
+        known = self._entries.get(key)
         if known is None or len(known) < len(nll):
-            self._known[key] = nll
+            self._entries[key] = nll
 
     def find(self, key: str, rows: int) -> NDArray[np.float64] | None:
         """The losses of the first `rows` rows, None where they are not known."""
-        known = self._known.get(key)
+        known = self._entries.get(key)
         return None if known is None or len(known) < rows else known[:rows]
 
     def add(self, key: str, nll: Sequence[float], *, scaling: str, text: str, start: int) -> None:

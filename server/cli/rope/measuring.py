@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from windlass.engine.errors import RequestError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli.rope.candidates import Candidate, sample_rows
-from windlass.server.cli.rope.kept_lines import pass_key
-from windlass.server.cli.rope.kept_passes import KeptPasses
+from windlass.server.cli.rope.kept_lines import result_key
+from windlass.server.cli.rope.kept_passes import PassLog
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.sweep_results import Curve, ExactComparison, ExactPoint, SweptText
 
@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 _POINTS = 8  # of the exact recompute in the plot
 
 
-class Measure:
+class PerplexityRunner:
     """Loss of every row of every window under a candidate.
 
     kept: what is known from before, and where new passes go. `announce` what is to come, so that `progress` knows its end.
@@ -40,11 +40,11 @@ class Measure:
         texts: Sequence[SweptText],
         windows: Sequence[Window],
         trained_len: int,
-        kept: KeptPasses,
+        result_log: PassLog,
         progress: SweepProgress,
     ) -> None:
         self.scorer, self.windows, self.trained_len = scorer, windows, trained_len
-        self._texts, self._kept, self._progress = texts, kept, progress
+        self._texts, self._result_log, self._progress = texts, result_log, progress
         self.rows = len(windows[0].ids) - 1
         self._announced: set[tuple[str, int]] = set()
 
@@ -54,7 +54,7 @@ class Measure:
             plan, end = self._span(candidate)
             for window in self.windows:
                 key = self._key(window, self._plan_key(plan, candidate.context))
-                if (key, end) not in self._announced and self._kept.find(key, end) is None:
+                if (key, end) not in self._announced and self._result_log.find(key, end) is None:
                     self._announced.add((key, end))
                     self._progress.expect(self.scorer.work(plan, range(end)))
 
@@ -62,14 +62,14 @@ class Measure:
         """Whether every window was read under it before, so that a call computes nothing."""
         plan, end = self._span(candidate)
         keys = [self._key(window, self._plan_key(plan, candidate.context)) for window in self.windows]
-        return all(self._kept.find(key, end) is not None for key in keys)
+        return all(self._result_log.find(key, end) is not None for key in keys)
 
-    def is_cut_known(self) -> bool:
-        return all(self._kept.find(self._cut_key(window), self.rows) is not None for window in self.windows)
+    def is_cut_logged(self) -> bool:
+        return all(self._result_log.find(self._cut_key(window), self.rows) is not None for window in self.windows)
 
     def announce_cut(self) -> None:
         for window in self.windows:
-            if self._kept.find(self._cut_key(window), self.rows) is None:
+            if self._result_log.find(self._cut_key(window), self.rows) is None:
                 self._progress.expect(sum(len(ids) - 1 for _, _, ids in self._pieces(window)))
 
     def announce_exact(self, candidate: Candidate, samples: int) -> None:
@@ -82,7 +82,7 @@ class Measure:
         nll = np.full((len(self.windows), self.rows), np.nan)
         for index, window in enumerate(self.windows):
             key = self._key(window, self._plan_key(plan, candidate.context))
-            known = self._kept.find(key, end)
+            known = self._result_log.find(key, end)
             if known is None:
                 self._progress.begin(f"{candidate.name}: {self._place(window)}")
                 ids = window.ids[: end + 1]
@@ -106,7 +106,7 @@ class Measure:
         if not np.isfinite(nll).all():
             raise RequestError(f"the model gives no finite numbers under {name}")
         text = self._texts[window.text].name
-        self._kept.add(key, nll.tolist(), scaling=name, text=text, start=window.start)
+        self._result_log.add(key, nll.tolist(), scaling=name, text=text, start=window.start)
         tail = nll[max(0, len(nll) - max(self.trained_len // 2, 1)) :]
         both = [math.exp(min(float(part.mean()), 700.0)) for part in (nll, tail)]
         self._progress.finished(f"{name}: {self._place(window)}: perplexity {both[0]:.2f}, at the end {both[1]:.2f}")
@@ -133,7 +133,7 @@ class Measure:
 
     def _key(self, window: Window, what: list[str]) -> str:
         prefix = list(window.ids[: window.num_prefix])
-        return pass_key(self.scorer.identity, window.digest, window.start, prefix, what)
+        return result_key(self.scorer.identity, window.digest, window.start, prefix, what)
 
     def _cut_key(self, window: Window) -> str:
         return self._key(window, ["cut", str(self.trained_len), str(self.rows)])
@@ -155,7 +155,7 @@ class Measure:
         plan = self.scorer.plan(self.trained_len, RopeScaling())
         name = "text cut to the trained length"
         for index, window in enumerate(self.windows):
-            known = self._kept.find(self._cut_key(window), self.rows)
+            known = self._result_log.find(self._cut_key(window), self.rows)
             if known is None:
                 self._progress.begin(f"{name}: {self._place(window)}")
                 known = nll[index].copy()

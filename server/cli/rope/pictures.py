@@ -58,7 +58,7 @@ def literal(text: str) -> str:
     return text.replace("$", r"\$")
 
 
-def save(figure: Figure, path: Path) -> None:
+def save_png(figure: Figure, path: Path) -> None:
     """Write a PNG; raises LoadError where the file cannot be written."""
     write_figure(figure, path, "png", dpi=110)
 

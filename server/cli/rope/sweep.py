@@ -28,8 +28,8 @@ from windlass.server.cli.rope.candidates import (
     window_sweep_candidate,
 )
 from windlass.server.cli.rope.inspection import read_groups
-from windlass.server.cli.rope.kept_passes import KeptPasses
-from windlass.server.cli.rope.measuring import Measure
+from windlass.server.cli.rope.kept_passes import PassLog
+from windlass.server.cli.rope.measuring import PerplexityRunner
 from windlass.server.cli.rope.outputs import display_name, write_text
 from windlass.server.cli.rope.recommendation import recommend
 from windlass.server.cli.rope.sweep_progress import SweepProgress
@@ -103,7 +103,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
     for file in files:
         check_outputs(outputs, {"--text": file})
     texts, windows = make_windows(options.model, files, options.max_len, options.windows, options.load_tokenizer)
-    kept = KeptPasses(options.keep)
+    result_log = PassLog(options.keep)
 
     from windlass.engine.evaluation.scoring import Scorer
 
@@ -117,7 +117,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
             progress=display,
         )
         display.stop()
-        measure = Measure(scorer, texts, windows, trained, kept, progress)
+        measure = PerplexityRunner(scorer, texts, windows, trained, result_log, progress)
         curves, exact = _measure_all(measure, options, main.scaling, main.base.trained_len, target)
     finally:
         display.stop()
@@ -138,7 +138,7 @@ def run_sweep(options: SweepOptions) -> ScalingSweep:
 
 
 def _measure_all(
-    measure: Measure, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
+    measure: PerplexityRunner, options: SweepOptions, own: RopeScaling, config_trained_len: int, target: int
 ) -> tuple[list[Curve], ExactComparison | None]:
     max_len, window = options.max_len, options.attention_window
     windowed = [] if window is None else [window_sweep_candidate(window, options.attention_sinks)]
@@ -187,7 +187,7 @@ def _measure_all(
 
 
 def _write(result: ScalingSweep, options: SweepOptions) -> None:
-    from windlass.server.cli.rope.pictures import draw_sweep, save, to_svg
+    from windlass.server.cli.rope.pictures import draw_sweep, save_png, to_svg
     from windlass.server.cli.rope.report import to_html, to_markdown
 
     recommendation = recommend(result)
@@ -198,7 +198,7 @@ def _write(result: ScalingSweep, options: SweepOptions) -> None:
         payload = {"date": date, **result.to_json(), "recommendation": recommendation.to_json()}
         write_text(options.json, json.dumps(payload, indent=1) + "\n")
     if options.png is not None:
-        save(draw_sweep(result, ink="#222222"), options.png)
+        save_png(draw_sweep(result, ink="#222222"), options.png)
     if options.markdown is not None:
         picture = None if options.png is None else options.png.name
         write_text(options.markdown, to_markdown(result, recommendation, picture, date))

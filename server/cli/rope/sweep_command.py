@@ -7,24 +7,24 @@ from typing import Annotated
 from typer_injector import Depends
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.rope.sweep_options import AskingOptions, EverySweepOptions, ReadingOptions
+from windlass.server.cli.rope.sweep_options import PerplexityOptions, RetrievalOptions, SharedSweepOptions
 from windlass.server.options.spelling import ModelArgument
 from windlass.server.startup.choice import choose_model
 
 
 def sweep(
-    shared: Annotated[EverySweepOptions, Depends(EverySweepOptions)],
-    reading: Annotated[ReadingOptions, Depends(ReadingOptions)],
-    asking: Annotated[AskingOptions, Depends(AskingOptions)],
+    shared: Annotated[SharedSweepOptions, Depends(SharedSweepOptions)],
+    perplexity: Annotated[PerplexityOptions, Depends(PerplexityOptions)],
+    retrieval: Annotated[RetrievalOptions, Depends(RetrievalOptions)],
     model: ModelArgument = None,
 ) -> None:
     """Perplexity by position under every scaling, or answers about what stands far back, as a report with a recommendation."""
     from windlass.server.cli.rope.pictures import require_matplotlib
 
     require_matplotlib()
-    if asking.tasks:
-        reading.refuse()
-        common, given = shared.checked(), asking.checked()
+    if retrieval.tasks:
+        perplexity.reject_if_given()
+        common, given = shared.checked(), retrieval.checked()
         from windlass.server.cli.rope.tasks.run import TaskOptions, run_tasks
         from windlass.server.text.tokenizer import Tokenizer
 
@@ -35,10 +35,10 @@ def sweep(
             )
         )
         return
-    asking.refuse()
+    retrieval.reject_if_given()
     if not shared.text:
         raise LoadError("--text is missing: give a text to read, or --tasks, which make their own")
-    common, given = shared.checked(), reading.checked()
+    common, given = shared.checked(), perplexity.checked()
     from windlass.server.cli.rope.sweep import SweepOptions, run_sweep
     from windlass.server.text.tokenizer import Tokenizer
 

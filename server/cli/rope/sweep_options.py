@@ -17,7 +17,7 @@ from windlass.server.options.spelling import option, read_dtype, read_memory
 
 
 @dataclass(slots=True, kw_only=True)
-class EverySweepOptions:
+class SharedSweepOptions:
     """What every sweep takes: what is read, under which scalings, where it is computed and what is written."""
 
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="The report, one HTML file.")]
@@ -117,7 +117,7 @@ class EverySweepOptions:
 
 
 @dataclass(slots=True, kw_only=True)
-class ReadingOptions:
+class PerplexityOptions:
     """What a sweep takes that reads perplexity. What is left out has its default in `SweepOptions`."""
 
     max_len: Annotated[
@@ -143,16 +143,16 @@ class ReadingOptions:
         """Fields of `SweepOptions`."""
         return _given(self)
 
-    def refuse(self) -> None:
+    def reject_if_given(self) -> None:
         """Raise LoadError where any is given."""
         for name in _given(self):
             raise LoadError(
-                f"{_spelt(name)} reads perplexity and says nothing to --tasks, which take --lengths and --documents"
+                f"{_option_name(name)} reads perplexity and says nothing to --tasks, which take --lengths and --documents"
             )
 
 
 @dataclass(slots=True, kw_only=True)
-class AskingOptions:
+class RetrievalOptions:
     """What a sweep takes that asks for what stands far back. What is left out has its default in `TaskOptions`."""
 
     tasks: Annotated[
@@ -206,19 +206,19 @@ class AskingOptions:
             given["kv_cache_memory"] = read_memory("--kv-cache-memory", self.kv_cache_memory)
         return given
 
-    def refuse(self) -> None:
+    def reject_if_given(self) -> None:
         """Raise LoadError where any is given."""
         for name in _given(self):
-            raise LoadError(f"{_spelt(name)} is for --tasks: name some, such as --tasks all, or leave it out")
+            raise LoadError(f"{_option_name(name)} is for --tasks: name some, such as --tasks all, or leave it out")
 
 
-def _given(options: ReadingOptions | AskingOptions) -> dict[str, Any]:
+def _given(options: PerplexityOptions | RetrievalOptions) -> dict[str, Any]:
     """The fields that were given."""
     values = {field.name: getattr(options, field.name) for field in fields(options)}
     return {name: value for name, value in values.items() if value is not None and value is not False}
 
 
-def _spelt(name: str) -> str:
+def _option_name(name: str) -> str:
     return "--" + name.replace("_", "-")
 
 

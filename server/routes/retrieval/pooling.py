@@ -37,7 +37,7 @@ def telling_what_bounds(job: PoolingJob) -> Iterator[None]:
         with telling_of_scalings(job):
             yield
     except ApiError as error:
-        if error.code != "context_length_exceeded" or not job.info.sees_whole_texts or job.info.max_model_len < step:
+        if error.code != "context_length_exceeded" or not job.info.is_bidirectional or job.info.max_model_len < step:
             raise
         why = (
             f"each token of this model sees the whole text, which one step computes: --max-num-batched-tokens is {step}"

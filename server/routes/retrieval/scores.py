@@ -90,7 +90,7 @@ async def score_pairs(
     template = await _template(job, instruction)
     if template is not None:
         return await _in_prompt(job, first, second, names, template, instruction, pool)
-    if classifier is not None and job.info.sees_whole_texts:
+    if classifier is not None and job.info.is_bidirectional:
         return await _by_encoder(job, first, second, names, classifier.activation, pool)
     ids = [await read_inputs(job, first, names[0]), await read_inputs(job, second, names[1])]
     if classifier is not None:

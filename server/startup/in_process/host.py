@@ -14,7 +14,7 @@ from collections.abc import Coroutine
 from typing import Any, TypeVar
 
 from windlass.clients.terminal.streams import on_terminal
-from windlass.engine.api.context_size import sizes_of
+from windlass.engine.api.context_size import context_sizes_of
 from windlass.engine.api.request import ModelInfo
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.options.engine import EngineOptions
@@ -83,7 +83,7 @@ async def _load(client: SupervisedEngine, settings: ServerSettings) -> ModelInfo
     finally:
         display.stop()
     check_profiles(settings.rope_profiles, info.rotary_groups)
-    check_own_rule(settings, sizes_of(info))
+    check_own_rule(settings, context_sizes_of(info))
     return info
 
 

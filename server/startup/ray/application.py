@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from windlass.engine.client.replicas.prefix import FEWEST_TOKENS
+from windlass.engine.client.replicas.prefix import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.replicas import ClusterOptions
@@ -76,7 +76,7 @@ def application(
                 policy=AutoscalingPolicy(policy_function=by_requests_and_cache),
             )
         }
-    block_tokens = -(-FEWEST_TOKENS // engine.block_size) * engine.block_size
+    block_tokens = -(-MIN_KEY_BLOCK_TOKENS // engine.block_size) * engine.block_size
     router = RequestRouterConfig(
         request_router_class=PrefixRequestRouter, request_router_kwargs={"block_tokens": block_tokens}
     )

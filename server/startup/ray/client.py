@@ -16,11 +16,11 @@ from ray.serve.handle import DeploymentHandle
 
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, CacheQuestion, EngineQuestion
+from windlass.engine.api.looks import A, CacheQuery, IntrospectionQuery
 from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
 from windlass.engine.client import EngineClient
 from windlass.engine.client.replicas.prefix import PrefixKeys
-from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.client.replicas.sums import concat_cache_snapshots, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
 from windlass.server.startup.ray.call import ReplicaCall, ReplicaReport
 from windlass.server.startup.ray.calls import LOST, CallEnded, CallLost, Calls
@@ -64,7 +64,7 @@ class RayClient(EngineClient):
         return tuple(self._known[name] for name in sorted(self._known))
 
     @property
-    def is_several(self) -> bool:
+    def has_replicas(self) -> bool:
         return True
 
     @property
@@ -143,17 +143,17 @@ class RayClient(EngineClient):
         self._adapters.pop(adapter_id, None)
         self._later(self._all("drop_adapter", adapter_id))
 
-    async def look(self, question: EngineQuestion[A]) -> A:
-        """See `EngineClient.look`. A picture of the cache has the pages of all; any one answers anything else."""
+    async def inspect(self, question: IntrospectionQuery[A]) -> A:
+        """See `EngineClient.inspect`. A picture of the cache has the pages of all; any one answers anything else."""
         self._require_engine()
-        if isinstance(question, CacheQuestion):
+        if isinstance(question, CacheQuery):
             found = await self._all("look", question)
             seen = [one for one in found if not isinstance(one, BaseException)]
             if not seen:
                 raise EngineDeadError("no replica answered; ask again")
-            return side_by_side(list(enumerate(seen)))  # type: ignore[return-value]
+            return concat_cache_snapshots(list(enumerate(seen)))  # type: ignore[return-value]
         try:
-            answer: Any = await self._handle.look.remote(question)
+            answer: Any = await self._handle.inspect.remote(question)
         except LOST:
             raise EngineDeadError("the replica ended before it answered; ask again") from None
         if isinstance(answer, EngineError):
@@ -182,7 +182,7 @@ class RayClient(EngineClient):
         """Wait for a replica, and watch them all from then on."""
         await self._calls.listen()
         info: ModelInfo = await self._handle.info.remote()
-        if self._config.cache.prefix_caching and not info.sees_whole_texts:
+        if self._config.cache.prefix_caching and not info.is_bidirectional:
             self._keys = PrefixKeys(info, self._config.rotary)
             self._most_blocks = max(1, info.block_size * min(info.num_kv_blocks) // self._keys.block_tokens)
         await self._reports(stats=False)

@@ -14,9 +14,9 @@ from ray import serve
 
 from windlass._version import __version__
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.looks import CacheQuestion, EngineQuestion
+from windlass.engine.api.looks import CacheQuery, IntrospectionQuery
 from windlass.engine.api.request import EngineStats, ModelInfo, RequestOutput
-from windlass.engine.core.wire import portable_error
+from windlass.engine.core.wire import picklable_error
 from windlass.engine.errors import EngineDeadError, EngineError
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
@@ -58,7 +58,7 @@ class EngineReplica:
         if time.monotonic() >= self._next_look:
             self._next_look = time.monotonic() + LOOK_SECONDS
             with contextlib.suppress(EngineError):  # of an engine that starts again nothing new is known
-                self._held = cache_held(await self._client.look(CacheQuestion()))
+                self._held = cache_held(await self._client.inspect(CacheQuery()))
         return {CACHE_HELD: self._held}
 
     async def info(self) -> ModelInfo:
@@ -78,7 +78,7 @@ class EngineReplica:
             async for outputs in in_batches(await self._begin(call)):
                 yield outputs
         except EngineError as error:
-            yield Ended(self._id, portable_error(error))
+            yield Ended(self._id, picklable_error(error))
 
     async def _generate_by(self, lane: ReplicaLane, call: ReplicaCall) -> None:
         last: Ended | Finished = Finished()
@@ -89,7 +89,7 @@ class EngineReplica:
         except Exception as error:  # whatever it is, the ingress waits for an end
             if not isinstance(error, EngineError):
                 _logger.exception("a call failed")
-            last = Ended(self._id, portable_error(error))
+            last = Ended(self._id, picklable_error(error))
         lane.send(call.number, last)
 
     async def _begin(self, call: ReplicaCall) -> AsyncGenerator[RequestOutput, None]:
@@ -116,18 +116,18 @@ class EngineReplica:
                 found = await self._client.stats()
         return ReplicaReport(self._id, self._client.state, self._client.restarts, found)
 
-    async def look(self, question: EngineQuestion[Any]) -> Any:
+    async def inspect(self, question: IntrospectionQuery[Any]) -> Any:
         """The answer, or the EngineError that there was instead."""
         try:
-            return await self._client.look(question)
+            return await self._client.inspect(question)
         except EngineError as error:
-            return portable_error(error)
+            return picklable_error(error)
 
     async def load_adapter(self, source: AdapterSource) -> AdapterInfo | EngineError:
         try:
             return await self._client.load_adapter(source)
         except EngineError as error:
-            return portable_error(error)
+            return picklable_error(error)
 
     async def drop_adapter(self, adapter_id: int) -> None:
         self._client.drop_adapter(adapter_id)

@@ -74,7 +74,7 @@ class PrefixRequestRouter(RequestRouter):
         kept = set(replica_ids)
         self._requests = {one: requests for one, requests in self._requests.items() if one in kept}
         if self._prefixes is not None:
-            self._prefixes.keep_only(replica_ids)
+            self._prefixes.retain_only(replica_ids)
 
     def _router(self, call: ReplicaCall) -> PrefixRouter[ReplicaID]:
         if self._prefixes is None:

@@ -18,11 +18,11 @@ from helpers.real_server import serve
 from typer.testing import CliRunner
 
 from windlass.clients.conformance import asking, checks
-from windlass.clients.conformance.answers import Agreement, Answer, NotAskableError, Reader, Step, distance
-from windlass.clients.conformance.asking import Asker
+from windlass.clients.conformance.answers import Agreement, Answer, AnswerParser, CheckUnavailableError, Step, distance
+from windlass.clients.conformance.asking import ConformanceClient
 from windlass.clients.conformance.checks import CHECKS
 from windlass.clients.conformance.report import exit_status, to_markdown
-from windlass.clients.conformance.suite import CheckResult, Found, Suite
+from windlass.clients.conformance.suite import CheckOutcome, CheckResult, ConformanceSuite
 from windlass.server.cli import main as cli
 from windlass.server.cli.main import rope
 
@@ -135,8 +135,8 @@ def event(part: dict[str, Any]) -> bytes:
 
 def run(*traits: str, only: tuple[str, ...] = ()) -> dict[str, CheckResult]:
     client = httpx.Client(transport=httpx.MockTransport(Faulty(*traits).answer))
-    asker = Asker("http://letters", None, None, 10, client)
-    suite = Suite(asker, TRAINED, asker.context(), tolerance=1e-6)
+    asker = ConformanceClient("http://letters", None, None, 10, client)
+    suite = ConformanceSuite(asker, TRAINED, asker.context(), tolerance=1e-6)
     return {result.name: result for result in suite.run([one for one in CHECKS if not only or one[0] in only])}
 
 
@@ -174,8 +174,10 @@ def test_a_text_is_as_long_as_was_asked_for() -> None:
     """Whatever the draw: a letter a token here, so words are of one to eight tokens."""
     lengths = []
     for seed in range(40):
-        asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer)))
-        lengths.append(len(Suite(asker, TRAINED, 1024, 1e-6, seed).prompt(700)))
+        asker = ConformanceClient(
+            "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
+        )
+        lengths.append(len(ConformanceSuite(asker, TRAINED, 1024, 1e-6, seed).prompt(700)))
     assert all(abs(length - 700) < 20 for length in lengths), lengths
 
 
@@ -188,8 +190,10 @@ def test_coarse_angles_are_found_where_they_are_far() -> None:
 
 
 def ask_far(server: Faulty, seed: int) -> CheckResult:
-    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(server.answer)))
-    suite = Suite(asker, TRAINED, 1024, tolerance=0.03, seed=seed, far_len=900)
+    asker = ConformanceClient(
+        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(server.answer))
+    )
+    suite = ConformanceSuite(asker, TRAINED, 1024, tolerance=0.03, seed=seed, far_len=900)
     (found,) = suite.run([one for one in CHECKS if one[0] == "far"])
     return found
 
@@ -202,19 +206,27 @@ def test_far_angles_are_not_shown_where_nothing_would_tell() -> None:
 
 
 def test_what_may_be_harmless_is_neither_held_nor_found() -> None:
-    suite = Suite(
-        Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))),
+    suite = ConformanceSuite(
+        ConformanceClient(
+            "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
+        ),
         TRAINED,
         1024,
         tolerance=0.05,
     )
-    found = [("one", "?", lambda suite, far=far: Found(Agreement(far, 5), "", None, 0.25)) for far in (0.04, 0.2, 0.3)]
+    found = [
+        ("one", "?", lambda suite, far=far: CheckOutcome(Agreement(far, 5), "", None, 0.25)) for far in (0.04, 0.2, 0.3)
+    ]
     assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "differs"]
 
 
 def test_a_context_that_is_too_short_is_told() -> None:
-    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer)))
-    results = {one.name: one for one in Suite(asker, 900, asker.context(), 1e-6).run(CHECKS[1:2] + CHECKS[-1:])}
+    asker = ConformanceClient(
+        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty().answer))
+    )
+    results = {
+        one.name: one for one in ConformanceSuite(asker, 900, asker.context(), 1e-6).run(CHECKS[1:2] + CHECKS[-1:])
+    }
     assert {one.verdict for one in results.values()} == {"not askable"}
     assert results["far"].detail.startswith("context 1024")
     assert exit_status(list(results.values())) == 2
@@ -235,7 +247,9 @@ def test_keys_that_an_earlier_run_left_show_nothing() -> None:
     stale = [one for one in CHECKS if one[0] == "stale"]
     verdicts = []
     for seed in (0, 0, 1):
-        (found,) = Suite(Asker("http://letters", None, None, 10, client), TRAINED, 1024, 1e-6, seed).run(stale)
+        (found,) = ConformanceSuite(
+            ConformanceClient("http://letters", None, None, 10, client), TRAINED, 1024, 1e-6, seed
+        ).run(stale)
         verdicts.append(found.verdict)
         if len(verdicts) == 2:
             assert "--seed" in found.detail
@@ -251,21 +265,26 @@ def test_where_only_texts_can_be_compared_many_other_tokens_differ() -> None:
 
 
 def test_a_few_other_tokens_may_be_near_ties() -> None:
-    asker = Asker("http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty("texts").answer)))
-    suite = Suite(asker, TRAINED, 1024, 1e-6)
+    asker = ConformanceClient(
+        "http://letters", None, None, 10, httpx.Client(transport=httpx.MockTransport(Faulty("texts").answer))
+    )
+    suite = ConformanceSuite(asker, TRAINED, 1024, 1e-6)
     found = [
-        ("one", "?", lambda suite, parted=parted: Found(Agreement(0.0, 20, parted), "")) for parted in (0, 2, 4, 5)
+        ("one", "?", lambda suite, parted=parted: CheckOutcome(Agreement(0.0, 20, parted), ""))
+        for parted in (0, 2, 4, 5)
     ]
     assert [one.verdict for one in suite.run(found)] == ["holds", "not shown", "not shown", "differs"]
 
 
 def test_the_time_of_a_run_is_bounded() -> None:
     client = httpx.Client(transport=httpx.MockTransport(Faulty().answer))
-    suite = Suite(Asker("http://letters", None, None, 10, client, time_limit=1.0), TRAINED, 1024, 1e-6)
+    suite = ConformanceSuite(
+        ConformanceClient("http://letters", None, None, 10, client, time_limit=1.0), TRAINED, 1024, 1e-6
+    )
 
-    def slow(suite: Suite) -> Found:
+    def slow(suite: ConformanceSuite) -> CheckOutcome:
         time.sleep(1.0)
-        return Found(Agreement(), "")
+        return CheckOutcome(Agreement(), "")
 
     first, *rest = suite.run([("slow", "?", slow), *CHECKS[:3]])
     assert first.verdict == "holds"
@@ -283,8 +302,8 @@ def test_an_answer_without_end_is_left() -> None:
             return httpx.Response(200, json={"data": [{"id": "m"}]})
         return httpx.Response(200, headers={"content-type": "text/event-stream"}, content=drip())
 
-    asker = Asker("http://m", None, None, 0.2, httpx.Client(transport=httpx.MockTransport(answer)))
-    with pytest.raises(NotAskableError, match="--timeout"):
+    asker = ConformanceClient("http://m", None, None, 0.2, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(CheckUnavailableError, match="--timeout"):
         asker.ask("a", 1)
 
 
@@ -304,12 +323,12 @@ def test_what_trickles_is_left_when_the_time_is_up(kind: str, monkeypatch: pytes
         headers = {"content-type": "text/event-stream"} if kind == "comments" else {}
         return httpx.Response(500 if kind == "error" else 200, headers=headers, content=trickle())
 
-    asker = Asker("http://m", None, None, 5, httpx.Client(transport=httpx.MockTransport(answer)))
-    with pytest.raises(NotAskableError, match="--timeout"):
+    asker = ConformanceClient("http://m", None, None, 5, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(CheckUnavailableError, match="--timeout"):
         asker.ask("a", 1)
     assert now[0] == 6.0
-    asker = Asker("http://m", None, None, 50, asker._http, time_limit=8)
-    with pytest.raises(NotAskableError, match="--time-limit"):
+    asker = ConformanceClient("http://m", None, None, 50, asker._http, time_limit=8)
+    with pytest.raises(CheckUnavailableError, match="--time-limit"):
         asker.ask("a", 1)
 
 
@@ -323,7 +342,7 @@ def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
             raise httpx.ConnectError("refused")
         return server.answer(request)
 
-    def die(suite: Suite) -> Found:
+    def die(suite: ConformanceSuite) -> CheckOutcome:
         server.traits.add("dead")
         suite.asker.ask("a", 1)
         raise AssertionError
@@ -348,9 +367,9 @@ def test_a_report_that_cannot_be_written_is_one_line(
     report, client = tmp_path / "found.md", httpx.Client(transport=httpx.MockTransport(Faulty().answer))
     monkeypatch.setattr(httpx, "Client", lambda **options: client)
 
-    def remove(suite: Suite) -> Found:
+    def remove(suite: ConformanceSuite) -> CheckOutcome:
         report.mkdir()
-        return Found(Agreement(), "")
+        return CheckOutcome(Agreement(), "")
 
     monkeypatch.setattr(checks, "CHECKS", [("one", "?", remove)])
     assert cli.run(["rope", "conform", "http://letters", "--markdown", str(report)]) == 2
@@ -371,7 +390,9 @@ def test_lengths_are_those_that_the_list_of_models_tells(
     card: dict[str, Any], trained: int | None, context: int | None
 ) -> None:
     reply = httpx.Response(200, json={"data": [{"id": "m", **card}]})
-    asker = Asker("http://m", None, None, 10, httpx.Client(transport=httpx.MockTransport(lambda request: reply)))
+    asker = ConformanceClient(
+        "http://m", None, None, 10, httpx.Client(transport=httpx.MockTransport(lambda request: reply))
+    )
     assert (asker.trained(), asker.context()) == (trained, context)
 
 
@@ -384,8 +405,8 @@ def test_distance_bounds_what_only_one_list_has() -> None:
 @pytest.mark.parametrize("given", ["NaN", "Infinity", "-Infinity"])
 def test_log_probabilities_that_are_no_numbers_are_not_compared(given: str) -> None:
     part = {"choices": [{"text": "a", "logprobs": {"tokens": ["a"], "top_logprobs": [{"a": json.loads(given)}]}}]}
-    with pytest.raises(NotAskableError, match="finite"):
-        Reader().part(part, 0.0)
+    with pytest.raises(CheckUnavailableError, match="finite"):
+        AnswerParser().part(part, 0.0)
 
 
 def test_a_refused_field_is_left_out_and_without_log_probabilities_texts_are_read() -> None:
@@ -399,7 +420,7 @@ def test_a_refused_field_is_left_out_and_without_log_probabilities_texts_are_rea
             return httpx.Response(400, json={"error": "unknown field cache_salt"})
         return httpx.Response(200, json={"choices": [{"text": "x", "logprobs": None}], "usage": {"prompt_tokens": 1}})
 
-    asker = Asker("http://m/v1", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
+    asker = ConformanceClient("http://m/v1", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
     assert asker.ask("a", 1, fresh=True).steps == (Step("x", {}),) and asker.by_text
     assert "cache_salt" in seen[0] and "cache_salt" not in seen[1] and "cache_prompt" in seen[1]
 
@@ -435,8 +456,8 @@ def test_an_error_of_another_kind_costs_no_fresh_request() -> None:
         usage = {"prompt_tokens": 1, "completion_tokens": 1}
         return httpx.Response(200, json={"choices": [{"text": "a", "logprobs": tokens}], "usage": usage})
 
-    asker = Asker("http://x", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
-    with pytest.raises(NotAskableError, match="too long"):
+    asker = ConformanceClient("http://x", None, None, 10, httpx.Client(transport=httpx.MockTransport(answer)))
+    with pytest.raises(CheckUnavailableError, match="too long"):
         asker.ask("far too long", 1, fresh=True)
     asker.ask("short", 1, fresh=True)
     assert "cache_salt" in sent[-1] and "cache_prompt" not in sent[-1]
@@ -455,7 +476,7 @@ def test_an_answer_that_is_read_back_does_not_go_on_with_the_last_word_of_its_pr
             return Answer(self.texts.pop(0), (), len(prompt), None)
 
     for texts, taken in ((("s and", " then", "x"), 2), ((". And",), 1), (("s", "s", "s", "s", " no"), 4)):
-        suite, says = Suite.__new__(Suite), Says(*texts)
+        suite, says = ConformanceSuite.__new__(ConformanceSuite), Says(*texts)
         suite.asker = says  # type: ignore[assignment]
         prompt, answer = suite.begin(iter(["old iron", "old rope", "old wool", "old lamp"]).__next__, 3)
         assert len(says.asked) == taken and prompt == says.asked[-1] and answer.text == texts[taken - 1]

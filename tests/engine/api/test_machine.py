@@ -12,9 +12,9 @@ from helpers.configs import engine_config
 
 from windlass.engine.api import machine
 from windlass.engine.api.machine import available_memory, processor_quota, processors
-from windlass.engine.client.replicas.placement import Placement
+from windlass.engine.client.replicas.placement import ReplicaPlacement
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.threads import rank_threads
+from windlass.engine.core.threads import threads_per_rank
 from windlass.engine.model.loading.preflight import prepare_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -120,11 +120,11 @@ def test_an_engine_has_no_more_threads_than_its_quota_lets_run(system: System) -
     several = engine_config(DEMO, kv_cache_memory=32 * MIB, tensor_parallel=2)
     own_cores = engine_config(DEMO, kv_cache_memory=32 * MIB, cores=tuple(range(4)))
     named = engine_config(DEMO, kv_cache_memory=32 * MIB, threads=6)
-    assert [rank_threads(each.compute, 5) for each in (config, several, own_cores, named)] == [5, 2, 4, 6]
-    assert rank_threads(several.compute) == 4
+    assert [threads_per_rank(each.compute, 5) for each in (config, several, own_cores, named)] == [5, 2, 4, 6]
+    assert threads_per_rank(several.compute) == 4
     system.write("cpu.max", "300000 100000")
-    assert [rank_threads(each.compute, 5) for each in (config, own_cores, named)] == [3, 3, 6]
-    assert rank_threads(several.compute) == 1
+    assert [threads_per_rank(each.compute, 5) for each in (config, own_cores, named)] == [3, 3, 6]
+    assert threads_per_rank(several.compute) == 1
     before = torch.get_num_threads()
     try:
         torch.set_num_threads(5)
@@ -140,14 +140,14 @@ def test_an_engine_has_no_more_threads_than_its_quota_lets_run(system: System) -
 def test_engines_share_a_quota_whenever_they_start(system: System, quota: str | None, threads: list[int]) -> None:
     if quota is not None:
         system.write("cpu.max", quota)
-    placement = Placement(2)
+    placement = ReplicaPlacement(2)
     try:
         configs = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB))
         # Those that start later, or again, are told what the first one found, and nothing of the others.
         later = [replace(config, replicas=1) for config in configs]
-        assert [[rank_threads(each.compute) for each in some] for some in (configs, later)] == [threads, threads]
+        assert [[threads_per_rank(each.compute) for each in some] for some in (configs, later)] == [threads, threads]
         named = placement.configs(engine_config(DEMO, kv_cache_memory=32 * MIB, threads=3))
-        assert [rank_threads(each.compute) for each in named] == [3, 3]
+        assert [threads_per_rank(each.compute) for each in named] == [3, 3]
     finally:
         placement.close()
 

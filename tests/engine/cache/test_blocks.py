@@ -7,7 +7,7 @@ from helpers.fake_executor import FakeRotation
 
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import BlockCopy, KeyRerotation
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
@@ -17,7 +17,7 @@ from windlass.engine.rotary.policy import RotaryStage
 class Sequence:
     """Tokens, and what they hold in the cache."""
 
-    def __init__(self, tokens: list[int], cache: CacheHandle) -> None:
+    def __init__(self, tokens: list[int], cache: SequenceCache) -> None:
         self.token_ids = list(tokens)
         self.cache = cache
 
@@ -34,7 +34,7 @@ def sequence(
     blocks: BlockManager, tokens: list[int], salt: str | None = None, stage: RotaryStage | None = None
 ) -> Sequence:
     chain = HashChain(root_digest(b"test", ["plain"], 0, salt), blocks.block_size)
-    return Sequence(tokens, CacheHandle(chain, (stage or FakeRotation().stage(1)).specs))
+    return Sequence(tokens, SequenceCache(chain, (stage or FakeRotation().stage(1)).specs))
 
 
 def match(blocks: BlockManager, seq: Sequence) -> tuple[int, bool]:
@@ -55,7 +55,7 @@ def compute(blocks: BlockManager, seq: Sequence, num_tokens: int | None = None) 
     computed = seq.cache.num_computed_tokens
     count = len(seq.token_ids) - computed if num_tokens is None else num_tokens
     copies = blocks.allocate(seq.cache, count)
-    blocks.settle(seq.cache, seq.token_ids, computed + count)
+    blocks.mark_computed(seq.cache, seq.token_ids, computed + count)
     return copies
 
 
@@ -220,7 +220,7 @@ def test_min_blocks_is_what_one_token_at_a_time_really_takes(window: int, block_
     for _ in range(50):
         blocks.allocate(seq.cache, 1)
         most = max(most, 100 - blocks.available()[1])
-        blocks.settle(seq.cache, seq.token_ids, seq.cache.num_computed_tokens + 1)
+        blocks.mark_computed(seq.cache, seq.token_ids, seq.cache.num_computed_tokens + 1)
     assert blocks.min_blocks(50) == [-(-50 // block_size), most]
 
 

@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 import windlass.engine
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.layout import KVGroupLayout
 from windlass.engine.cache.prefix import HashChain
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
@@ -32,7 +32,7 @@ class HandleMachine(RuleBasedStateMachine):
     @initialize(layout=st.sampled_from(_LAYOUTS), block_size=st.integers(1, 4), prefix_caching=st.booleans())
     def begin(self, layout: list[tuple[int | None, int]], block_size: int, prefix_caching: bool) -> None:
         self.blocks = BlockManager([KVGroupLayout(n, window) for window, n in layout], block_size, prefix_caching)
-        self.handles = [CacheHandle(HashChain(b"root", block_size), _STAGES[0]) for _ in range(4)]
+        self.handles = [SequenceCache(HashChain(b"root", block_size), _STAGES[0]) for _ in range(4)]
         self.planned = [0] * len(self.handles)  # tokens whose slots are taken, but which are not computed yet
         self.copies: list[list[list[int]]] = [[] for _ in self.handles]
 
@@ -56,11 +56,11 @@ class HandleMachine(RuleBasedStateMachine):
                 self.planned[i] = room
 
     @rule(data=st.data())
-    def settle(self, data: st.DataObject) -> None:
+    def mark_computed(self, data: st.DataObject) -> None:
         """Some of the planned tokens are accepted; room for the others is given back, windows drop, blocks are offered."""
         if (i := self.pick(data, holds=True)) is not None and self.planned[i]:
             computed = self.handles[i].num_computed_tokens + data.draw(st.integers(1, self.planned[i]))
-            self.blocks.settle(self.handles[i], _TOKENS, computed)
+            self.blocks.mark_computed(self.handles[i], _TOKENS, computed)
             self.planned[i] = 0
 
     @rule(data=st.data())
@@ -85,7 +85,7 @@ class HandleMachine(RuleBasedStateMachine):
             return
         handle, self.planned[i] = self.handles[i], 0
         if handle.num_rerotations:
-            self.blocks.start_over(handle, HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
+            self.blocks.reset(handle, HashChain(b"root", self.blocks.block_size), _STAGES[0], private=False)
         else:
             self.blocks.free(handle)
         if again:
@@ -124,9 +124,9 @@ def test_whoever_follows_the_changes_has_the_tables() -> None:
     )
 
 
-def started(*layouts: tuple[int, int | None], block_size: int = 4) -> tuple[BlockManager, CacheHandle]:
+def started(*layouts: tuple[int, int | None], block_size: int = 4) -> tuple[BlockManager, SequenceCache]:
     blocks = BlockManager([KVGroupLayout(n, w) for n, w in layouts], block_size)
-    handle = CacheHandle(HashChain(b"root", block_size), _STAGES[0])
+    handle = SequenceCache(HashChain(b"root", block_size), _STAGES[0])
     blocks.attach(handle, 0)
     return blocks, handle
 
@@ -140,7 +140,7 @@ def test_a_change_is_as_small_as_what_has_changed() -> None:
         changes = handle.take_changes()
         assert not changes.restart
         sizes.append(sum(len(change.replaced) + len(change.appended) for change in changes.groups))
-        blocks.settle(handle, tokens, computed)
+        blocks.mark_computed(handle, tokens, computed)
     assert max(sizes) == 2 and sum(sizes) == 2 * 750
 
 
@@ -148,18 +148,18 @@ def test_what_a_change_says() -> None:
     blocks, handle = started((100, None), (100, 5))
     tokens = list(range(100))
     blocks.allocate(handle, 10)
-    blocks.settle(handle, tokens, 10)
+    blocks.mark_computed(handle, tokens, 10)
     assert handle.take_changes() == TableChanges(
         True, (TableChange(0, (), (0, 1, 2)), TableChange(0, (), (-1, 1, 2), num_dropped=1))
     )
-    child = CacheHandle(HashChain(b"root", 4), _STAGES[0])
+    child = SequenceCache(HashChain(b"root", 4), _STAGES[0])
     blocks.fork(handle, child)
     blocks.allocate(handle, 8)  # the shared last block is copied, two come behind it
     assert handle.take_changes().groups == (
         TableChange(3, ((2, 3),), (4, 5)),
         TableChange(3, ((2, 3),), (4, 5), num_dropped=1),
     )
-    blocks.settle(handle, tokens, 13)  # one of them held rejected tokens only
+    blocks.mark_computed(handle, tokens, 13)  # one of them held rejected tokens only
     assert handle.take_changes().groups == (TableChange(4), TableChange(4, num_dropped=2))
     assert handle.take_changes() == TableChanges()
     blocks.free(handle)
@@ -171,13 +171,13 @@ def test_digests_say_how_many_tokens_stayed_in_front_of_what_was_dropped() -> No
 
     def digests(kept: int, shifts: int) -> list[bytes]:
         blocks = BlockManager([KVGroupLayout(20, None)], 4)
-        handle = CacheHandle(HashChain(b"root", 4, b"scope"), _STAGES[0])
+        handle = SequenceCache(HashChain(b"root", 4, b"scope"), _STAGES[0])
         blocks.attach(handle, 0)
         for turn in range(shifts + 1):
             room = 4 if turn else 24
             blocks.allocate(handle, room)
-            blocks.settle(handle, _TOKENS, handle.num_computed_tokens + room)
-            blocks.cut_out(handle, kept, kept + 1, closing=True)
+            blocks.mark_computed(handle, _TOKENS, handle.num_computed_tokens + room)
+            blocks.remove_range(handle, kept, kept + 1, close_gap=True)
         return [digest for digest in blocks.pools[0].digests if digest is not None]
 
     once, again, other = digests(1, 3), digests(1, 3), digests(2, 3)
@@ -189,7 +189,7 @@ def test_rerotations_are_split_where_positions_jump() -> None:
     blocks, handle = started((20, None))
     handle._layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
     blocks.allocate(handle, 10)
-    blocks.settle(handle, list(range(10)), 10)
+    blocks.mark_computed(handle, list(range(10)), 10)
     _, rerotations = rerotate(blocks, handle, _STAGES[1])
     assert [(r.start, r.end, r.first_position, len(r.sources)) for r in rerotations] == [(0, 6, 0, 2), (6, 10, 100, 2)]
     assert rerotations[0].targets[1] == rerotations[1].targets[0] == handle.block_tables[0][1]
@@ -200,7 +200,7 @@ def test_a_handle_refuses_misuse() -> None:
     with pytest.raises(RuntimeError, match="already holds"):
         handle.hold([], 0, 0)
     with pytest.raises(RuntimeError, match="still holds"):
-        handle.start_over(HashChain(b"root", 4), _STAGES[0], private=False)
+        handle.reset(HashChain(b"root", 4), _STAGES[0], private=False)
     with pytest.raises(AttributeError):
         handle.num_computed_tokens = 3  # type: ignore[misc]
     blocks.free(handle)
@@ -208,7 +208,7 @@ def test_a_handle_refuses_misuse() -> None:
 
 # -- only the cache writes ---------------------------------------------------------------------------------------------
 
-_WRITERS = {"hold", "set_computed", "set_committed", "begin_originals", "enter", "release", "copy", "start_over"}
+_WRITERS = {"hold", "set_computed", "set_committed", "start_originals", "enter", "release", "copy", "reset"}
 _MUTABLE = {"tables", "originals", "chain"}  # what is read from a handle and could be changed in place
 
 

@@ -17,13 +17,13 @@ from tokenizers import Tokenizer
 import windlass
 from windlass.engine.api.config import parse_cache_dtype
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 
@@ -67,7 +67,7 @@ def test_memory_counts_codes_and_scales(tmp_path: Path) -> None:
 
 def test_block_copies_take_the_scales_along() -> None:
     group = load_model(engine_config(DEMO, device="cpu")).decoder.spec.kv_groups[0]
-    storage = KVStorage([group], [4], 16, torch.int8, bind("cpu"))
+    storage = KVCache([group], [4], 16, torch.int8, select_backend("cpu"))
     for layer in group.layers:
         pages = storage.pages(layer)
         assert pages.key_scale is not None
@@ -146,7 +146,7 @@ def test_rerotated_keys_are_rounded_once_however_often(tmp_path: Path) -> None:
 
 def test_the_prefix_cache_tells_dtypes_apart() -> None:
     roots = {
-        dtype: core_of(DEMO, kv_cache_dtype=dtype).scheduler._stages._namespace
+        dtype: core_of(DEMO, kv_cache_dtype=dtype).scheduler._frequency_changes._namespace
         for dtype in ("int8", "float32", "bfloat16")
     }
     assert len(set(roots.values())) == 3

@@ -11,10 +11,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
 from windlass.engine.cache import storage
-from windlass.engine.cache.changes import ParkedPages
+from windlass.engine.cache.changes import SwappedPages
 from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVStorage
-from windlass.kernels import bind
+from windlass.engine.cache.storage import KVCache
+from windlass.kernels import select_backend
 
 _BLOCKS = 24
 
@@ -47,10 +47,10 @@ class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return func(*args, **(kwargs or {}))
 
 
-def _filled(dtype: torch.dtype) -> tuple[KVStorage, list[list[torch.Tensor]]]:
+def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
     """Pages of two KV groups with a number in every byte, and what they hold."""
     groups = [KVGroupSpec((0, 2, 3), 2, 8, None, 4), KVGroupSpec((1,), 1, 8, 40)]
-    pages = KVStorage(groups, [_BLOCKS, _BLOCKS], 16, dtype, bind("cpu"))
+    pages = KVCache(groups, [_BLOCKS, _BLOCKS], 16, dtype, select_backend("cpu"))
     before = []
     for planes in pages.planes:
         for plane in planes:
@@ -68,12 +68,12 @@ def test_they_come_and_go_without_memory_of_the_device(
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _NoRoom(there_is):
-        pages.park(ParkedPages(4, blocks))
+        pages.swap_out(SwappedPages(4, blocks))
     for planes in pages.planes:
         for plane in planes:
             plane.view(torch.uint8).zero_()
     with _NoRoom(there_is):
-        pages.unpark(ParkedPages(4, others))
+        pages.swap_in(SwappedPages(4, others))
     for planes, held, sources, targets in zip(pages.planes, before, blocks, others, strict=True):
         for plane, kept in zip(planes, held, strict=True):
             assert torch.equal(plane[:, list(targets)].view(torch.uint8), kept[:, list(sources)].view(torch.uint8))
@@ -87,11 +87,11 @@ def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkey
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _Largest() as moved:
-        pages.park(ParkedPages(4, blocks))
+        pages.swap_out(SwappedPages(4, blocks))
         for planes in pages.planes:
             for plane in planes:
                 plane.view(torch.uint8).zero_()
-        pages.unpark(ParkedPages(4, others))
+        pages.swap_in(SwappedPages(4, others))
     largest = max(plane[:, :1].nbytes for planes in pages.planes for plane in planes)
     assert 0 < moved.most <= max(at_once, largest)
     for planes, held, sources, targets in zip(pages.planes, before, blocks, others, strict=True):
@@ -100,4 +100,4 @@ def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkey
             untouched = [block for block in range(_BLOCKS) if block not in targets]
             assert not plane[:, untouched].view(torch.uint8).any()
     with pytest.raises(KeyError):
-        pages.unpark(ParkedPages(4, others))
+        pages.swap_in(SwappedPages(4, others))

@@ -6,26 +6,26 @@ import pytest
 
 from windlass.engine.api.looks import MAX_CACHE_CELLS
 from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.picture import draw_cache
+from windlass.engine.cache.picture import snapshot_cache
 from windlass.engine.cache.prefix import HashChain
 
 SIZE = 4
 
 
-def new_handle(manager: BlockManager) -> CacheHandle:
-    return CacheHandle(HashChain(b"root", SIZE), ())
+def new_handle(manager: BlockManager) -> SequenceCache:
+    return SequenceCache(HashChain(b"root", SIZE), ())
 
 
-def fill(manager: BlockManager, handle: CacheHandle, tokens: list[int]) -> None:
+def fill(manager: BlockManager, handle: SequenceCache, tokens: list[int]) -> None:
     """Compute all of these tokens, of which the handle may hold some already."""
     if not handle.tables:
         manager.attach(handle, 0)
     assert manager.capacity(handle, len(tokens) - handle.num_slots) == len(tokens) - handle.num_slots
     manager.allocate(handle, len(tokens) - handle.num_slots)
     handle.chain.extend(tokens, len(tokens))
-    manager.settle(handle, tokens, len(tokens))
+    manager.mark_computed(handle, tokens, len(tokens))
 
 
 @pytest.mark.parametrize("num_blocks", [40, 300, 5000])
@@ -39,7 +39,7 @@ def test_every_block_is_counted_once(num_blocks: int) -> None:
     manager.attach(second, found)
     fill(manager, second, [*shared, *range(60, 60 + (num_blocks - 12) * SIZE)])
     manager.free(gone)
-    (drawn,) = draw_cache(manager, [first, second])
+    (drawn,) = snapshot_cache(manager, [first, second])
     pool = manager.pools[0]
     per = drawn.blocks_per_cell
     assert len(drawn.held) <= MAX_CACHE_CELLS and (drawn.num_blocks, drawn.window) == (num_blocks, None)
@@ -59,9 +59,9 @@ def test_every_block_is_counted_once(num_blocks: int) -> None:
 
 def test_an_empty_cache_and_one_that_is_not_listed() -> None:
     manager = BlockManager([KVGroupLayout(1000, 8, (0,))], SIZE)
-    (drawn,) = draw_cache(manager, [])
+    (drawn,) = snapshot_cache(manager, [])
     assert (drawn.num_shown, drawn.window) == (256, 8) and sum(drawn.held + drawn.shared + drawn.idle) == 0
     handle = new_handle(manager)
     fill(manager, handle, list(range(SIZE)))
-    (drawn,) = draw_cache(manager, [])
+    (drawn,) = snapshot_cache(manager, [])
     assert sum(drawn.held) == 1 and set(drawn.owners) == {-1}

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cache.runs import OPEN_END, PLAIN, SlotLayout, SlotRun
+from windlass.engine.cache.runs import OPEN_END, PLAIN_LAYOUT, SlotLayout, SlotRun
 
 
 def listed(layout: SlotLayout, num_slots: int) -> list[tuple[int, int] | None]:
@@ -36,7 +36,7 @@ def test_cutting_out_is_what_it_is_for_a_list(
     model = listed(layout, num_slots)
     dropped = closed = 0
     num_tokens = position - start + 3  # ever
-    for first, count, closing, grown in cuts:
+    for first, count, close_gap, grown in cuts:
         model += [(p, p) for p in range(model[-1][1] + 1, model[-1][1] + 1 + grown)] if model and model[-1] else []
         num_tokens += len(model) - num_slots
         num_slots = len(model)
@@ -44,17 +44,17 @@ def test_cutting_out_is_what_it_is_for_a_list(
         end = min(first + count, num_slots - 1)
         if first >= end:
             continue
-        layout = layout.without(first, end, closing=closing)
+        layout = layout.with_range_removed(first, end, close_gap=close_gap)
         gone = sum(entry is not None for entry in model[first:end])
-        dropped, closed = dropped + gone, closed + gone * closing
-        before = [entry and (entry[0], entry[1] + gone * closing) for entry in model[:first]]
+        dropped, closed = dropped + gone, closed + gone * close_gap
+        before = [entry and (entry[0], entry[1] + gone * close_gap) for entry in model[:first]]
         model = [*before, *model[end:]]
         num_slots = len(model)
         assert listed(layout, num_slots) == model and layout.slot_offset == num_slots - num_tokens
-        assert (layout.num_dropped, layout.num_closed) == (dropped, closed)
+        assert (layout.num_dropped, layout.num_gap_closed) == (dropped, closed)
         assert list(layout.spans(0, len(model)))[-1][1] == len(model)
         for window in (1, 3, 8, 100):
-            seen = layout.first_seen(len(model), window)
+            seen = layout.first_visible_slot(len(model), window)
             lowest = layout.runs[-1].offset + len(model) - window + 1
             standing = [slot for slot, entry in enumerate(model) if entry is not None and entry[1] >= lowest]
             if [entry[1] for entry in model if entry] == sorted(entry[1] for entry in model if entry):
@@ -63,20 +63,20 @@ def test_cutting_out_is_what_it_is_for_a_list(
 
 
 def test_a_layout_is_plain_until_something_is_cut_out() -> None:
-    assert PLAIN.is_plain and PLAIN.first_position == 0 and SlotLayout.starting_at(9).first_position == 9
-    shifted = PLAIN.without(16, 32, closing=True)
+    assert PLAIN_LAYOUT.is_plain and PLAIN_LAYOUT.first_position == 0 and SlotLayout.starting_at(9).first_position == 9
+    shifted = PLAIN_LAYOUT.with_range_removed(16, 32, close_gap=True)
     assert not shifted.is_plain and shifted.runs == (SlotRun(0, 16, 0, 16), SlotRun(16, OPEN_END, 32))
     assert (shifted.first_position, shifted.slot_offset) == (0, -16)
-    again = shifted.without(16, 48, closing=True)
+    again = shifted.with_range_removed(16, 48, close_gap=True)
     assert again.runs == (SlotRun(0, 16, 0, 48), SlotRun(16, OPEN_END, 64))
-    still = PLAIN.without(16, 32, closing=False)
-    assert still.runs == (SlotRun(0, 16, 0), SlotRun(16, OPEN_END, 32)) and still.num_closed == 0
-    assert PLAIN.without(0, 16, closing=True).runs == (SlotRun(0, OPEN_END, 16),)
+    still = PLAIN_LAYOUT.with_range_removed(16, 32, close_gap=False)
+    assert still.runs == (SlotRun(0, 16, 0), SlotRun(16, OPEN_END, 32)) and still.num_gap_closed == 0
+    assert PLAIN_LAYOUT.with_range_removed(0, 16, close_gap=True).runs == (SlotRun(0, OPEN_END, 16),)
 
 
 @pytest.mark.parametrize("count", [1, 1000])
 def test_the_number_of_runs_does_not_grow(count: int) -> None:
-    layout = PLAIN
+    layout = PLAIN_LAYOUT
     for _ in range(count):
-        layout = layout.without(16, 32, closing=True)
+        layout = layout.with_range_removed(16, 32, close_gap=True)
     assert len(layout.runs) == 2 and layout.num_dropped == 16 * count

@@ -14,13 +14,13 @@ from windlass.engine.api.config import SpeculationConfig
 from windlass.engine.cache.blocks import BlockManager
 from windlass.engine.cache.budget import plan_cache
 from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.handle import CacheHandle
+from windlass.engine.cache.handle import SequenceCache
 from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
 from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.picture import draw_cache
+from windlass.engine.cache.picture import snapshot_cache
 from windlass.engine.cache.prefix import HashChain, root_digest
 from windlass.engine.errors import LoadError
-from windlass.engine.scheduling.chunk_cuts import ChunkCuts
+from windlass.engine.scheduling.chunk_cuts import ChunkBoundaries
 
 SIZE = 4
 
@@ -32,7 +32,7 @@ class Held:
         self, blocks: BlockManager, tokens: list[int], salt: str | None = None, near: int | None = None
     ) -> None:
         self.tokens = list(tokens)
-        self.cache = CacheHandle(
+        self.cache = SequenceCache(
             HashChain(root_digest(b"test", ["plain"], 0, salt), SIZE), FakeRotation(near=near).stage(1).specs
         )
         self.blocks = blocks
@@ -50,12 +50,12 @@ class Held:
         self.blocks.attach(self.cache, hit // SIZE)
         return hit
 
-    def compute(self, count: int | None = None, under_way: int = 0) -> list[BlockCopy]:
+    def compute(self, count: int | None = None, num_inflight_tokens: int = 0) -> list[BlockCopy]:
         computed = self.cache.num_computed_tokens
         count = len(self.tokens) - computed if count is None else count
         assert self.blocks.capacity(self.cache, count) == count
         copies = self.blocks.allocate(self.cache, count)
-        self.blocks.settle(self.cache, self.tokens, computed + count, under_way)
+        self.blocks.mark_computed(self.cache, self.tokens, computed + count, num_inflight_tokens)
         return [copy for copy in copies if copy.group == 1]
 
 
@@ -94,7 +94,7 @@ def test_what_is_being_computed_behind_it_leaves_no_state() -> None:
     blocks = manager()
     a = Held(blocks, list(range(20)))
     a.start()
-    a.compute(8, under_way=1)
+    a.compute(8, num_inflight_tokens=1)
     assert a.compute(1) == [] and a.state == [0]
     assert Held(blocks, list(range(20))).hit() == 0
 
@@ -106,11 +106,11 @@ def test_a_state_that_ends_a_block_is_set_aside_from_the_tokens_planned_behind_i
         a = Held(blocks, list(range(20)))
         a.start()
         a.compute(7)
-        assert blocks.set_states_aside(a.cache, 0) == []  # in the middle of a block
+        assert blocks.checkpoint_states(a.cache, 0) == []  # in the middle of a block
         blocks.allocate(a.cache, 1)
-        copies = blocks.set_states_aside(a.cache, 1)
+        copies = blocks.checkpoint_states(a.cache, 1)
         assert copies == ([BlockCopy(1, 0, 1)] if states > 1 else [])
-        blocks.settle(a.cache, a.tokens, 8, 0 if given_up else 1)
+        blocks.mark_computed(a.cache, a.tokens, 8, 0 if given_up else 1)
         assert a.state == ([1] if given_up else [0])
         assert Held(blocks, list(range(20))).hit() == (8 if states > 1 else 0)
         assert states == 1 or blocks.pools[1].cached[a.cache.chain.digests[1]] == 1
@@ -128,10 +128,10 @@ def test_the_state_behind_accepted_tokens_stays_and_one_at_the_end_of_a_block_is
     a.start()
     a.compute(6)
     assert blocks.allocate(a.cache, 1) == []
-    assert blocks.capacity_to_propose(a.cache, 100) == 8  # a block for each, but for the last of all
-    assert blocks.allocate_to_propose(a.cache, 6) == []
+    assert blocks.capacity_for_proposals(a.cache, 100) == 8  # a block for each, but for the last of all
+    assert blocks.allocate_for_proposals(a.cache, 6) == []
     assert a.state == [0, 1, 2, 3, 4, 5, 6]  # behind tokens 12, 6, 7, 8, 9, 10 and 11
-    blocks.settle(a.cache, a.tokens, 7 + accepted)
+    blocks.mark_computed(a.cache, a.tokens, 7 + accepted)
     assert a.state == [[1, 2, 3, 4, 5, 6, 0][accepted]]
     assert Held(blocks, a.tokens).hit() == hit
     blocks.assert_consistent([a.cache])
@@ -215,11 +215,11 @@ def test_room_is_told_by_what_is_missing() -> None:
     a, b = Held(blocks, list(range(9))), Held(blocks, list(range(50, 59)))
     a.start()
     b.start()
-    assert blocks.blocks_to_come(a.cache, 9, 9, rerotates=False) == [3, 1]
+    assert blocks.blocks_still_needed(a.cache, 9, 9, rerotates=False) == [3, 1]
     a.compute(8)
-    assert blocks.blocks_to_come(a.cache, 9, 9, rerotates=False) == [1, 1]
+    assert blocks.blocks_still_needed(a.cache, 9, 9, rerotates=False) == [1, 1]
     b.compute(7)
-    assert blocks.blocks_to_come(b.cache, 9, 9, rerotates=False) == [1, 0]
+    assert blocks.blocks_still_needed(b.cache, 9, 9, rerotates=False) == [1, 0]
     assert (blocks.capacity(a.cache, 1), blocks.capacity(b.cache, 1)) == (0, 1)
 
 
@@ -228,13 +228,13 @@ def test_dropped_tokens_leave_the_state_as_it_is() -> None:
     a = Held(blocks, list(range(30)))
     a.start()
     a.compute(14)
-    blocks.cut_out(a.cache, 1, 2, closing=True)
+    blocks.remove_range(a.cache, 1, 2, close_gap=True)
     assert a.state == [0] and a.cache.num_slots == 10
     a.compute(2)  # the end of a block, but not of a prompt's beginning
     assert a.compute(1) == []
-    parked = blocks.park(a.cache)
-    assert parked[1] == (0,)
-    assert blocks.unpark(a.cache)[1] == (0,) and len(a.state) == 1
+    swapped_out = blocks.swap_out(a.cache)
+    assert swapped_out[1] == (0,)
+    assert blocks.swap_in(a.cache)[1] == (0,) and len(a.state) == 1
 
 
 class Told:
@@ -253,7 +253,7 @@ class Told:
 def test_those_that_stay_alone_are_offered_to_files() -> None:
     told = Told()
     groups = [KVGroupLayout(1000, None), KVGroupLayout.of_states(40)]
-    blocks = BlockManager(groups, SIZE, keeper=told)  # type: ignore[arg-type]
+    blocks = BlockManager(groups, SIZE, listener=told)  # type: ignore[arg-type]
     a = Held(blocks, list(range(1500)))
     a.start()
     for _ in range(3):
@@ -278,17 +278,17 @@ def test_what_holds_far_keys_holds_no_state() -> None:
     blocks = manager(states=3)
     a = Held(blocks, list(range(21)), near=4)
     a.start()
-    assert a.cache.far is not None
+    assert a.cache.second_keys is not None
     a.compute(8)
     a.compute(8)
     a.compute(5)
-    assert [len(table) for table in a.cache.far.block_tables] == [6, 0] and len(a.state) == 1
+    assert [len(table) for table in a.cache.second_keys.block_tables] == [6, 0] and len(a.state) == 1
     # Far keys are there up to 20 tokens, a state at 16 and at 8: what is taken has to do for both.
     b = Held(blocks, [*range(14), 99], near=4)
     assert b.start() == 8
     c = Held(blocks, list(range(8)), near=4)
     assert c.hit() == 0
-    assert blocks.blocks_to_come(b.cache, 15, 15, rerotates=False)[1] == 1
+    assert blocks.blocks_still_needed(b.cache, 15, 15, rerotates=False)[1] == 1
     blocks.assert_consistent([a.cache, b.cache])
 
 
@@ -298,7 +298,7 @@ def test_they_are_shown_as_what_they_are() -> None:
     a.start()
     a.compute(8)
     a.compute()
-    pages, states = draw_cache(blocks, [a.cache])
+    pages, states = snapshot_cache(blocks, [a.cache])
     assert (pages.states, sum(pages.held)) == (False, 3)
     assert (states.states, states.window, sum(states.held), sum(states.idle)) == (True, None, 1, 1)
     assert states.owners[1] == 0
@@ -329,8 +329,8 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
                 computed = one.cache.num_computed_tokens
                 copies, proposed = blocks.allocate(one.cache, count), 0
                 if count == 1 and computed + count == len(one.tokens):
-                    proposed = blocks.capacity_to_propose(one.cache, rng.randint(0, 6))
-                    copies += blocks.allocate_to_propose(one.cache, proposed)
+                    proposed = blocks.capacity_for_proposals(one.cache, rng.randint(0, 6))
+                    copies += blocks.allocate_for_proposals(one.cache, proposed)
                 for copy in copies:
                     if copy.group == 1:
                         memory[copy.target] = memory[copy.source]
@@ -343,7 +343,7 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
                 for i, behind in enumerate((*others, block)):
                     memory[behind] = (*one.tokens[: computed + count], *draft[:i])
                 one.tokens += draft[:accepted]
-                blocks.settle(one.cache, one.tokens, computed + count + accepted)
+                blocks.mark_computed(one.cache, one.tokens, computed + count + accepted)
                 passed += accepted
                 assert len(one.state) == 1 and memory[one.state[0]] == tuple(one.tokens[: computed + count + accepted])
             blocks.assert_consistent([one.cache for one in live])
@@ -366,11 +366,11 @@ def test_random_traffic_reads_what_its_own_tokens_wrote() -> None:
     ],
 )
 def test_chunks_end_with_blocks(start: int, due: int, tokens: int, taken: int) -> None:
-    assert ChunkCuts(0, 16, at_blocks=True).longest(start, due, tokens) == taken
+    assert ChunkBoundaries(0, 16, align_to_blocks=True).longest(start, due, tokens) == taken
 
 
 def test_chunks_that_end_with_blocks_are_not_short_where_short_ones_are_treated_otherwise() -> None:
-    cuts = ChunkCuts(32, 16, at_blocks=True)
+    cuts = ChunkBoundaries(32, 16, align_to_blocks=True)
     assert cuts.longest(0, 100, 90) == 64  # so that 32 are left before the end
     assert cuts.longest(0, 100, 20) == 0
     assert cuts.longest(0, 100, 200) == 96
@@ -393,7 +393,7 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     assert ample.num_bytes - without.num_bytes == 17 * STATES.block_bytes and without.num_states == 0
     speculating = replace(config, scheduling=replace(config.scheduling, speculation=SpeculationConfig(num_tokens=3)))
     assert plan_cache(speculating, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 17 + 8 * 3
-    drafted = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES, beside_states=100)
+    drafted = plan_cache(config, [GROUP], 256, "float32", 1 << 20, states=STATES, draft_state_bytes=100)
     assert drafted.num_states == 17 and drafted.num_bytes == ample.num_bytes + 17 * 100
     scarce = plan_cache(config, [GROUP], 256, "float32", 64 << 10, states=STATES)
     assert scarce.num_states == (32 << 10) // STATES.block_bytes == 10 and scarce.num_bytes <= 64 << 10

@@ -22,13 +22,13 @@ from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REF
 from windlass.engine.api import child_output
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import CacheQuestion
+from windlass.engine.api.looks import CacheQuery
 from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.client import child_maker, crash_reports, router, statistics, watchdog
 from windlass.engine.client.adapters import AdapterCalls
 from windlass.engine.client.child import ChildProcess
 from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.pulse import Pulse
+from windlass.engine.client.pulse import ProcessActivity
 from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter
 from windlass.engine.errors import (
     EngineDeadError,
@@ -36,7 +36,7 @@ from windlass.engine.errors import (
     LoadError,
     QueueFullError,
     RequestError,
-    SlowReaderError,
+    SlowConsumerError,
 )
 
 TESTS = Path(__file__).parents[2]
@@ -223,7 +223,7 @@ async def test_an_engine_whose_message_cannot_be_taken_in_is_replaced(monkeypatc
 
 @pytest.mark.parametrize("max_tokens", [40, 10_000])
 async def test_what_waits_for_a_slow_reader_has_a_bound(monkeypatch, max_tokens):
-    monkeypatch.setattr(router, "MOST_WAITING", 150)
+    monkeypatch.setattr(router, "MAX_BUFFERED_OUTPUT", 150)
     async with running() as client:
         stream = client.generate(request("slow", max_tokens=max_tokens))
         await anext(stream)
@@ -231,7 +231,7 @@ async def test_what_waits_for_a_slow_reader_has_a_bound(monkeypatch, max_tokens)
         quick = [asyncio.create_task(tokens(client, request(name, max_tokens=25))) for name in "ab"]
         assert [len(each) for each in await asyncio.gather(*quick)] == [25, 25]
         await until(lambda: "slow" not in client._router._streams)
-        with pytest.raises(SlowReaderError, match="more quickly"):
+        with pytest.raises(SlowConsumerError, match="more quickly"):
             await anext(stream)
         await until(lambda: client._router.in_flight == 0)
         assert len(await tokens(client, request("slow", max_tokens=3))) == 3, "its id is free again"
@@ -407,10 +407,10 @@ async def test_the_next_engine_waits_while_the_last_one_is_reaped_and_nothing_of
         with pytest.raises(EngineDeadError):
             while True:
                 await anext(stream)
-        assert [lost.request_id for lost in client._lost] == ["bad"]
+        assert [lost.request_id for lost in client._failed_requests] == ["bad"]
         await client.wait_ready()
         assert client.pid == spares[-1].process.pid and len(spares) == 2
-        assert client._lost == []
+        assert client._failed_requests == []
 
 
 async def test_it_is_given_up_after_too_many_deaths():
@@ -464,7 +464,7 @@ async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first
 
 async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own():
     """What it cannot import ahead is told only when it is needed."""
-    with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.no_such_module")) as child:
+    with contextlib.closing(ChildProcess(CORE, "warning", preload="helpers.no_such_module")) as child:
         async with running(child=child) as client:
             assert client.pid == child.process.pid and await tokens(client, request("first"))
             os.kill(child.process.pid, signal.SIGKILL)
@@ -474,7 +474,7 @@ async def test_a_child_that_waits_becomes_the_clients_and_a_later_one_is_its_own
 
 
 def test_a_child_that_waits_ends_where_nobody_loads_anything():
-    with contextlib.closing(ChildProcess(CORE, "warning", ahead="helpers.scripted_core")) as child:
+    with contextlib.closing(ChildProcess(CORE, "warning", preload="helpers.scripted_core")) as child:
         assert not child.ended
     assert child.ended and child.socket.fileno() == -1
 
@@ -583,14 +583,14 @@ async def test_a_slow_consumer_does_not_stall_the_engine(monkeypatch):
     async with running() as client:
         stream = client.generate(request("a", max_tokens=5000, n=4))
         await anext(stream)
-        pulse = Pulse(client.pid)
+        pulse = ProcessActivity(client.pid)
 
         def rests() -> bool:
             looks = []
             for _ in range(5):
                 time.sleep(0.1)
-                pulse.feel()
-                looks.append(pulse.lifeless)
+                pulse.refresh()
+                looks.append(pulse.inactive)
             return all(looks)
 
         eventually(rests, 60)  # whether it has finished or waits for this process
@@ -703,12 +703,12 @@ async def test_a_question_is_refused_and_ends_with_the_engine(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.3")
     async with running() as client:
         with pytest.raises(RequestError, match="nothing to see"):
-            await client.look(CacheQuestion())
+            await client.inspect(CacheQuery())
         stream = client.generate(request("a", max_tokens=50))
         await anext(stream)
         os.kill(client.pid, signal.SIGSTOP)  # else it answers once the step ends
-        asked = asyncio.ensure_future(client.look(CacheQuestion()))
-        await until(lambda: client._looks.waiting)
+        asked = asyncio.ensure_future(client.inspect(CacheQuery()))
+        await until(lambda: client._inspections.waiting)
         os.kill(client.pid, signal.SIGKILL)
         with pytest.raises(EngineDeadError, match="before it answered"):
             await asked

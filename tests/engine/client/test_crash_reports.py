@@ -24,9 +24,9 @@ from helpers.failing_core import FATAL, STUCK
 from helpers.real_server import RealServer, serve
 
 from windlass import __version__
-from windlass.engine.client.crash_reports import MOST_REPORTS, _write
+from windlass.engine.client.crash_reports import MAX_REPORTS, _write
 from windlass.engine.client.waiting import wait_for_stacks
-from windlass.engine.core.black_box import MOST_ROWS, NAMES, PLANS, BlackBox, StackMemory
+from windlass.engine.core.black_box import MAX_RECORDED_SEQUENCES, NUM_NAMES, NUM_PLANS, FlightRecorder, StackMemory
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.startup.engines import CORE_VARIABLE
 
@@ -120,7 +120,7 @@ def test_a_killed_engine_leaves_its_last_plans(tmp_path: Path, monkeypatch: pyte
     assert requests["scaled"]["prompt_tokens"] == 40 and requests["scaled"]["scaling"]["rope_type"] == "yarn"
     assert requests["alone"]["scaling"] is None and requests["alone"]["max_tokens"] == 20_000
     plans = found["plans"]
-    assert 10 < len(plans) <= PLANS
+    assert 10 < len(plans) <= NUM_PLANS
     # Between requests a plan may say only who has gone, which is not kept.
     steps = [plan["step"] for plan in plans if any("alone" in str(each) for each in plan["sequences"])]
     assert len(steps) > 10 and steps == list(range(steps[0], steps[0] + len(steps)))
@@ -166,20 +166,20 @@ def test_no_reports_where_none_are_wanted_or_can_be_written(tmp_path: Path, monk
 
 
 def test_only_so_many_reports_are_kept(tmp_path: Path) -> None:
-    for pid in range(MOST_REPORTS + 5):
+    for pid in range(MAX_REPORTS + 5):
         (tmp_path / f"crash-20200101T0000{pid:02}Z-1.json").write_text("{}")
     (tmp_path / "other.json").write_text("{}")
     path = _write(tmp_path, {"pid": 7})
     names = sorted(found.name for found in tmp_path.iterdir())
-    assert len(names) == MOST_REPORTS + 1 and path.name in names and "other.json" in names
+    assert len(names) == MAX_REPORTS + 1 and path.name in names and "other.json" in names
     assert "crash-20200101T000005Z-1.json" not in names and "crash-20200101T000024Z-1.json" in names
 
 
 def test_a_report_stays_though_the_clock_was_set_back(tmp_path: Path) -> None:
-    for number in range(MOST_REPORTS):
+    for number in range(MAX_REPORTS):
         (tmp_path / f"crash-29990101T0000{number:02}Z-1.json").write_text("{}")
     path = _write(tmp_path, {"pid": 7})
-    assert path.exists() and len(list(tmp_path.iterdir())) == MOST_REPORTS
+    assert path.exists() and len(list(tmp_path.iterdir())) == MAX_REPORTS
 
 
 def test_a_full_disk_leaves_no_halves_and_nobody_else_reads_meanwhile(
@@ -208,34 +208,34 @@ def test_a_full_disk_leaves_no_halves_and_nobody_else_reads_meanwhile(
 
 
 def test_the_box_keeps_the_last_plans_whatever_their_size() -> None:
-    number = BlackBox.make()
-    box, other = BlackBox(number), BlackBox(number)
+    number = FlightRecorder.make()
+    recorder, other = FlightRecorder(number), FlightRecorder(number)
     os.close(number)
     live = [
         SimpleNamespace(
             seq_id=index, index=index % 3, num_prompt_tokens=index,
             request=SimpleNamespace(request_id=f"r{index}" + "é" * 300, rope_scaling=RopeScaling() if index % 2 else None),
         )
-        for index in range(NAMES + 10)
+        for index in range(NUM_NAMES + 10)
     ]  # fmt: skip
-    for step in range(PLANS + 7):
+    for step in range(NUM_PLANS + 7):
         items = [SimpleNamespace(seq_id=index, start=step, num_tokens=2) for index in range(step, step + 200)]
         plan = SimpleNamespace(step=step, new=items if step % 5 == 0 else (), forks=(), sequences=items, num_tokens=400)
-        box.write(plan, lambda: live)
+        recorder.write(plan, lambda: live)
     found = other.read()
-    assert [plan["step"] for plan in found] == list(range(7, PLANS + 7))
-    assert all(plan["num_sequences"] == 200 and len(plan["sequences"]) == MOST_ROWS for plan in found)
+    assert [plan["step"] for plan in found] == list(range(7, NUM_PLANS + 7))
+    assert all(plan["num_sequences"] == 200 and len(plan["sequences"]) == MAX_RECORDED_SEQUENCES for plan in found)
     first = found[-1]["sequences"][0]
-    assert first["start"] == PLANS + 6 and first["tokens"] == 2 and re.fullmatch(r"r38[?]{93}", first["request_id"])
+    assert first["start"] == NUM_PLANS + 6 and first["tokens"] == 2 and re.fullmatch(r"r38[?]{93}", first["request_id"])
     assert first["prompt_tokens"] == 38 and first["scaling"] == "default"
 
 
 def test_a_plan_that_was_half_written_is_left_out() -> None:
-    number = BlackBox.make()
-    box = BlackBox(number)
+    number = FlightRecorder.make()
+    recorder = FlightRecorder(number)
     os.close(number)
     for step in range(3):
-        box.write(SimpleNamespace(step=step, new=(), forks=(), sequences=(), num_tokens=0), list)
+        recorder.write(SimpleNamespace(step=step, new=(), forks=(), sequences=(), num_tokens=0), list)
 
     def dies() -> Iterator[Any]:
         yield SimpleNamespace(seq_id=1, start=0, num_tokens=1)
@@ -246,8 +246,8 @@ def test_a_plan_that_was_half_written_is_left_out() -> None:
             return dies()
 
     with pytest.raises(KeyboardInterrupt):
-        box.write(SimpleNamespace(step=3, new=(), forks=(), sequences=Dying(), num_tokens=1), list)
-    assert [plan["step"] for plan in box.read()] == [0, 1, 2]
+        recorder.write(SimpleNamespace(step=3, new=(), forks=(), sequences=Dying(), num_tokens=1), list)
+    assert [plan["step"] for plan in recorder.read()] == [0, 1, 2]
 
 
 def test_stacks_are_waited_for_until_nothing_more_comes() -> None:

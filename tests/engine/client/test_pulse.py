@@ -12,17 +12,17 @@ from pathlib import Path
 import pytest
 from helpers.eventually import children, eventually
 
-from windlass.engine.client.pulse import Pulse
+from windlass.engine.client.pulse import ProcessActivity
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 
 
-def looks(pulse: Pulse, times: int = 5) -> list[bool]:
+def looks(pulse: ProcessActivity, times: int = 5) -> list[bool]:
     found = []
     for _ in range(times):
         time.sleep(0.1)
-        pulse.feel()
-        found.append(pulse.lifeless)
+        pulse.refresh()
+        found.append(pulse.inactive)
     return found
 
 
@@ -31,8 +31,8 @@ def test_sleeping_and_busy_processes(code: str, asleep: bool) -> None:
     with subprocess.Popen([sys.executable, "-c", f"print(1, flush=True)\n{code}"], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None and process.stdout.readline()
-            pulse = Pulse(process.pid)
-            assert not pulse.lifeless and pulse.memory  # looked at, and nothing to compare with yet
+            pulse = ProcessActivity(process.pid)
+            assert not pulse.inactive and pulse.memory  # looked at, and nothing to compare with yet
             first = pulse.used_seconds
             assert first is not None
             # Each as soon as the process has had a core.
@@ -54,7 +54,7 @@ def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> Non
     code = f"import subprocess, sys\nsubprocess.run([sys.executable, '-c', {child!r}])"
     with subprocess.Popen([sys.executable, "-c", code], start_new_session=True) as process:
         try:
-            pulse = Pulse(process.pid)
+            pulse = ProcessActivity(process.pid)
             eventually(lambda: children(process.pid, b"exists"), 30)
             eventually(lambda: not any(looks(pulse)[1:]), 30)
             process.send_signal(signal.SIGSTOP)  # what its child does says nothing of one that is stopped
@@ -69,5 +69,5 @@ def test_who_waits_for_a_child_that_works_is_not_lifeless(tmp_path: Path) -> Non
 def test_nothing_is_said_of_a_process_that_is_gone() -> None:
     with subprocess.Popen([sys.executable, "-c", ""]) as process:
         process.wait()
-    pulse = Pulse(process.pid)
+    pulse = ProcessActivity(process.pid)
     assert looks(pulse, 2) == [False, False] and pulse.used_seconds is None

@@ -13,9 +13,9 @@ from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingPa
 from windlass.engine.client import router
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.router import RequestRouter
-from windlass.engine.client.watchdog import LIFELESS_SECONDS
+from windlass.engine.client.watchdog import INACTIVE_SECONDS
 from windlass.engine.core.wire import Message, StepDone
-from windlass.engine.errors import SlowReaderError
+from windlass.engine.errors import SlowConsumerError
 
 TESTS = Path(__file__).parents[2]
 
@@ -45,7 +45,7 @@ def test_a_finished_request_is_not_in_flight_however_late_it_is_read() -> None:
 
 
 def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(router, "MOST_WAITING", 10)  # two outputs
+    monkeypatch.setattr(router, "MAX_BUFFERED_OUTPUT", 10)  # two outputs
 
     async def main() -> None:
         requests = RequestRouter(lambda _: None, lambda: None)
@@ -57,7 +57,7 @@ def test_what_was_taken_waits_no_longer(monkeypatch: pytest.MonkeyPatch) -> None
             assert (await taken).token_ids == (number,)
         for number in range(3):
             requests.deliver(StepDone((RequestOutput("a", token_ids=(number,)),), 0.1))
-        with pytest.raises(SlowReaderError):
+        with pytest.raises(SlowConsumerError):
             await anext(outputs)
 
     asyncio.run(main())
@@ -75,7 +75,7 @@ def test_an_engine_is_not_killed_because_nobody_reads(monkeypatch: pytest.Monkey
             pid = client.pid
             outputs = client.generate(request("a", 5))
             await anext(outputs)
-            await asyncio.sleep(LIFELESS_SECONDS + 2.0)
+            await asyncio.sleep(INACTIVE_SECONDS + 2.0)
             assert client.pid == pid and client.restarts == 0 and client.state == "ready"
             assert len([output async for output in outputs]) == 4
         finally:

@@ -9,7 +9,7 @@ import pytest
 
 from windlass.engine.client import watchdog as module
 from windlass.engine.client.watchdog import Watchdog
-from windlass.engine.core.wire import Message, StepBegun, StepDone
+from windlass.engine.core.wire import Message, StepDone, StepStarted
 
 pytestmark = pytest.mark.anyio
 
@@ -26,7 +26,7 @@ class Child:
     """As much of a child, and of what the system says of it, as the watchdog asks for."""
 
     used_seconds: float | None = 0.0
-    lifeless: bool = False
+    inactive: bool = False
     stopped: bool = False
     stopped_until: int = 10**9  # the look from which on it is no longer
     ended: bool = False
@@ -43,10 +43,10 @@ class Child:
 
     pid = 1
 
-    def feel(self) -> None:
+    def refresh(self) -> None:
         self.ticks += 1
         if self.ticks == self.stopped_until:
-            self.stopped = self.lifeless = False
+            self.stopped = self.inactive = False
         if self.ticks == self.owes_until:
             self.owes = False
         if self.used_seconds is not None:
@@ -66,12 +66,12 @@ async def killed_after(monkeypatch, child: Child, *heard: Message, most: int = 8
     watchdog = Watchdog(
         child,  # type: ignore[arg-type]
         HANG,
-        owes_answer=lambda: child.owes,
-        answers_looks=lambda: child.looks,
+        has_pending_work=lambda: child.owes,
+        has_inspections=lambda: child.looks,
         suspect=child.suspected.append,
     )
     for message in heard:
-        watchdog.hear(message)
+        watchdog.on_message(message)
     return None if await watchdog.watch() is None else child.ticks / 4
 
 
@@ -85,10 +85,10 @@ async def test_one_that_computes_far_longer_than_expected(monkeypatch) -> None:
 
 async def test_a_long_step_that_was_announced(monkeypatch) -> None:
     done = StepDone((), 0.01)
-    assert await killed_after(monkeypatch, Child(), done, StepBegun(3.0)) == 60.0
-    assert await killed_after(monkeypatch, Child(), done, StepBegun(30.0), most=2600) == 600.0
-    assert await killed_after(monkeypatch, Child(), done, StepBegun(None)) == HANG
-    assert await killed_after(monkeypatch, Child(), StepBegun(3.0), done) == 20.0
+    assert await killed_after(monkeypatch, Child(), done, StepStarted(3.0)) == 60.0
+    assert await killed_after(monkeypatch, Child(), done, StepStarted(30.0), most=2600) == 600.0
+    assert await killed_after(monkeypatch, Child(), done, StepStarted(None)) == HANG
+    assert await killed_after(monkeypatch, Child(), StepStarted(3.0), done) == 20.0
 
 
 async def test_one_that_gets_no_processor_is_not_to_blame(monkeypatch) -> None:
@@ -102,32 +102,32 @@ async def test_questions_take_as_long_as_they_take(monkeypatch) -> None:
 
 
 async def test_one_that_has_nothing_to_do_is_left_alone(monkeypatch) -> None:
-    assert await killed_after(monkeypatch, Child(owes=False, lifeless=True), StepDone((), 0.01)) is None
+    assert await killed_after(monkeypatch, Child(owes=False, inactive=True), StepDone((), 0.01)) is None
 
 
 async def test_one_that_does_nothing_is_suspected_first(monkeypatch) -> None:
-    child = Child(lifeless=True, a_tick=0.0)
+    child = Child(inactive=True, a_tick=0.0)
     assert await killed_after(monkeypatch, child) == 2.75
     assert child.suspected == [False] * 4 + [True] * 6
 
 
 async def test_one_that_was_stopped_is_suspected_at_once(monkeypatch) -> None:
-    child = Child(stopped=True, lifeless=True, a_tick=0.0)
+    child = Child(stopped=True, inactive=True, a_tick=0.0)
     assert await killed_after(monkeypatch, child, StepDone((), 0.01)) == 1.0
     assert child.suspected == [True] * 3
-    assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True, owes=False)) is None
-    assert await killed_after(monkeypatch, Child(stopped=True, lifeless=True), StepBegun(None)) == 1.0
+    assert await killed_after(monkeypatch, Child(stopped=True, inactive=True, owes=False)) is None
+    assert await killed_after(monkeypatch, Child(stopped=True, inactive=True), StepStarted(None)) == 1.0
 
 
 async def test_one_that_owes_nothing_any_more_is_not_suspected(monkeypatch) -> None:
     """Else what stands by for it would wait until the next request."""
-    child = Child(lifeless=True, a_tick=0.0, owes_until=8)
+    child = Child(inactive=True, a_tick=0.0, owes_until=8)
     assert await killed_after(monkeypatch, child, most=10) is None
     assert child.suspected == [False] * 4 + [True] * 3 + [False] * 3
 
 
 async def test_one_that_was_stopped_for_a_moment_goes_on(monkeypatch) -> None:
-    child = Child(stopped=True, lifeless=True, stopped_until=4)
+    child = Child(stopped=True, inactive=True, stopped_until=4)
     assert await killed_after(monkeypatch, child, StepDone((), 0.01), most=20) is None
     assert child.suspected == [True] * 3 + [False] * 17
     assert await killed_after(monkeypatch, Child(stopped=True), most=20) is None  # it went on between any two looks

@@ -26,7 +26,7 @@ from windlass.engine.cache.persist import device_pages
 from windlass.engine.core import device_room
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.runner import Runner
+from windlass.engine.execution.runner import ModelRunner
 from windlass.engine.model.adapters.adapter import LoadedAdapters
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.preflight import prepare_model
@@ -54,7 +54,7 @@ class PlayedMemory(DeviceMemory):
     def free(self) -> int:
         return self.total - self.others - self.own
 
-    def taken(self) -> int:
+    def used_by_process(self) -> int:
         return self.own
 
     def allocated(self) -> int:
@@ -64,10 +64,10 @@ class PlayedMemory(DeviceMemory):
         self.said.append("peak")
         return self.own + 1 + self.step
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         self.said.append("forget")
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         self.said.append("give back")
 
 
@@ -152,16 +152,16 @@ def test_the_largest_step_is_run_and_leaves_nothing(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, family: str
 ) -> None:
     plans: list[tuple[SchedulerOutput, int]] = []
-    execute = Runner.execute
+    execute = ModelRunner.execute
 
-    def watched(self: Runner, plan: SchedulerOutput) -> Any:
+    def watched(self: ModelRunner, plan: SchedulerOutput) -> Any:
         found = execute(self, plan)
         plans.append((plan, len(found)))
         return found
 
     model = model_of(family)
     expected = run(make_core(model, kv_cache_memory=8 * MIB), [greedy("a", range(5, 30), 6)])["a", 0].token_ids
-    monkeypatch.setattr(Runner, "execute", watched)
+    monkeypatch.setattr(ModelRunner, "execute", watched)
     core = core_of(model)
     ((plan, results),) = plans
     assert plan.num_tokens == 600 and len(plan.sequences) == results == 512
@@ -198,8 +198,8 @@ def test_pages_of_what_drafts_hold_numbers_from_the_start(
     monkeypatch.setattr(Backend, "pages", lambda self, shape, kind: pages(self, shape, kind).fill_(torch.nan))
     model = model_of("llama")
     core = core_of(model, speculative_model=str(model))
-    assert core.runner.drafter is not None
-    (own,), (drafted,) = core.runner.cache.planes, core.runner.drafter._cache.planes
+    assert core.runner.proposer is not None
+    (own,), (drafted,) = core.runner.cache.planes, core.runner.proposer._cache.planes
     assert all(bool(plane.isnan().all()) for plane in own if plane.numel())
     assert all(not bool(plane.any()) for plane in drafted)
 
@@ -214,7 +214,7 @@ def test_captured_steps_with_adapters_are_kept_free_where_there_are_some(
         asked.append(adapters is not None)
         return MIB * len(asked)
 
-    monkeypatch.setattr(device_room, "bytes_of_graphs", counted)
+    monkeypatch.setattr(device_room, "profile_graph_memory", counted)
     sources = (AdapterSource(1, "a", str(save_adapter(tmp_path / "a", model))),)
     for lora in ((), sources):
         asked.clear()
@@ -229,9 +229,9 @@ def test_pages_that_nobody_has_written_hold_numbers(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the largest step, which sees a long context that no step computed."""
-    pages, execute, steps = Backend.pages, Runner.execute, []
+    pages, execute, steps = Backend.pages, ModelRunner.execute, []
     monkeypatch.setattr(Backend, "pages", lambda self, shape, kind: pages(self, shape, kind).fill_(torch.nan))
-    monkeypatch.setattr(Runner, "execute", lambda self, plan: steps.append(execute(self, plan)) or steps[-1])
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: steps.append(execute(self, plan)) or steps[-1])
     core_of(model_of("llama"))
     ((*results,),) = steps
     assert len(results) == 512 and all(result.error is None for result in results)
@@ -243,8 +243,8 @@ def test_an_encoder_reads_a_whole_text(
     from helpers.tiny_encoders import make_encoder
 
     plans: list[SchedulerOutput] = []
-    execute = Runner.execute
-    monkeypatch.setattr(Runner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
+    execute = ModelRunner.execute
+    monkeypatch.setattr(ModelRunner, "execute", lambda self, plan: plans.append(plan) or execute(self, plan))
     core_of(make_encoder("modernbert", tmp_path / "model"), max_num_batched_tokens=100, max_model_len=None)
     ((only,),) = (plan.sequences for plan in plans)
     assert (only.start, only.num_tokens, only.samples) == (0, 100, ())
@@ -272,10 +272,10 @@ def test_where_nothing_is_left(
     memory.own = 51 * MIB
     assert "does not fit: it needs" in refused(model_of("llama"), max_model_len=4096)
 
-    def fails(self: Runner, plan: SchedulerOutput) -> Any:
+    def fails(self: ModelRunner, plan: SchedulerOutput) -> Any:
         raise torch.OutOfMemoryError("CUDA out of memory.")
 
-    monkeypatch.setattr(Runner, "execute", fails)
+    monkeypatch.setattr(ModelRunner, "execute", fails)
     said = refused(model_of("llama"), max_num_batched_tokens=2048)
     assert (
         said.startswith("a step of 2048 tokens needs more memory than cpu gives beside ") and "11.0 MiB of 64.0" in said
@@ -325,7 +325,9 @@ class OnItsOwnGpu(TorchBackend):
 
 @pytest.fixture
 def gpus_of_ranks(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": binding._Own(lambda options: None, OnItsOwnGpu, False)})
+    monkeypatch.setattr(
+        binding, "_NATIVE_BACKENDS", {"cpu": binding._NativeBackend(lambda options: None, OnItsOwnGpu, False)}
+    )
 
 
 @pytest.mark.usefixtures("gpus_of_ranks")

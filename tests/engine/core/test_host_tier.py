@@ -18,7 +18,7 @@ from helpers.played_copies import PlayedCopies
 from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import PersistStats
 from windlass.engine.cache.persist import device_pages
 from windlass.engine.core.engine_core import EngineCore
@@ -243,11 +243,11 @@ def test_what_comes_back_evicts_nothing_that_came_with_it(
     assert core.blocks.available() < [FULL // 16]
     core.add(greedy("waiting", PROMPT, 4))
     core.step()
-    restoring: Any = core.scheduler._restoring
+    restoring: Any = core.scheduler._kv_restorer
     (fetch,) = restoring.fetches
     eventually(lambda: fetch.is_done, 30)
     if not at_once:
-        core._store.pages.beside_streams = 1  # type: ignore[union-attr]
+        core._store.pages.load_budget_streaming = 1  # type: ignore[union-attr]
     while restoring.fetches:
         core.step()
     assert len(loaded) == 1 if at_once else len(loaded) > 1
@@ -312,7 +312,7 @@ def test_what_does_not_come_back_is_computed(models: dict[str, Path], ended: lis
     again = ask(core)
     assert same(again, right) and cached(again) == 0
     pages: Any = core._store.pages  # type: ignore[union-attr]
-    eventually(lambda: len(pages._free) == len(pages._arriving) and pages._staged == {}, 30)
+    eventually(lambda: len(pages._free) == len(pages._incoming) and pages._staged == {}, 30)
     push_out(core)
     assert cached(ask(core)) == FULL
 
@@ -327,20 +327,20 @@ def test_requests_that_end_while_blocks_come_leave_nothing(models: dict[str, Pat
         core.step()
         core.abort(str(number))
     pages: Any = core._store.pages  # type: ignore[union-attr]
-    eventually(lambda: len(pages._free) == len(pages._arriving) and pages._staged == {}, 30)
+    eventually(lambda: len(pages._free) == len(pages._incoming) and pages._staged == {}, 30)
     assert same(ask(core), right)
 
 
 def test_what_is_evicted_before_it_is_written_is_written_from_the_host(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, copy_of = threading.Event(), device_pages.DevicePages.copy_of
+    gate, read_block = threading.Event(), device_pages.DeviceBlockTransfer.read_block
 
     def waiting(pages: Any, *given: Any) -> Any:
         gate.wait(60)
-        return copy_of(pages, *given)
+        return read_block(pages, *given)
 
-    monkeypatch.setattr(device_pages.DevicePages, "copy_of", waiting)
+    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", waiting)
     given = small(models["llama"])
     with keeping(models["llama"], tmp_path, **given) as core:
         right = ask(core)
@@ -358,18 +358,18 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
-    copy_of, copied, asked = device_pages.DevicePages.copy_of, list[int](), list[int]()
+    read_block, copied, asked = device_pages.DeviceBlockTransfer.read_block, list[int](), list[int]()
     prompts = [tokens(130) for _ in range(10)]
 
     def slow(pages: Any, group: int, block: int, full_since: float) -> Any:
-        first = [plane.copy() for plane in copy_of(pages, group, block, full_since)]
+        first = [plane.copy() for plane in read_block(pages, group, block, full_since)]
         if len(copied) % 8 == 0:  # until others are where it was
             seen = len(asked)
             eventually(lambda: len(asked) in (*range(seen + 3, 99), len(prompts)), 60)
         copied.append(block)
-        return [*first[:1], *copy_of(pages, group, block, full_since)[1:]]  # keys of before, values of behind
+        return [*first[:1], *read_block(pages, group, block, full_since)[1:]]  # keys of before, values of behind
 
-    monkeypatch.setattr(device_pages.DevicePages, "copy_of", slow)
+    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", slow)
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     right = [ask(plenty, prompt, 4) for prompt in prompts]
     given = {**small(models["llama"]), "kv_host_memory": None}
@@ -378,7 +378,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
             ask(core, prompt, 4)
             asked.append(1)
         assert stats(core).lost_blocks > 0
-    monkeypatch.setattr(device_pages.DevicePages, "copy_of", copy_of)
+    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", read_block)
     with keeping(models["llama"], tmp_path, **given) as core:
         assert all(same(ask(core, prompt, 4), wanted) for prompt, wanted in zip(prompts, right, strict=True))
 
@@ -390,11 +390,11 @@ def test_passages_come_back_from_the_host(models: dict[str, Path], ended: list[E
     core = make_core(models["llama"], **given)
     ended.append(core)
     source, turned = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]
-    ask(core, source, reuse=PassageReuse(0, scope="me"))
+    ask(core, source, reuse=NonPrefixReuseParams(0, scope="me"))
     push_out(core)
-    assert cached(ask(core, turned, reuse=PassageReuse(32, scope="you"))) == 0
+    assert cached(ask(core, turned, reuse=NonPrefixReuseParams(32, scope="you"))) == 0
     push_out(core)
-    again = ask(core, [*tokens(5), *turned], reuse=PassageReuse(32, scope="me"))
+    again = ask(core, [*tokens(5), *turned], reuse=NonPrefixReuseParams(32, scope="me"))
     assert cached(again) >= 70 and stats(core).host_read_blocks >= 4
 
 

@@ -27,14 +27,14 @@ class Core(ScriptedCore):
         super().__init__(EngineConfig(model="scripted"))
         self.inbox, self.noted = inbox, list[tuple[bool, int]]()
 
-    def prepare_ahead(self) -> None:
-        super().prepare_ahead()
+    def prepare_in_idle_time(self) -> None:
+        super().prepare_in_idle_time()
         self.noted.append((self.has_work(), self._steps))
         self.inbox.put(Add(greedy("second", [50], max_tokens=2)))
 
 
 def test_it_comes_once_and_never_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "IDLE_MOMENT", 0.05)
+    monkeypatch.setattr(loop, "IDLE_SECONDS", 0.05)
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.03")  # the first request takes longer than an idle moment
     inbox: SimpleQueue[Message] = SimpleQueue()
     core, done = Core(inbox), list[str]()
@@ -60,8 +60,8 @@ def test_the_vocabulary_is_there_when_the_first_grammar_comes(monkeypatch: pytes
 
     monkeypatch.setattr("llguidance.LLTokenizer", vocabulary)
     compiler = GrammarCompiler(DEMO, 4096, [2])
-    compiler.prepare_soon()
-    compiler.compile_soon(LLMatcher.grammar_from_regex("[0-9]+")).result(30)
+    compiler.prepare_in_background()
+    compiler.compile_in_background(LLMatcher.grammar_from_regex("[0-9]+")).result(30)
     assert len(made) == 1 and made[0].startswith("engine-grammar")
 
 
@@ -70,6 +70,6 @@ def test_without_a_tokenizer_or_an_end_nothing_is_made(tmp_path: Path, monkeypat
     monkeypatch.setattr("llguidance.LLTokenizer", lambda path, **fields: made.append(path))
     for directory, ends in ((tmp_path, [2]), (DEMO, [])):  # a model that names no end is told of when a grammar comes
         compiler = GrammarCompiler(directory, 4096, ends)
-        compiler.prepare_soon()
+        compiler.prepare_in_background()
         compiler._pool.submit(int).result(30)  # it has one thread: what came before is done
     assert made == []

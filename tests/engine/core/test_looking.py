@@ -13,7 +13,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.looks import AttentionQuestion, CacheQuestion
+from windlass.engine.api.looks import AttentionQuery, CacheQuery
 from windlass.engine.core import looking
 from windlass.engine.errors import DeviceMemoryError, RequestError
 from windlass.engine.rotary.scaling import RopeScaling
@@ -48,7 +48,7 @@ def test_attention_is_that_of_transformers_while_others_run(model: Path, scaling
         for output in core.step():  # others go on between the questions
             drawn[output.request_id] += output.token_ids
         for head in range(weights.shape[1]):
-            picture = core.look(AttentionQuestion(tuple(IDS), layer, head, asked))
+            picture = core.inspect(AttentionQuery(tuple(IDS), layer, head, asked))
             found = torch.tensor(struct.unpack(f"{len(IDS) ** 2}f", picture.weights)).view(len(IDS), len(IDS))
             torch.testing.assert_close(found, weights[0, head], atol=2e-5, rtol=1e-4)
             scores = torch.tensor(struct.unpack(f"{len(IDS) ** 2}f", picture.scores)).view(len(IDS), len(IDS))
@@ -70,7 +70,7 @@ def test_what_cannot_be_shown_is_refused(model: Path) -> None:
         (0, 0, [5] * 257, "prompt"),
     ):
         with pytest.raises(RequestError) as caught:
-            core.look(AttentionQuestion(tuple(ids), layer, head))
+            core.inspect(AttentionQuery(tuple(ids), layer, head))
         assert caught.value.param == param
 
 
@@ -81,23 +81,23 @@ def test_no_memory_for_a_picture_is_told_to_whoever_looks(model: Path, monkeypat
         raise torch.OutOfMemoryError(NO_ROOM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(looking, "attention_picture", fails)
+        patched.setattr(looking, "snapshot_attention", fails)
         with pytest.raises(DeviceMemoryError, match="this picture"):
-            core.look(AttentionQuestion(tuple(IDS), 0, 0))
-    assert core.look(AttentionQuestion(tuple(IDS), 0, 0)).num_layers
+            core.inspect(AttentionQuery(tuple(IDS), 0, 0))
+    assert core.inspect(AttentionQuery(tuple(IDS), 0, 0)).num_layers
 
 
 def test_the_cache_is_shown_as_it_is(model: Path) -> None:
     core = make_core(model, block_size=16)
     core.add(greedy("a", IDS, 8))
     core.step()
-    picture = core.look(CacheQuestion())
+    picture = core.inspect(CacheQuery())
     (group,), (sequence,) = picture.groups, picture.sequences
     assert picture.block_size == 16 and sum(group.held) == sequence.num_blocks == core.blocks.num_used_blocks
     assert (sequence.num_prompt_tokens, sequence.num_tokens, sequence.num_cached_tokens) == (48, 49, 0)
     assert group.owners.count(0) == len(core.scheduler.running[0].cache.tables[0].blocks)
     while core.has_work():
         core.step()
-    picture = core.look(CacheQuestion())
+    picture = core.inspect(CacheQuery())
     assert picture.sequences == () and sum(picture.groups[0].held) == 0 and sum(picture.groups[0].idle) == 3
     core.blocks.assert_balanced()

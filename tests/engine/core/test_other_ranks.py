@@ -13,7 +13,7 @@ from helpers.configs import engine_config
 from helpers.eventually import eventually
 
 from windlass.engine.api import child_output
-from windlass.engine.core.ranks.others import OtherRanks
+from windlass.engine.core.ranks.others import RankProcesses
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -29,7 +29,7 @@ def test_where_the_host_has_no_standard_error_a_rank_prints_nowhere(
         monkeypatch.setattr(child_output, "os", types.SimpleNamespace(fstat=no_such_file))
     else:
         monkeypatch.setattr(sys, "stderr", None)
-    with contextlib.closing(OtherRanks(engine_config("nowhere", tensor_parallel=2))) as others:
+    with contextlib.closing(RankProcesses(engine_config("nowhere", tensor_parallel=2))) as others:
         (rank,) = others._ranks
         outputs = [str(Path(f"/proc/{rank.process.pid}/fd/{number}").readlink()) for number in (1, 2)]
     assert outputs == [os.devnull] * 2
@@ -37,7 +37,7 @@ def test_where_the_host_has_no_standard_error_a_rank_prints_nowhere(
 
 def test_whoever_watches_late_is_told_of_a_rank_that_is_gone() -> None:
     """A rank may end between the last answer to its load and the first step."""
-    with contextlib.closing(OtherRanks(engine_config("nowhere", tensor_parallel=2))) as others:
+    with contextlib.closing(RankProcesses(engine_config("nowhere", tensor_parallel=2))) as others:
         others._ranks[0].process.kill()
         eventually(lambda: others._fault is not None, 30)
         told: list[str] = []

@@ -20,9 +20,9 @@ from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.cache.persist.directory import BlockDirectory
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.pages import CPUBlockTransfer
 from windlass.engine.core import keeping as keeping_module
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
@@ -144,16 +144,16 @@ def test_passages_are_found_after_a_restart(models: dict[str, Path], tmp_path: P
     """Wherever they stand now, by those of their scope and by nobody else."""
     document = tokens(70)
     source, turned = [*tokens(7), *document, *tokens(4)], [*tokens(19), *document, *tokens(6)]
-    offer = PassageReuse(0, scope="me")
+    offer = NonPrefixReuseParams(0, scope="me")
     options: dict[str, Any] = {"deterministic": False, "max_num_batched_tokens": 40}
     with keeping(models["llama"], tmp_path, **options) as core:
         ask(core, source)  # computed before anybody may find it
         ask(core, source, reuse=offer)
     with keeping(models["llama"], tmp_path, **options) as core:
-        assert cached(ask(core, turned, reuse=PassageReuse(32, scope="you"))) == 0
+        assert cached(ask(core, turned, reuse=NonPrefixReuseParams(32, scope="you"))) == 0
     for number in range(2):  # the second finds what the first took up elsewhere
         with keeping(models["llama"], tmp_path, **options) as core:
-            again = ask(core, [*tokens(5 + number), *turned], reuse=PassageReuse(32, scope="me"))
+            again = ask(core, [*tokens(5 + number), *turned], reuse=NonPrefixReuseParams(32, scope="me"))
             assert 70 <= cached(again) == core.stats().reused_tokens
             assert core.stats().persist.restored_tokens >= 80
 
@@ -247,7 +247,7 @@ def test_damaged_files_are_skipped_counted_and_made_anew(models: dict[str, Path]
 def test_a_damaged_file_in_the_middle_ends_the_prefix_there(models: dict[str, Path], tmp_path: Path) -> None:
     with keeping(models["llama"], tmp_path) as core:
         right = ask(core)
-        chain = core.scheduler._stages.new_handle(
+        chain = core.scheduler._frequency_changes.new_handle(
             greedy("x", PROMPT), core.plan_rotation(greedy("x", PROMPT)).stage(9)
         ).chain
         chain.extend(PROMPT, FULL)
@@ -410,7 +410,7 @@ def test_what_several_want_is_read_once(
         for (name, _), one in got.items():
             assert same_tokens(one, right[name[0]]) and cached(one) == (FULL if name[0] == "a" else 112)
         assert core.stats().persist.read_blocks == FULL // 16 + 3
-        assert core.scheduler._restoring.fetches == [] and core._store.pages._staged == {}
+        assert core.scheduler._kv_restorer.fetches == [] and core._store.pages._staged == {}
 
 
 def test_a_disk_that_answers_slowly_is_not_waited_for(
@@ -470,19 +470,19 @@ def test_folders_that_cannot_serve(models: dict[str, Path], tmp_path: Path) -> N
 def test_a_block_that_is_evicted_while_it_is_copied_is_not_written(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    copy_of, copied, asked = PersistedPages.copy_of, list[int](), list[int]()
+    read_block, copied, asked = CPUBlockTransfer.read_block, list[int](), list[int]()
     prompts = [tokens(130) for _ in range(12)]
 
-    def slow(pages: PersistedPages, group: int, block: int, full_since: float) -> list[Any]:
-        first = copy_of(pages, group, block, full_since)
+    def slow(pages: CPUBlockTransfer, group: int, block: int, full_since: float) -> list[Any]:
+        first = read_block(pages, group, block, full_since)
         if len(copied) % 3 == 0:  # until others are where it was
             seen = len(asked)
             eventually(lambda: len(asked) in (*range(seen + 3, 99), len(prompts)), 60)
         copied.append(block)
-        second = copy_of(pages, group, block, full_since)
+        second = read_block(pages, group, block, full_since)
         return [*first[:1], *second[1:]]  # keys of before, values of behind
 
-    monkeypatch.setattr(PersistedPages, "copy_of", slow)
+    monkeypatch.setattr(CPUBlockTransfer, "read_block", slow)
     small = {"max_model_len": 160, "max_num_seqs": 2}
     small["kv_cache_memory"] = make_core(models["llama"]).info.kv_bytes_per_token * 16 * 22
     right = [ask(make_core(models["llama"], deterministic=True), prompt, 4) for prompt in prompts]

@@ -13,14 +13,14 @@ from helpers.eventually import eventually
 from helpers.persisting import files_in, keeping
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import PassageReuse
+from windlass.engine.api.context import NonPrefixReuseParams
 from windlass.engine.cache.changes import LoadedBlock
 from windlass.engine.cache.persist.fetch import Fetch
 from windlass.engine.core.engine_core import EngineCore
 
 _NUMBERS = random.Random(3)
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "deterministic": False}
-OFFER, ANY = PassageReuse(0, scope="me"), PassageReuse(32, scope="me")
+OFFER, ANY = NonPrefixReuseParams(0, scope="me"), NonPrefixReuseParams(32, scope="me")
 
 
 def tokens(count: int) -> list[int]:
@@ -45,12 +45,12 @@ def put_late(core: EngineCore, puts: list[int]) -> None:
     then."""
     store = core._store
     assert store is not None
-    pages, unwritten = store.pages, store._unwritten
-    put, take, taken = pages.put, unwritten.take, list[float]()
+    pages, write_queue = store.pages, store._write_queue
+    put, take, taken = pages.put, write_queue.take, list[float]()
 
     def late(loaded: Sequence[LoadedBlock]) -> None:
         if loaded:
-            eventually(lambda: not len(unwritten), 30)
+            eventually(lambda: not len(write_queue), 30)
             count = len(taken)
             eventually(lambda: len(taken) > count, 30)  # what it took before is written
         puts.append(len(loaded))
@@ -64,7 +64,7 @@ def put_late(core: EngineCore, puts: list[int]) -> None:
         taken.append(seconds)
         return take(seconds)
 
-    pages.put, unwritten.take, store.wait = late, counted, all_read  # type: ignore[method-assign]
+    pages.put, write_queue.take, store.wait = late, counted, all_read  # type: ignore[method-assign]
 
 
 def test_a_block_is_not_written_before_its_bytes_are_there(tmp_path: Path) -> None:

@@ -287,10 +287,10 @@ class _Memory(DeviceMemory):
     def peak(self) -> int:
         return 0
 
-    def forget_peak(self) -> None:
+    def reset_peak(self) -> None:
         pass
 
-    def give_back(self) -> None:
+    def release_cached(self) -> None:
         self.gone.append(self.held is not None and self.held() is None)
 
 

@@ -22,9 +22,9 @@ MODEL = TESTS.parent / "models" / "demo"
 
 
 def test_polling_is_bounded_unless_the_operator_decided() -> None:
-    assert 0 <= int(threads.wait_settings({})["GOMP_SPINCOUNT"]) <= 10_000  # libgomp's own is 300,000
-    assert threads.wait_settings({"OMP_WAIT_POLICY": "active"}) == {}
-    assert threads.wait_settings({"GOMP_SPINCOUNT": "7"}) == {}
+    assert 0 <= int(threads.thread_wait_environment({})["GOMP_SPINCOUNT"]) <= 10_000  # libgomp's own is 300,000
+    assert threads.thread_wait_environment({"OMP_WAIT_POLICY": "active"}) == {}
+    assert threads.thread_wait_environment({"GOMP_SPINCOUNT": "7"}) == {}
 
 
 @pytest.mark.parametrize(
@@ -44,7 +44,7 @@ def test_an_engine_process_starts_with_it_and_on_its_cores(
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     core = min(os.sched_getaffinity(0))
 
-    async def look() -> tuple[str, set[int]]:
+    async def inspect() -> tuple[str, set[int]]:
         client = ProcessClient(engine_config(MODEL, cores=(core,), kv_cache_memory=32 << 20), core=core_name)
         try:
             await client.start()
@@ -55,7 +55,7 @@ def test_an_engine_process_starts_with_it_and_on_its_cores(
         finally:
             await client.close()
 
-    assert asyncio.run(look()) == (expected, {core})
+    assert asyncio.run(inspect()) == (expected, {core})
 
 
 def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
@@ -63,7 +63,7 @@ def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
         "import os, sys; os.environ.pop('GOMP_SPINCOUNT', None); os.environ.pop('OMP_WAIT_POLICY', None)\n"
         "from windlass.engine.core import threads\n"
         "sys.modules.update({'torch': sys} if sys.argv[1] == 'late' else {})\n"
-        "threads.prepare_this_process(); print(os.environ.get('GOMP_SPINCOUNT'))"
+        "threads.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     answers = [subprocess.check_output([sys.executable, "-c", script, when], text=True) for when in ("early", "late")]
     assert answers == [f"{threads.SPIN_COUNT}\n", "None\n"]
@@ -78,4 +78,4 @@ def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(LoadError, match=r"`compute\.cores` needs two cores"):
         EngineOptions(pin_cores=True).to_config(Path("m"))
     with pytest.raises(LoadError, match="cannot use the cores"):
-        threads.pin([4095])
+        threads.pin_to_cores([4095])

@@ -22,7 +22,7 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput
-from windlass.engine.scheduling.step_timer import StepTimer
+from windlass.engine.scheduling.step_timer import StepLimiter
 from windlass.kernels import is_out_of_memory
 
 __all__ = ["played_device"]
@@ -143,7 +143,7 @@ def test_where_keys_turn_over_several_steps(
     models: dict[str, Path], first: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """What it waits for by then is forgotten, and it is in no step itself."""
-    monkeypatch.setattr(StepTimer, "rerotation_limit", 16)
+    monkeypatch.setattr(StepLimiter, "rerotation_limit", 16)
     right, core = (make_core(models["llama"], **OPTIONS) for _ in range(2))
     want = run(right, requests())
     Turning(core, first, monkeypatch)
@@ -158,10 +158,10 @@ def test_the_others_find_no_memory_either_and_carry_states(tmp_path: Path, monke
     want = run(make_core(model, **OPTIONS), requests())
     core = make_core(model, **OPTIONS)
     Turning(core, 1, monkeypatch)
-    repeat, failed = core.runner.repeat, list[SchedulerOutput]()
+    retry, failed = core.runner.retry, list[SchedulerOutput]()
 
     def fails(plan: SchedulerOutput) -> Any:
-        results = repeat(plan)
+        results = retry(plan)
         if not failed:
             failed.append(plan)
             raise torch.OutOfMemoryError(NO_ROOM)
@@ -203,14 +203,14 @@ def test_keys_of_a_draft_model_fail_nobody(models: dict[str, Path], tmp_path: Pa
     draft = make_model("llama", tmp_path / "draft", max_position_embeddings=M)
     want = run(make_core(models["llama"], **OPTIONS), requests())
     core = make_core(models["llama"], speculative_model=str(draft), speculative_adaptive=False, **OPTIONS)
-    drafter, failed = core.runner.drafter, list[KeyRerotation]()
-    assert drafter is not None
+    proposer, failed = core.runner.proposer, list[KeyRerotation]()
+    assert proposer is not None
 
     def fails(rerotation: KeyRerotation, start: int, end: int) -> None:
         failed.append(rerotation)
         raise torch.OutOfMemoryError(NO_ROOM)
 
-    drafter.pages._rotator._apply_at_once = fails  # type: ignore[method-assign]
+    proposer.pages._rotator._apply_at_once = fails  # type: ignore[method-assign]
     got = run(core, requests())
     assert failed and not errors_of(got) and core.stats().key_moves > 0
     assert {key: one.token_ids for key, one in got.items()} == {key: one.token_ids for key, one in want.items()}
@@ -233,8 +233,8 @@ def test_whoever_follows_a_plan_without_a_request_hears_of_it(
     for seq_id in (7, None):
         turned = KeyRerotation(0, 0, 16, (0,), (1,), 0, (spec,), (spec,), seq_id=seq_id)
         plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))
-        for follow in (core.runner.follow, core.runner.take_part, core.runner.hidden_states):
+        for apply in (core.runner.apply, core.runner.execute_rank, core.runner.hidden_states):
             with pytest.raises(torch.OutOfMemoryError) as raised:
-                follow(plan)  # type: ignore[operator]
+                apply(plan)  # type: ignore[operator]
             assert is_out_of_memory(raised.value)
             plan = SchedulerOutput(core.runner.sequences.step + 1, rerotations=(turned,))

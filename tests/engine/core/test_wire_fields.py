@@ -8,7 +8,7 @@ import dataclasses
 from windlass.engine.api.context import ContextReport
 from windlass.engine.api.pooling import PooledRows
 from windlass.engine.api.request import (
-    MAX_SAMPLES,
+    MAX_TIMING_SAMPLES,
     EngineRequest,
     EngineStats,
     RequestOutput,
@@ -93,14 +93,14 @@ def test_samples_that_nobody_takes_are_bounded() -> None:
     kinds = ("queue_seconds", "prefill_seconds", "decode_seconds", "inference_seconds")
     joined = StatsAccumulator()
     for kind in kinds:
-        for part in range(0, MAX_SAMPLES + 3000, 1000):
+        for part in range(0, MAX_TIMING_SAMPLES + 3000, 1000):
             samples = tuple(map(float, range(part, part + 1000)))
             joined.add(EngineStats(num_steps=part, **{kind: samples}))  # type: ignore[arg-type]
     end = part + 1000
     taken = joined.take()
     for kind in kinds:
-        assert getattr(taken, kind) == tuple(map(float, range(end - MAX_SAMPLES, end))), kind
-        assert getattr(SchedulerCounters(), kind).maxlen == MAX_SAMPLES, "some drive an engine and never ask"
+        assert getattr(taken, kind) == tuple(map(float, range(end - MAX_TIMING_SAMPLES, end))), kind
+        assert getattr(SchedulerCounters(), kind).maxlen == MAX_TIMING_SAMPLES, "some drive an engine and never ask"
     assert taken.num_steps == part
     joined.add(EngineStats(queue_seconds=(1.0,)))
     assert [(stats.queue_seconds, stats.decode_seconds) for stats in (joined.take(), joined.take())] == [

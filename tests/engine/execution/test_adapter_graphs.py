@@ -22,7 +22,7 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import StepKind
+from windlass.engine.execution.graphs_on_demand import GraphKey
 from windlass.engine.scheduling import steps_ahead
 from windlass.kernels import LowRankTable
 
@@ -52,7 +52,7 @@ def sources_for(directory: Path, root: Path) -> tuple[AdapterSource, ...]:
     return tuple(AdapterSource(i, f"{i}", str(path)) for i, path in enumerate(made, start=1))
 
 
-def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> tuple[EngineCore, list[StepKind]]:
+def compared(directory: Path, *sent: list[EngineRequest], **options: Any) -> tuple[EngineCore, list[GraphKey]]:
     """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; and
     what stood for its steps."""
     options = {**OPTIONS, **options}
@@ -88,7 +88,7 @@ def test_every_kind_of_request(directory_of: DirectoryOf, sources: tuple[Adapter
     """Mixed with each other and with none; such steps were captured with the others, as adapters were there."""
     core, kinds = compared(directory_of("llama"), adapted(traffic(), 1, None, 2, 3), lora=sources)
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.on_demand.captured == [StepKind(size, adapted=True) for size in (4, 2, 1)]
+    assert graphs is not None and graphs.lazy_graphs.captured == [GraphKey(size, adapted=True) for size in (4, 2, 1)]
     assert len(kinds) > 50 and replayed(core) > 50
 
 
@@ -97,7 +97,7 @@ def test_what_cannot_be_captured_takes_the_ordinary_way(
 ) -> None:
     """Where memory ends before steps with adapters have their turn, none is tried; where it ends then, the others stay."""
     want = run(make_core(directory_of("llama"), cuda_graphs=False, lora=sources, **OPTIONS), streams())
-    for tried, plain, with_adapters in ((2, [2, 4], []), (4, [1, 2, 4], [StepKind(4, adapted=True)])):
+    for tried, plain, with_adapters in ((2, [2, 4], []), (4, [1, 2, 4], [GraphKey(4, adapted=True)])):
         core = make_core(directory_of("llama"), lora=sources, **OPTIONS)
         device, calls, graphs = device_of(core.runner.decoder), itertools.count(), core.runner.graphs
         assert graphs is not None
@@ -108,8 +108,8 @@ def test_what_cannot_be_captured_takes_the_ordinary_way(
 
         device.fails = fails
         graphs.capture(graphs.sizes)
-        assert graphs.captured == plain and graphs.on_demand.captured == with_adapters
-        assert (graphs.obstacle is None) == (graphs.on_demand.obstacle is not None)
+        assert graphs.captured == plain and graphs.lazy_graphs.captured == with_adapters
+        assert (graphs.obstacle is None) == (graphs.lazy_graphs.obstacle is not None)
         same(run_checked(core, streams(), every_logit=False), want, 0.0)
         assert (graphs.num_replayed > 0) == bool(with_adapters)
 
@@ -152,7 +152,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
     }
     core, device = graphed(directory, max_loras=2, **OPTIONS)
     kinds, tokens, graphs = kinds_that_stand(core), dict[str, list[int]](), core.runner.graphs
-    assert graphs is not None and graphs.on_demand.captured == []
+    assert graphs is not None and graphs.lazy_graphs.captured == []
 
     def checked(self: LowRankTable, slot: int, change: Any) -> None:
         assert device.done == device.asked
@@ -172,7 +172,7 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(
     core.add(greedy("one", prompt(9, 9), 60, adapter=1))
     core.add(greedy("two", prompt(9, 9), 60, adapter=2))
     steps(20)
-    assert StepKind(4, adapted=True) in kinds and device.done < device.asked, "a step is under way"
+    assert GraphKey(4, adapted=True) in kinds and device.done < device.asked, "a step is under way"
     core.abort("two")
     core.drop_adapter(2)
     core.add_adapter(core.read_adapter(sources[2]).result(30))
@@ -227,10 +227,10 @@ def test_proposed_tokens_meet_the_streams_adapter(
         [greedy(f"{i}", prompt(i, 24, period=5), 40, temperature=0.3 * (i % 2), seed=i) for i in range(4)], 1, None
     )
     core, kinds = compared(directory_of("llama"), sent, lora=sources, speculative_adaptive=False, **options)
-    stats, drafter = core.stats(), core.runner.drafter
+    stats, proposer = core.stats(), core.runner.proposer
     assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
     assert any(one.rows > 4 for one in kinds) and len(kinds) > 10
-    assert drafter is None or (drafter.graphs is not None and drafter.graphs.num_replayed > 20)
+    assert proposer is None or (proposer.graphs is not None and proposer.graphs.num_replayed > 20)
 
 
 @pytest.mark.slow

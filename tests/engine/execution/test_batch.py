@@ -26,19 +26,19 @@ def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.Mo
     core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
     batches = core.runner.batches
     build = batches.build
-    assert batches.lasting
+    assert batches.persistent
     seen: list[ForwardBatch] = []
 
     def both(sequences: Sequence[ScheduledSequence]) -> ForwardBatch:
         batch = build(sequences)
-        if not batch.lasting:
+        if not batch.persistent:
             return batch
-        found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("lasting", "only_ends")}
+        found = {f.name: getattr(batch, f.name) for f in fields(batch) if f.name not in ("lasting", "only_last_tokens")}
         kept = {name: tensor.clone() for name, tensor in found.items() if tensor is not None}
-        batches.lasting = False
+        batches.persistent = False
         fresh = build(sequences)
-        batches.lasting = True
-        assert not fresh.lasting
+        batches.persistent = True
+        assert not fresh.persistent
         for name, tensor in kept.items():
             want = getattr(fresh, name)
             if name == "block_tables":  # entries past a sequence's last block are undefined
@@ -65,7 +65,7 @@ def test_a_token_without_a_block_is_noticed(tmp_path: Path) -> None:
     tables = TableChanges(True, (TableChange(appended=(-1,) * 4),))
     held = NewSequence(0, 0, SamplingParams(), 0, 5, (), (3, 4, 5, 6, 7), tables, rotary_id=0)
     core.runner.restore(Snapshot(0, sequences=(held,)))
-    for lasting in (True, False):
-        core.runner.batches.lasting = lasting
+    for persistent in (True, False):
+        core.runner.batches.persistent = persistent
         with pytest.raises(IndexError, match="no block"):
             core.runner.batches.build([ScheduledSequence(0, 4, 1, 5)])

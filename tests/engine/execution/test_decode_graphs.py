@@ -113,7 +113,7 @@ def test_time_for_capturing_is_bounded(directory_of: Callable[[str], Path]) -> N
     graphs = core.runner.graphs
     assert graphs is not None
     assert graphs.sizes == [8, 4, 2, 1]
-    graphs.capture(graphs.sizes, most_seconds=-1.0)
+    graphs.capture(graphs.sizes, max_seconds=-1.0)
     assert graphs.captured == [] and graphs.obstacle is not None
     core.warm_up()
     assert graphs.captured[-1] == 8, "the largest is the first"

@@ -17,7 +17,7 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, RepeatPenalty
-from windlass.engine.cache.changes import LoadedBlock, ParkedPages
+from windlass.engine.cache.changes import LoadedBlock, SwappedPages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
@@ -110,9 +110,9 @@ def test_the_same_model_is_always_right(length: int, directory_of: Callable[[str
     # One token comes with the prompt, then five with every step.
     assert len(got.token_ids) == 41 and stats.num_steps == 1 + 8
     assert stats.spec_decode_model_num_accepted_tokens == stats.spec_decode_model_num_draft_tokens == 32
-    assert core.runner.drafter is not None
+    assert core.runner.proposer is not None
     # Every token but the last two goes through it once: these are missing when the sequence ends.
-    assert core.runner.drafter.positions_computed == length + 41 - 2
+    assert core.runner.proposer.positions_computed == length + 41 - 2
 
 
 def test_the_keys_of_a_cached_prefix_are_the_draft_models_too(directory_of: Callable[[str], Path]) -> None:
@@ -140,9 +140,9 @@ def test_re_rotated_keys_are_re_rotated_in_the_draft_model_too(
     update: str, directory_of: Callable[[str], Path]
 ) -> None:
     core = with_draft(directory_of("llama"), directory_of("llama"), deterministic=True, max_model_len=160)
-    assert core.runner.drafter is not None
+    assert core.runner.proposer is not None
     for layer in range(core.info.num_layers):  # what is attended without having been computed spoils everything
-        pages = core.runner.drafter._cache.pages(layer)
+        pages = core.runner.proposer._cache.pages(layer)
         pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
     dynamic = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 2.0})
     run(core, [greedy("x", prompt(1, 50), 90, rope_scaling=dynamic, rope_update=update)])
@@ -195,20 +195,20 @@ def test_preempted_and_parked_streams(directory_of: Callable[[str], Path]) -> No
 def test_pages_are_parked_before_a_loaded_block_lies_there(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:
     """A plan may park a block, and have it hold what was read from a file at once: the draft model's half of it too."""
     core = with_draft(directory_of("llama"), directory_of("llama"), kv_persist=str(tmp_path))
-    store, drafter = core._store, core.runner.drafter
-    assert store is not None and drafter is not None
-    planes = [plane for cache in (core.runner.cache, drafter._cache) for plane in cache.planes[0] if plane.numel()]
+    store, proposer = core._store, core.runner.proposer
+    assert store is not None and proposer is not None
+    planes = [plane for cache in (core.runner.cache, proposer._cache) for plane in cache.planes[0] if plane.numel()]
     for plane in planes:
         plane[:, 3] = 1.0
-    held = store.pages.copy_of(0, 3, time.monotonic())
+    held = store.pages.read_block(0, 3, time.monotonic())
     for plane in planes:
         plane[:, 3] = 2.0
     ticket = store.pages.stage(0, tuple(plane.copy() for plane in held), lambda: False)
     assert ticket is not None
     first = core.runner.sequences.step + 1
     loaded = (LoadedBlock(group=0, block=3, ticket=ticket),)
-    core.runner.follow(SchedulerOutput(first, parked=(ParkedPages(7, ((3,),)),), loaded=loaded))
-    core.runner.follow(SchedulerOutput(first + 1, unparked=(ParkedPages(7, ((5,),)),)))
+    core.runner.apply(SchedulerOutput(first, swapped_out=(SwappedPages(7, ((3,),)),), loaded=loaded))
+    core.runner.apply(SchedulerOutput(first + 1, swapped_in=(SwappedPages(7, ((5,),)),)))
     assert len(planes) == 4
     assert all((plane[:, 3] == 1.0).all() and (plane[:, 5] == 2.0).all() for plane in planes)
     core.close()
@@ -229,7 +229,7 @@ def test_cancelling_in_the_middle_disturbs_nobody(directory_of: Callable[[str], 
     core.abort("ends")
     core.abort("late")
     same(run(core, [greedy("stays", prompt(1, 20), 60)]), want)
-    assert core.runner.drafter is not None and not core.runner.drafter.pages.known and len(core.runner.sequences) == 0
+    assert core.runner.proposer is not None and not core.runner.proposer.pages.known and len(core.runner.sequences) == 0
 
 
 def test_a_smaller_vocabulary_and_a_larger_one(tmp_path: Path, directory_of: Callable[[str], Path]) -> None:

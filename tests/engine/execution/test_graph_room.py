@@ -14,8 +14,8 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution import decode_graphs
-from windlass.engine.execution.graph_room import bytes_of_graphs
-from windlass.engine.execution.graphs_on_demand import MOST_RANGED
+from windlass.engine.execution.graph_room import profile_graph_memory
+from windlass.engine.execution.graphs_on_demand import MAX_RANGED_GRAPHS
 from windlass.kernels import Graphs
 
 __all__ = ["played_device"]
@@ -29,31 +29,31 @@ def directory(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def counted(core: EngineCore, taken: Sequence[int], *, adapted: bool = False) -> int:
     """taken: of the device, before and after each step that is captured. adapted: whether there may be adapters."""
     memory = mock.Mock()
-    memory.taken.side_effect = taken
-    found = bytes_of_graphs(
+    memory.used_by_process.side_effect = taken
+    found = profile_graph_memory(
         core.runner.decoder,
         memory,
         cache_dtype=torch.float32,
         block_size=16,
-        most_rows=8,
-        most_blocks=6,
+        max_rows=8,
+        max_blocks=6,
         adapters=core.adapters.loaded if adapted else None,
     )
-    assert memory.taken.call_count == len(taken)
+    assert memory.used_by_process.call_count == len(taken)
     return found
 
 
 def test_the_largest_and_another_tell_what_all_take(directory: Path) -> None:
     """Four steps without ranges; of those with ranges as many as there may be."""
     core = make_core(directory, max_model_len=96)
-    assert counted(core, [10, 110, 112, 112, 142, 145]) == 100 + 3 * 2 + 30 + (MOST_RANGED - 1) * 3
+    assert counted(core, [10, 110, 112, 112, 142, 145]) == 100 + 3 * 2 + 30 + (MAX_RANGED_GRAPHS - 1) * 3
 
 
 def test_those_with_adapters_count_besides(directory: Path) -> None:
     """As many as there are without, although no adapter is loaded yet."""
     core = make_core(directory, max_model_len=96)
     taken = [10, 110, 112, 112, 119, 124, 124, 154, 157]
-    assert counted(core, taken, adapted=True) == 100 + 3 * 2 + 7 + 3 * 5 + 30 + (MOST_RANGED - 1) * 3
+    assert counted(core, taken, adapted=True) == 100 + 3 * 2 + 7 + 3 * 5 + 30 + (MAX_RANGED_GRAPHS - 1) * 3
 
 
 @pytest.mark.parametrize(
@@ -61,13 +61,13 @@ def test_those_with_adapters_count_besides(directory: Path) -> None:
     [
         (1, [10, 110], 4 * 100),
         (2, [10, 110, 112, 112], 100 + 3 * 2),
-        (3, [10, 110, 112, 112, 142], 100 + 3 * 2 + MOST_RANGED * 30),
+        (3, [10, 110, 112, 112, 142], 100 + 3 * 2 + MAX_RANGED_GRAPHS * 30),
     ],
 )
 def test_what_cannot_be_captured_ends_the_count(captured: int, taken: list[int], want: int, directory: Path) -> None:
     core = make_core(directory, max_model_len=96)
     backend = core.runner.decoder.backend
-    make, left = backend.make_graphs, [None] * captured
+    make, left = backend.make_graph_runner, [None] * captured
 
     def fails() -> None:
         if not left:
@@ -79,12 +79,12 @@ def test_what_cannot_be_captured_ends_the_count(captured: int, taken: list[int],
         device_of(core.runner.decoder).fails = fails
         return made
 
-    with mock.patch.object(backend, "make_graphs", limited):
+    with mock.patch.object(backend, "make_graph_runner", limited):
         assert counted(core, taken) == want
 
 
 def test_rows_without_room_for_ranges_are_captured_without(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two largest steps, of eight and four rows, have none."""
-    monkeypatch.setattr(decode_graphs, "MOST_CELLS", 5)
+    monkeypatch.setattr(decode_graphs, "MAX_RANGE_CELLS", 5)
     core = make_core(directory, max_model_len=96)
-    assert counted(core, [10, 110, 112, 120, 150, 153]) == 100 + 3 * 2 + 30 + (MOST_RANGED - 1) * 3
+    assert counted(core, [10, 110, 112, 120, 150, 153]) == 100 + 3 * 2 + 30 + (MAX_RANGED_GRAPHS - 1) * 3

@@ -5,89 +5,89 @@ from __future__ import annotations
 import pytest
 
 from windlass.engine.execution import graphs_on_demand
-from windlass.engine.execution.graphs_on_demand import GraphsOnDemand, StepKind
+from windlass.engine.execution.graphs_on_demand import GraphKey, LazyGraphs
 
 
-def graphs_of(captured: list[StepKind]) -> GraphsOnDemand[str]:
-    return GraphsOnDemand(lambda kind: captured.append(kind) or f"{kind.rows} x {kind.ranges}")  # type: ignore[func-returns-value]
+def graphs_of(captured: list[GraphKey]) -> LazyGraphs[str]:
+    return LazyGraphs(lambda kind: captured.append(kind) or f"{kind.rows} x {kind.ranges}")  # type: ignore[func-returns-value]
 
 
 def test_a_step_is_captured_when_it_was_asked_for_a_few_times() -> None:
-    captured: list[StepKind] = []
+    captured: list[GraphKey] = []
     graphs = graphs_of(captured)
-    assert [graphs.find(StepKind(2, 1), ahead=False) for _ in range(3)] == [None, None, (StepKind(2, 2), "2 x 2")]
+    assert [graphs.find(GraphKey(2, 1), ahead=False) for _ in range(3)] == [None, None, (GraphKey(2, 2), "2 x 2")]
     assert (
-        graphs.find(StepKind(2, 2), ahead=False) == graphs.find(StepKind(1, 2), ahead=True) == (StepKind(2, 2), "2 x 2")
+        graphs.find(GraphKey(2, 2), ahead=False) == graphs.find(GraphKey(1, 2), ahead=True) == (GraphKey(2, 2), "2 x 2")
     )
-    assert graphs.find(StepKind(2, 3), ahead=False) is None
-    assert all(graphs.find(StepKind(1, 2), ahead=True) for _ in range(9)) and captured == [StepKind(2, 2)], (
+    assert graphs.find(GraphKey(2, 3), ahead=False) is None
+    assert all(graphs.find(GraphKey(1, 2), ahead=True) for _ in range(9)) and captured == [GraphKey(2, 2)], (
         "nothing is captured ahead"
     )
 
 
 def test_a_wider_one_stands_for_it_meanwhile_unless_it_is_far_wider() -> None:
-    captured: list[StepKind] = []
+    captured: list[GraphKey] = []
     graphs = graphs_of(captured)
-    graphs.capture(StepKind(8, 8))
+    graphs.capture(GraphKey(8, 8))
     assert (
-        graphs.find(StepKind(8, 5), ahead=False)
-        == graphs.find(StepKind(2, 2), ahead=False)
-        == (StepKind(8, 8), "8 x 8")
+        graphs.find(GraphKey(8, 5), ahead=False)
+        == graphs.find(GraphKey(2, 2), ahead=False)
+        == (GraphKey(8, 8), "8 x 8")
     )
-    assert graphs.find(StepKind(1, 8), ahead=False) is None
-    assert graphs.find(StepKind(1, 1), ahead=True) == (StepKind(8, 8), "8 x 8")
+    assert graphs.find(GraphKey(1, 8), ahead=False) is None
+    assert graphs.find(GraphKey(1, 1), ahead=True) == (GraphKey(8, 8), "8 x 8")
     for _ in range(3):
-        found = graphs.find(StepKind(2, 2), ahead=False)
-    assert found == (StepKind(2, 2), "2 x 2")
+        found = graphs.find(GraphKey(2, 2), ahead=False)
+    assert found == (GraphKey(2, 2), "2 x 2")
 
 
 def test_there_is_a_bound_on_how_many_and_how_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    captured: list[StepKind] = []
+    captured: list[GraphKey] = []
     graphs = graphs_of(captured)
     for _ in range(4):
-        assert graphs.find(StepKind(graphs_on_demand.MOST_CELLS // 2, 3), ahead=False) is None
-    monkeypatch.setattr(graphs_on_demand, "MOST_RANGED", 2)
+        assert graphs.find(GraphKey(graphs_on_demand.MAX_RANGE_CELLS // 2, 3), ahead=False) is None
+    monkeypatch.setattr(graphs_on_demand, "MAX_RANGED_GRAPHS", 2)
     for ranges in (2, 4, 8, 16):
         for _ in range(4):
-            graphs.find(StepKind(512 // ranges, ranges), ahead=False)
-    assert captured == graphs.captured == [StepKind(256, 2), StepKind(128, 4)]
+            graphs.find(GraphKey(512 // ranges, ranges), ahead=False)
+    assert captured == graphs.captured == [GraphKey(256, 2), GraphKey(128, 4)]
 
 
 def test_steps_with_adapters_are_captured_too_and_stand_for_those_without() -> None:
     """And not the other way round. Whatever vanishes in steps that are planned ahead, something stands for the rest."""
-    captured: list[StepKind] = []
-    graphs, asked = graphs_of(captured), StepKind(4, 3, adapted=True)
-    graphs.capture(StepKind(8, 8))
+    captured: list[GraphKey] = []
+    graphs, asked = graphs_of(captured), GraphKey(4, 3, adapted=True)
+    graphs.capture(GraphKey(8, 8))
     assert [graphs.find(asked, ahead=False) for _ in range(2)] == [None, None] and captured == [(8, 8, False)]
     found = graphs.find(asked, ahead=False)
     assert found is not None and found[0] == (4, 4, True) and captured[1:] == [(4, 0, True), (4, 4, True)]
     for kind, stands in (
-        (StepKind(2, 2, adapted=True), (4, 4, True)),
-        (StepKind(2, 2), (4, 4, True)),
-        (StepKind(2, adapted=True), (4, 0, True)),
+        (GraphKey(2, 2, adapted=True), (4, 4, True)),
+        (GraphKey(2, 2), (4, 4, True)),
+        (GraphKey(2, adapted=True), (4, 0, True)),
     ):
         later = graphs.find(kind, ahead=True)
         assert later is not None and later[0] == stands
-    assert graphs.find(StepKind(8, adapted=True), ahead=True) is None
+    assert graphs.find(GraphKey(8, adapted=True), ahead=True) is None
 
 
 def test_those_with_adapters_alone_have_no_bound_but_the_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_on_demand, "MOST_RANGED", 0)
-    captured: list[StepKind] = []
+    monkeypatch.setattr(graphs_on_demand, "MAX_RANGED_GRAPHS", 0)
+    captured: list[GraphKey] = []
     graphs = graphs_of(captured)
     for rows in (1, 2, 4, 4096):
         for _ in range(3):
-            graphs.find(StepKind(rows, adapted=True), ahead=False)
+            graphs.find(GraphKey(rows, adapted=True), ahead=False)
     assert [kind.rows for kind in captured] == [1, 2, 4, 4096]
 
 
 def test_nothing_more_is_captured_behind_an_obstacle() -> None:
-    def capture(kind: StepKind) -> str:
+    def capture(kind: GraphKey) -> str:
         raise RuntimeError("no\nmore")
 
-    graphs = GraphsOnDemand(capture)
+    graphs = LazyGraphs(capture)
     for _ in range(9):
-        assert graphs.find(StepKind(2, adapted=True), ahead=False) is None
+        assert graphs.find(GraphKey(2, adapted=True), ahead=False) is None
     assert graphs.obstacle == "a decode step of 2 rows with adapters was not captured: no"
-    graphs.capture(StepKind(4, 2))
+    graphs.capture(GraphKey(4, 2))
     assert graphs.obstacle == "a decode step of 2 rows with adapters was not captured: no"

@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels import Backend, bind
+from windlass.kernels import Backend, select_backend
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "default"},
@@ -53,7 +53,7 @@ def test_eight_scalings_take_no_more_calls(
     family: str, deterministic: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls: Counter[str] = Counter()
-    backend = type(bind(DEVICE, deterministic=deterministic))
+    backend = type(select_backend(DEVICE, deterministic=deterministic))
     for name, operation in vars(Backend).items():
         if name.startswith("_") or not callable(operation):
             continue

@@ -14,13 +14,13 @@ from helpers.engines import greedy, make_core, specs_of
 from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.changes import BlockCopy, KeyRerotation, LoadedBlock, ParkedPages, SavedBlock
-from windlass.engine.cache.persist.pages import PersistedPages, planes_of
+from windlass.engine.cache.changes import BlockCopy, KeyRerotation, LoadedBlock, SavedBlock, SwappedPages
+from windlass.engine.cache.persist.pages import CPUBlockTransfer, planes_of
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.scheduling.plan import SchedulerOutput
 
 
-class _Pages(PersistedPages):
+class _Pages(CPUBlockTransfer):
     """It remembers what was in blocks that were saved."""
 
     def __init__(self, core: EngineCore) -> None:
@@ -36,7 +36,7 @@ class _Pages(PersistedPages):
 
     def content(self, block: int) -> int:
         """The number in all of its bytes."""
-        (number,) = {int(byte) for plane in self.copy_of(0, block, 0.0) for byte in plane.flat}
+        (number,) = {int(byte) for plane in self.read_block(0, block, 0.0) for byte in plane.flat}
         return number
 
     def read(self, number: int) -> int:
@@ -61,23 +61,23 @@ def test_blocks_that_are_taken_from_each_other_within_a_plan(core: EngineCore) -
     for block in range(9):
         pages.fill(block, 100 + block)
     step = core.scheduler.schedule().step
-    runner.follow(
+    runner.apply(
         SchedulerOutput(
             step,
             saved=(SavedBlock(0, b"", 2, 0), SavedBlock(0, b"", 3, 1)),
-            parked=(ParkedPages(7, ((3, 4),)), ParkedPages(8, ((1,),))),
+            swapped_out=(SwappedPages(7, ((3, 4),)), SwappedPages(8, ((1,),))),
             loaded=tuple(LoadedBlock(0, block, pages.read(block)) for block in (2, 3, 5)),
-            unparked=(ParkedPages(8, ((4,),)),),  # where another was parked
+            swapped_in=(SwappedPages(8, ((4,),)),),  # where another was parked
             copies=(BlockCopy(0, 3, 6),),
         )
     )
     assert pages.saved == [102, 103]
     assert [pages.content(block) for block in range(7)] == [100, 101, 2, 3, 101, 5, 3]
-    runner.follow(
+    runner.apply(
         SchedulerOutput(
             step + 1,
             loaded=(LoadedBlock(0, 5, pages.read(50)),),
-            unparked=(ParkedPages(7, ((5, 8),)),),  # the one that is loaded was evicted again
+            swapped_in=(SwappedPages(7, ((5, 8),)),),  # the one that is loaded was evicted again
             copies=(BlockCopy(0, 5, 0),),
         )
     )

@@ -15,7 +15,7 @@ from torch import Tensor
 from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.model.layer_inputs import LayerInput
+from windlass.engine.model.layer_inputs import PerLayerProjection
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -28,15 +28,15 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def rows_of_layers(core: EngineCore, monkeypatch: pytest.MonkeyPatch) -> list[list[int]]:
     """How many tokens each layer computes in each step from now on."""
     found: list[list[int]] = []
-    forward, layers = LayerInput.forward, [layer.input for layer in core.runner.decoder.layers]
+    forward, layers = PerLayerProjection.forward, [layer.input for layer in core.runner.decoder.layers]
 
-    def watched(self: LayerInput, x: Tensor, *others: Any) -> Tensor:
+    def watched(self: PerLayerProjection, x: Tensor, *others: Any) -> Tensor:
         if self is layers[0]:
             found.append([])
         found[-1].append(x.shape[0])
         return forward(self, x, *others)
 
-    monkeypatch.setattr(LayerInput, "forward", watched)
+    monkeypatch.setattr(PerLayerProjection, "forward", watched)
     return found
 
 

@@ -78,7 +78,7 @@ def test_every_kind_is_that_of_transformers_whatever_the_chunks(directory: Path,
         assert output.token_ids == () and output.finish_reason == "length"
         wanted = expected(states(core, directory, request), kind)
         torch.testing.assert_close(tensor(output.pooled), wanted, atol=1e-5, rtol=1e-5)
-    assert not core.runner._pooler._kept and not core.runner.sequences.pooled
+    assert not core.runner._pooler._partial and not core.runner.sequences.pooled
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma2", "cohere"])  # plain logits, soft-capped ones, scaled ones
@@ -156,9 +156,9 @@ def test_an_aborted_prompt_leaves_nothing(directory: Path) -> None:
     core = make_core(directory, max_num_batched_tokens=8)
     core.add(pooled("p", PROMPTS[4], "mean"))
     core.step()
-    assert core.runner._pooler._kept
+    assert core.runner._pooler._partial
     core.abort("p")
-    assert not core.runner._pooler._kept and not core.has_work()
+    assert not core.runner._pooler._partial and not core.has_work()
 
 
 def test_states_that_are_not_finite_fail_their_own_request_alone(directory: Path) -> None:
@@ -182,10 +182,10 @@ def test_states_that_are_not_finite_fail_their_own_request_alone(directory: Path
 def test_chunks_whose_beginning_is_unknown_are_refused(directory: Path) -> None:
     pooler = Pooler(make_core(directory).runner.decoder)
     rows = torch.ones(3, 64)
-    assert pooler.take(0, PoolingRule("mean"), rows, 0, 6) is None
+    assert pooler.add(0, PoolingRule("mean"), rows, 0, 6) is None
     pooler.forget(0)
     with pytest.raises(EngineError, match="send it again"):
-        pooler.take(0, PoolingRule("mean"), rows, 3, 6)
+        pooler.add(0, PoolingRule("mean"), rows, 3, 6)
 
 
 @pytest.mark.parametrize(

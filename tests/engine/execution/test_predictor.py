@@ -14,7 +14,7 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.every_request import prompt, run_checked, same, traffic
 from helpers.little_memory import NO_ROOM
 from helpers.prediction_layers import PredictionOracle, make_predicting
-from helpers.proposals import Proposed, predicting, predictor_of
+from helpers.proposals import Proposed, mtp_engine, predictor_of
 from helpers.quantized_checkpoints import AWQ, FP8, as_awq, as_floats, make_quantized, quantize
 from helpers.rewritten_weights import rewritten
 from helpers.tiny_models import make_model
@@ -23,7 +23,7 @@ from safetensors.torch import load_file
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.errors import LoadError
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
@@ -60,7 +60,7 @@ def test_proposals_are_those_of_transformers(
     """Prompts in pieces, several streams, samples of one prompt, tokens that were accepted and tokens that were not; alone, and
     where streams propose from their own text in some steps."""
     directory = directory_of(family)
-    core = predicting(directory, speculative_tokens=3, max_num_batched_tokens=32, **others)
+    core = mtp_engine(directory, speculative_tokens=3, max_num_batched_tokens=32, **others)
     proposed = Proposed(core)
     sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
     sent.append(greedy("c", prompt(3, 23), 24, n=2, temperature=0.7, seed=3))
@@ -78,7 +78,7 @@ def test_proposals_of_further_families_too(family: str, directory_of: Callable[[
     directory = directory_of(family)
     sent = [greedy("a", prompt(1, 5), 24), greedy("b", prompt(2, 40), 24)]
     want = run(make_core(directory), sent)
-    core = predicting(directory, speculative_tokens=3, max_num_batched_tokens=32)
+    core = mtp_engine(directory, speculative_tokens=3, max_num_batched_tokens=32)
     proposed = Proposed(core)
     same(run(core, sent), want, 1e-4)
     stats = core.stats()
@@ -104,7 +104,7 @@ def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None
 
     told = {**FP8, "weight_block_size": [48, 40]} if method == "fp8" else AWQ
     quantized, plain = make_quantized(source, tmp_path, told, layout, leave=leave)
-    core = predicting(quantized, speculative_tokens=2, dtype="float32", activations="float32")
+    core = mtp_engine(quantized, speculative_tokens=2, dtype="float32", activations="float32")
     proposed, sent = Proposed(core), greedy("a", prompt(2, 20), 16)
     run(core, [sent])
     proposed.check(PredictionOracle(family, plain, specs_of(core, sent)), 5)
@@ -113,7 +113,7 @@ def test_the_layer_of_quantized_checkpoints(method: str, tmp_path: Path) -> None
 def test_the_next_turn_takes_up_its_keys_too(directory_of: Callable[[str], Path]) -> None:
     """All keys of a text that goes on as it did before are those that were computed first."""
     directory = directory_of("qwen3_next")
-    core = predicting(directory)
+    core = mtp_engine(directory)
     (first,) = run(core, [greedy("a", prompt(2, 40), 60)]).values()
     computed = predictor_of(core).positions_computed
     proposed, turn = Proposed(core), [*prompt(2, 40), *first.token_ids, 9, 8, 7]
@@ -139,7 +139,7 @@ def test_answers_are_those_without_the_layer(
 ) -> None:
     own = {name: value for name, value in options.items() if not name.startswith("speculative")}
     want = run(make_core(directory_of(family), max_model_len=192, **own), traffic())
-    core = predicting(directory_of(family), max_model_len=192, **options)
+    core = mtp_engine(directory_of(family), max_model_len=192, **options)
     same(run_checked(core, traffic()), want, 0.0 if options.get("deterministic") else 1e-5)
     stats = core.stats()
     assert stats.spec_decode_model_num_accepted_tokens > 20
@@ -170,9 +170,9 @@ def test_rotations_shifts_and_lost_places(room: str, tmp_path: Path) -> None:
     options: dict[str, Any] = {"deterministic": True, "max_model_len": 96, "max_total_tokens": 400, "max_num_seqs": 6}
     want = run(make_core(directory, **options), sent())
     if room == "little":
-        probe = predicting(directory, **options).info
+        probe = mtp_engine(directory, **options).info
         options["kv_cache_memory"] = 16 * probe.kv_bytes_per_token * 20 + 24 * probe.state_bytes
-    core = predicting(directory, **options)
+    core = mtp_engine(directory, **options)
     predictor = predictor_of(core)
     pages = predictor._cache.pages(0)
     pages.key.fill_(torch.nan), pages.value.fill_(torch.nan)
@@ -196,12 +196,12 @@ def test_a_layer_without_memory_fails_nobody(rows: int, directory_of: Callable[[
     """Its steps of more rows find none, so prompts go by it, or all that it would propose."""
     directory = directory_of("qwen3_5_moe")
     want = run(make_core(directory, deterministic=True, max_model_len=192), traffic())
-    core = predicting(directory, deterministic=True, max_model_len=192)
+    core = mtp_engine(directory, deterministic=True, max_model_len=192)
     layer, failed = predictor_of(core)._decoder, list[int]()
     predictor_of(core)._replay.max_rows = 0
     forward, waiting = layer.forward, list[int]()
 
-    def with_little_memory(batch: ForwardBatch, cache: KVStorage) -> torch.Tensor:
+    def with_little_memory(batch: ForwardBatch, cache: KVCache) -> torch.Tensor:
         hidden = forward(batch, cache)
         if len(hidden) > rows:
             failed.append(len(hidden))
@@ -222,9 +222,9 @@ def test_states_that_find_no_memory_fail_nobody(
     directory = directory_of("qwen3_5")
     sent = [greedy("a", prompt(1, 5), 60), greedy("b", prompt(2, 40), 60)]
     want = run(make_core(directory, deterministic=True), sent)
-    core = predicting(directory, deterministic=True, speculative_tokens=3)
+    core = mtp_engine(directory, deterministic=True, speculative_tokens=3)
     predictor, taken, lacking = predictor_of(core), list[int](), list[int]()
-    take, observe = predictor._with, predictor.observe
+    take, observe = predictor._append_states, predictor.observe
 
     def with_little_memory(item: ScheduledSequence, *given: Any) -> Any:
         taken.append(item.seq_id)
@@ -238,7 +238,7 @@ def test_states_that_find_no_memory_fail_nobody(
         observe(plan, hidden)
         assert not predictor.pages.known.keys() & set(lacking[before:])
 
-    monkeypatch.setattr(predictor, "_with", with_little_memory)
+    monkeypatch.setattr(predictor, "_append_states", with_little_memory)
     monkeypatch.setattr(predictor, "observe", watched)
     same(run(core, sent), want, 0.0)
     assert len(lacking) > 5 and core.stats().spec_decode_model_num_accepted_tokens > 5
@@ -248,37 +248,37 @@ def test_what_has_no_such_layer_is_refused(tmp_path: Path, directory_of: Callabl
     nothing = r"speculation\.mtp`: this model .* has no layer that predicts further"
     for family in ("llama", "gemma3", "ernie4_5_moe"):  # the last's config.json says nothing of any
         with pytest.raises(LoadError, match=nothing):
-            predicting(make_model(family, tmp_path / family))
+            mtp_engine(make_model(family, tmp_path / family))
     with pytest.raises(LoadError, match=nothing):  # it has windows
-        predicting(make_multimodal("exaone4_5", tmp_path / "exaone4_5"))
+        mtp_engine(make_multimodal("exaone4_5", tmp_path / "exaone4_5"))
     counted = {"num_nextn_predict_layers": 1}
     for family, begins in (("qwen3_5", "mtp"), ("deepseek_v3", "model.layers.4"), ("ernie4_5_moe", "model.mtp_block")):
         without = make_model(family, tmp_path / f"{family} without", **counted)
         with pytest.raises(LoadError, match=rf"speculation\.mtp`: the files hold no layer .* begins with '{begins}\."):
-            predicting(without)
+            mtp_engine(without)
     with pytest.raises(LoadError, match=nothing):
-        predicting(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
+        mtp_engine(make_model("deepseek_v3", tmp_path / "none", num_nextn_predict_layers=0))
     other_kinds = shutil.copytree(directory_of("nemotron_h_experts"), tmp_path / "kinds")
     with_config(other_kinds, mtp_layers_block_type=["linear_attention", "moe"])
     with pytest.raises(LoadError, match=nothing):
-        predicting(other_kinds)
+        mtp_engine(other_kinds)
     directory = directory_of("qwen3_5")
     weights = load_file(directory / "model.safetensors")
     del weights["mtp.fc.weight"]
     with pytest.raises(LoadError, match=r"tensor 'mtp\.fc\.weight' is missing"):
-        predicting(rewritten(directory, tmp_path / "incomplete", weights))
+        mtp_engine(rewritten(directory, tmp_path / "incomplete", weights))
     with pytest.raises(LoadError, match=r"leave one of them out"):
-        predicting(directory, tensor_parallel=2)
+        mtp_engine(directory, tensor_parallel=2)
     with pytest.raises(LoadError, match=r"in place of the draft model .* leave one of them out"):
-        predicting(directory, speculative_model=str(directory))
+        mtp_engine(directory, speculative_model=str(directory))
     other = shutil.copytree(directory, tmp_path / "own")
     with_config(other, mtp_use_dedicated_embeddings=True)
     with pytest.raises(LoadError, match=r"has no layer that predicts further tokens, or none that can be used"):
-        predicting(other)
+        mtp_engine(other)
 
 
 def test_the_layer_shares_embedding_and_head(directory_of: Callable[[str], Path]) -> None:
-    core = predicting(directory_of("qwen3_5"), quantization="int8", speculative_tokens=2)
+    core = mtp_engine(directory_of("qwen3_5"), quantization="int8", speculative_tokens=2)
     layer, model = predictor_of(core)._decoder, core.runner.decoder
     assert layer.embedding is model.embedding and layer.head is model.head
     assert not {"embedding", "head"} & set(layer.weights())
@@ -306,7 +306,7 @@ def test_a_copy_of_the_head_in_few_bits(tied: bool, tmp_path: Path) -> None:
     want = run(make_core(directory, deterministic=True), sent)
     found = []
     for quantization in ("none", "int8", "int4"):
-        core = predicting(directory, deterministic=True, speculative_model_quantization=quantization)
+        core = mtp_engine(directory, deterministic=True, speculative_model_quantization=quantization)
         same(run(core, sent), want, 0.0)
         layer, model = predictor_of(core)._decoder, core.runner.decoder
         assert (layer.head is model.head) is (quantization == "none") and isinstance(model.head, torch.Tensor)

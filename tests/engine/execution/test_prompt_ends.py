@@ -14,8 +14,8 @@ from helpers.tiny_models import make_model
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.chunk_cuts import NO_CUTS, ChunkCuts
-from windlass.engine.scheduling.step_timer import deal_prefill_tokens
+from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
+from windlass.engine.scheduling.step_timer import split_prefill_budget
 from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -90,7 +90,7 @@ def _said(found: Finished) -> list[object]:
     return [each for output in found.outputs for each in output.logprobs or ()]
 
 
-CUTS = ChunkCuts(fewest=16, block=BLOCK)
+CUTS = ChunkBoundaries(fewest=16, block=BLOCK)
 
 
 @pytest.mark.parametrize(
@@ -110,7 +110,7 @@ CUTS = ChunkCuts(fewest=16, block=BLOCK)
 )
 def test_chunks_are_not_short(start: int, due: int, tokens: int, taken: int) -> None:
     assert CUTS.longest(start, due, tokens) == taken
-    assert NO_CUTS.longest(start, due, tokens) == min(due, tokens)
+    assert NO_BOUNDARIES.longest(start, due, tokens) == min(due, tokens)
 
 
 def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -> None:
@@ -118,13 +118,13 @@ def test_what_steps_may_take_is_dealt_out_but_for_less_than_two_short_chunks() -
     for _ in range(3000):
         count, budget = rng.randrange(1, 9), rng.randrange(1, 200)
         needs, starts = ([rng.randrange(low, 300) for _ in range(count)] for low in (1, 0))
-        grants = deal_prefill_tokens(needs, budget, starts, CUTS)
+        grants = split_prefill_budget(needs, budget, starts, CUTS)
         left = budget - sum(grants)
         assert (
             grants[0] > 0 and left >= 0 and all(0 <= grant <= need for grant, need in zip(grants, needs, strict=True))
         )
         if budget < CUTS.fewest * min(count, 2):
-            assert grants == deal_prefill_tokens(needs, budget)
+            assert grants == split_prefill_budget(needs, budget)
         elif grants != needs:
             assert left < 2 * CUTS.fewest
 
@@ -138,7 +138,7 @@ def test_prompts_of_one_chunk_and_of_many_have_pieces_of_the_same_kind() -> None
         while any(start < length for start, length in zip(starts, lengths, strict=True)):
             live = [i for i, length in enumerate(lengths) if starts[i] < length]
             needs = [lengths[i] - starts[i] for i in live]
-            grants = deal_prefill_tokens(needs, rng.randrange(32, 150), [starts[i] for i in live], CUTS)
+            grants = split_prefill_budget(needs, rng.randrange(32, 150), [starts[i] for i in live], CUTS)
             for i, grant in zip(live, grants, strict=True):
                 if grant:
                     seen += [(i, *part) for part in _parts(starts[i], grant, lengths[i])]

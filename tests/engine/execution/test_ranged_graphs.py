@@ -15,10 +15,10 @@ from helpers.played_engines import device_of, graphed, kinds_that_stand, played_
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import StepKind
+from windlass.engine.execution.graphs_on_demand import GraphKey
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "shift_context": 48, "max_num_seqs": 4}
@@ -51,7 +51,7 @@ def contexts(**fields: Any) -> list[EngineRequest]:
 
 def compared(
     directory: Path, *sent: list[EngineRequest], **options: Any
-) -> tuple[EngineCore, list[StepKind], list[StepKind]]:
+) -> tuple[EngineCore, list[GraphKey], list[GraphKey]]:
     """An engine that has answered these, one list after the other, with the tokens and logits of one that captures nothing; what
     stood for its steps, and for those of the last list."""
     options = {**OPTIONS, **options}
@@ -88,7 +88,7 @@ def test_logits_are_those_without(family: str, directory_of: Callable[[str], Pat
 def test_ranges_grow_beyond_what_was_captured_and_vanish(directory_of: Callable[[str], Path]) -> None:
     """A stream of two ranges, then one of passages with holes between them beside it, and then only a plain one."""
     documents = [prompt(seed, 40) for seed in (11, 12, 13)]
-    reuse = PassageReuse(32, scope="me")
+    reuse = NonPrefixReuseParams(32, scope="me")
     of_passages = [
         *prompt(5, 5),
         *documents[2],
@@ -125,8 +125,8 @@ def test_rows_of_proposed_tokens(directory_of: Callable[[str], Path]) -> None:
         stats = core.stats()
         assert any(key.rows > 2 for key in stood)
         assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
-        drafter = core.runner.drafter
-        assert drafter is None or (drafter.graphs is not None and drafter.graphs.on_demand.captured)
+        proposer = core.runner.proposer
+        assert proposer is None or (proposer.graphs is not None and proposer.graphs.lazy_graphs.captured)
 
 
 def test_a_window_gives_its_blocks_up_although_steps_are_planned_ahead(directory_of: Callable[[str], Path]) -> None:
@@ -197,7 +197,9 @@ def test_contexts_are_shifted_ahead(
     assert end not in one.token_ids[:24]
     sent = [
         first,
-        greedy("none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=PassageReuse(32, scope="me")),
+        greedy(
+            "none kept", prompt(40, 33), 90, context=ContextRule("shift"), reuse=NonPrefixReuseParams(32, scope="me")
+        ),
         greedy("ends", prompt(3, 40), 60, stop_token_ids=(end,), **drawn),
     ]
     found = ahead(directory_of("llama"), sent, burst_seconds, monkeypatch)
@@ -219,7 +221,7 @@ def test_windows_give_blocks_up_ahead(
             prompt(window, held),
             90,
             context=ContextRule("shift", 0, window, sinks),
-            reuse=PassageReuse(32, scope="me"),
+            reuse=NonPrefixReuseParams(32, scope="me"),
         )
         for window, held, sinks in (
             (1, 22, 0),
@@ -245,7 +247,7 @@ def test_rows_that_are_none_touch_nothing(directory_of: Callable[[str], Path]) -
     for plane in planes:
         plane.fill_(7)
     run(core, [greedy("shift", prompt(1, 40), 30, context=SHIFT)], every_logit=False)
-    assert graphs.on_demand.captured == [StepKind(4, 2)]
+    assert graphs.lazy_graphs.captured == [GraphKey(4, 2)]
     for plane in planes:
         assert int((plane != 7).flatten(2).any(2).any(0).sum()) <= 5  # blocks of 69 tokens, as they came to be free
 
@@ -264,6 +266,6 @@ def test_what_is_not_captured_takes_the_ordinary_way(
     device.fails = fails
     same(run(core, sent, every_logit=False), want, 0.0)
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.on_demand.captured == [] and graphs.on_demand.obstacle is not None
+    assert graphs is not None and graphs.lazy_graphs.captured == [] and graphs.lazy_graphs.obstacle is not None
     assert caplog.text.count("a decode step of 1 rows in 2 ranges was not captured") == 1
     assert device_of(core.runner.decoder).replays == graphs.num_replayed > 0

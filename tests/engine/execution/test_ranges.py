@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.cache.runs import NO_BOUND, OPEN_END, SlotLayout, SlotRun
+from windlass.engine.cache.runs import OPEN_END, UNBOUNDED, SlotLayout, SlotRun
 from windlass.engine.execution.ranges import query_ranges, spans_of
-from windlass.engine.execution.row_ranges import LAST_TURNED, TURNS, VERSIONS, RangeNumbers
-from windlass.engine.rotary.distances import PLAIN
+from windlass.engine.execution.row_ranges import COPIES, LAST_UNCLAMPED, ROTATIONS, RangeTables
+from windlass.engine.rotary.distances import PLAIN_DISTANCES
 
 
 def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0, **kept: int) -> Any:
@@ -23,51 +23,61 @@ ALTERNATING = [(0, 16, 0, 0), (16, 32, 116, -100), (32, 40, 32, 0), (40, 64, 140
 
 
 def test_runs_moved_alike_share_a_version() -> None:
-    found = query_ranges([(sequence(*ALTERNATING), 64, 3)], [PLAIN], [None], anchored=False)
+    found = query_ranges([(sequence(*ALTERNATING), 64, 3)], [PLAIN_DISTANCES], [None], absolute_scores=False)
     assert found.ends[0].tolist() == [16, 32, 40, 64, OPEN_END]
     assert found.rows[0].tolist() == [0, 3, 0, 3, 0]  # three queries, and behind them one version of each
-    assert found.sources.tolist() == [0, 1, 2] and set(found.turns.tolist()) == {100}
-    assert found.plain_rows[0].tolist() == [0] * 5 and (found.reaches == NO_BOUND).all()
+    assert found.sources.tolist() == [0, 1, 2] and set(found.rotations.tolist()) == {100}
+    assert found.unrotated_rows[0].tolist() == [0] * 5 and (found.reaches == UNBOUNDED).all()
 
 
 def test_each_sequence_has_versions_of_its_own() -> None:
     other = sequence((0, 16, 300, -300), (16, OPEN_END, 16, 0))
-    found = query_ranges([(sequence(*ALTERNATING), 64, 1), (other, 16, 2)], [PLAIN, PLAIN], [None, 8], anchored=False)
+    found = query_ranges(
+        [(sequence(*ALTERNATING), 64, 1), (other, 16, 2)],
+        [PLAIN_DISTANCES, PLAIN_DISTANCES],
+        [None, 8],
+        absolute_scores=False,
+    )
     assert found.rows.tolist() == [[0, 3, 0, 3, 0], [4, 1, -1, -1, -1]]
-    assert found.sources.tolist() == [0, 1, 2] and found.turns.tolist() == [100, 300, 300]
+    assert found.sources.tolist() == [0, 1, 2] and found.rotations.tolist() == [100, 300, 300]
     assert found.reaches.shape == (2, 2, 5) and (found.reaches[1, 0] == 8).all()
 
 
 @pytest.mark.parametrize("count", [1, 5])
 def test_sinks_are_met_from_the_edge_and_share_nothing_with_what_follows(count: int) -> None:
     live = sequence((0, OPEN_END, 0, 0), window=8, sinks=4)
-    found = query_ranges([(live, 20, count)], [PLAIN], [None], anchored=False)
+    found = query_ranges([(live, 20, count)], [PLAIN_DISTANCES], [None], absolute_scores=False)
     assert found.ends[0].tolist() == [4, OPEN_END]
     assert found.rows[0].tolist() == [count, 0]
     # A query at p stands as if at 11, the last place from which the sinks and the window hang together.
-    assert found.turns.tolist() == [11 - p for p in range(20, 20 + count)]
-    assert found.reaches[0, 0].tolist() == [NO_BOUND, 8]
+    assert found.rotations.tolist() == [11 - p for p in range(20, 20 + count)]
+    assert found.reaches[0, 0].tolist() == [UNBOUNDED, 8]
 
 
 def test_the_example_in_the_module() -> None:
     """What its docstring tells of a query at position 70, in slot 22."""
-    closed = sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), num_closed=48, slot_offset=-48)
+    closed = sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), num_gap_closed=48, slot_offset=-48)
     assert [(span.offset, span.shift) for span in spans_of(closed, [None])] == [(48, 48), (48, 0)]
-    found = query_ranges([(closed, 70, 1)], [PLAIN], [None, 20], anchored=False)
+    found = query_ranges([(closed, 70, 1)], [PLAIN_DISTANCES], [None, 20], absolute_scores=False)
     assert found.ends.tolist() == [[16, OPEN_END]] and found.rows.tolist() == [[1, 0]]
-    assert found.turns.tolist() == [-48] and found.gaps.tolist() == [[0, 0]]
-    assert found.reaches[:, 0].tolist() == [[NO_BOUND] * 2, [20, 20]]
-    anchored = query_ranges([(closed, 70, 1)], [PLAIN], [None], anchored=True)
-    assert anchored.rows.tolist() == [[0, 1]] and anchored.turns.tolist() == [48]
+    assert found.rotations.tolist() == [-48] and found.gaps.tolist() == [[0, 0]]
+    assert found.reaches[:, 0].tolist() == [[UNBOUNDED] * 2, [20, 20]]
+    absolute_scores = query_ranges([(closed, 70, 1)], [PLAIN_DISTANCES], [None], absolute_scores=True)
+    assert absolute_scores.rows.tolist() == [[0, 1]] and absolute_scores.rotations.tolist() == [48]
 
     left_open = [(0, 16, 0, 0), (16, OPEN_END, 64, 0)]
-    found = query_ranges([(sequence(*left_open, slot_offset=-48), 70, 1)], [PLAIN], [20], anchored=False)
+    found = query_ranges(
+        [(sequence(*left_open, slot_offset=-48), 70, 1)], [PLAIN_DISTANCES], [20], absolute_scores=False
+    )
     assert found.gaps.tolist() == [[48, 0]] and found.reaches[0].tolist() == [[0, 20]]
     sinks = sequence(*left_open, window=20, sinks=3, slot_offset=-48)
-    found = query_ranges([(sinks, 70, 1)], [PLAIN], [None], anchored=False)
-    assert found.ends[0].tolist() == [3, 16, OPEN_END] and found.reaches[0, 0].tolist() == [NO_BOUND, 0, 20]
-    assert found.turns.tolist() == [-48] and found.rows[0].tolist() == [1, 0, 0]
-    numbers = RangeNumbers([None], anchored=False)._numbers_of(sinks)
-    assert numbers[VERSIONS].tolist() == [1, 0, 0] and (numbers[TURNS, 0], numbers[LAST_TURNED, 0]) == (0, 22)
-    numbers = RangeNumbers([None], anchored=False)._numbers_of(closed)
-    assert numbers[VERSIONS].tolist() == [1, 0] and (numbers[TURNS, 0], numbers[LAST_TURNED, 0]) == (-48, NO_BOUND)
+    found = query_ranges([(sinks, 70, 1)], [PLAIN_DISTANCES], [None], absolute_scores=False)
+    assert found.ends[0].tolist() == [3, 16, OPEN_END] and found.reaches[0, 0].tolist() == [UNBOUNDED, 0, 20]
+    assert found.rotations.tolist() == [-48] and found.rows[0].tolist() == [1, 0, 0]
+    numbers = RangeTables([None], absolute_scores=False)._build_table(sinks)
+    assert numbers[COPIES].tolist() == [1, 0, 0] and (numbers[ROTATIONS, 0], numbers[LAST_UNCLAMPED, 0]) == (0, 22)
+    numbers = RangeTables([None], absolute_scores=False)._build_table(closed)
+    assert numbers[COPIES].tolist() == [1, 0] and (numbers[ROTATIONS, 0], numbers[LAST_UNCLAMPED, 0]) == (
+        -48,
+        UNBOUNDED,
+    )

@@ -12,7 +12,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.replay import StepTensors
+from windlass.engine.execution.replay import StepOutputs
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
@@ -55,7 +55,7 @@ def assert_same_bits(directory: Path, **options: Any) -> EngineCore:
 @pytest.mark.parametrize("family", ["llama", "qwen2", "mistral", "helium", "qwen3", "gemma3"])
 def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path) -> None:
     core = assert_same_bits(make_model(family, tmp_path), deterministic=deterministic)
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "gemma3", "gemma4_e2b"])
@@ -66,7 +66,7 @@ def test_the_bits_are_the_same(family: str, deterministic: bool, tmp_path: Path)
 )
 def test_narrow_models_are_repeated(family: str, options: dict[str, Any], tmp_path: Path) -> None:
     core = assert_same_bits(make_model(family, tmp_path), **options)
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
 
 
 @pytest.mark.parametrize(
@@ -76,7 +76,7 @@ def test_further_operations_are_repeated(family: str, tmp_path: Path) -> None:
     """Norms around the mean, limits on queries and keys, GELU by the error function, squared ReLU, xIELU; norms behind the
     rotation without weights and with them, chunks and temperatures; experts beside the feed-forward, factors of a layer."""
     core = assert_same_bits(make_model(family, tmp_path))
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 60
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 60
 
 
 @pytest.mark.parametrize("quantization", ["none", "int8"])
@@ -90,7 +90,7 @@ def test_batches_of_any_size_are_repeated(rows: int, quantization: str, tmp_path
         if not repeat:
             core.runner.replay.max_rows = 0
         found[repeat] = run(core, requests)
-    assert core.runner.replay.num_repeated >= 15 and core.runner.replay.obstacle is None
+    assert core.runner.replay.num_replayed >= 15 and core.runner.replay.obstacle is None
     for key, entry in found[False].items():
         assert torch.equal(torch.stack(found[True][key].logits), torch.stack(entry.logits)), key
 
@@ -114,7 +114,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
     replay, execute = core.runner.replay.run, core.runner.execute
     results: list[tuple[torch.Tensor, torch.Tensor]] = []
 
-    def run_and_keep(batch: ForwardBatch, *, maxima: bool) -> StepTensors | None:
+    def run_and_keep(batch: ForwardBatch, *, maxima: bool) -> StepOutputs | None:
         memory.fill_(0xFF)  # NaN
         found = replay(batch, maxima=maxima)
         if found is not None:
@@ -130,7 +130,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
     core.runner.replay.run = run_and_keep  # type: ignore[method-assign]
     core.runner.execute = execute_and_look  # type: ignore[method-assign]
     repeated = work(core, repeat=True)
-    assert core.runner.replay.num_repeated > 60
+    assert core.runner.replay.num_replayed > 60
     assert all(torch.equal(torch.stack(repeated[k].logits), torch.stack(plain[k].logits)) for k in plain)
 
 
@@ -140,10 +140,10 @@ def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: p
     monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 5000)
     core = assert_same_bits(tmp_path)
     assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)
-    assert core.runner.replay.num_repeated > 30
+    assert core.runner.replay.num_replayed > 30
 
 
 def test_no_memory_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 0)
     core = assert_same_bits(make_model("llama", tmp_path))
-    assert core.runner.replay.max_rows == 0 and core.runner.replay.num_repeated == 0
+    assert core.runner.replay.max_rows == 0 and core.runner.replay.num_replayed == 0

@@ -11,13 +11,13 @@ import pytest
 import torch
 
 from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout, SlotRun
-from windlass.engine.execution.device_ranges import DeviceRanges
+from windlass.engine.execution.device_ranges import DeviceQueryRanges
 from windlass.engine.execution.ranges import query_ranges
-from windlass.engine.execution.row_ranges import RangeNumbers
-from windlass.engine.rotary.distances import PLAIN
+from windlass.engine.execution.row_ranges import RangeTables
+from windlass.engine.rotary.distances import PLAIN_DISTANCES
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 
 NUMBERS = itertools.count()
 WINDOWS = [None, 8, 30]
@@ -31,12 +31,12 @@ def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks:
 
 ROWS = {
     "plain": sequence((0, OPEN_END, 0, 0)),
-    "shifted": sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), slot_offset=-48, num_closed=48),
+    "shifted": sequence((0, 16, 0, 48), (16, OPEN_END, 64, 0), slot_offset=-48, num_gap_closed=48),
     "moved alike, with holes": sequence(
         (0, 5, 0, 0), (20, 52, 116, -96), (64, 70, 52, 0), (84, 90, 200, -142), (96, OPEN_END, 64, 0), slot_offset=26
     ),
     "passages and a shift": sequence(
-        (0, 16, 0, 32), (18, 40, 7, 70), (48, OPEN_END, 99, 0), slot_offset=-20, num_closed=32
+        (0, 16, 0, 32), (18, 40, 7, 70), (48, OPEN_END, 99, 0), slot_offset=-20, num_gap_closed=32
     ),
     "window": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, slot_offset=-48),
     "sinks": sequence((0, 16, 0, 0), (16, OPEN_END, 64, 0), window=20, sinks=3, slot_offset=-48),
@@ -46,32 +46,37 @@ ROWS = {
 }
 
 
-@pytest.mark.parametrize("anchored", [False, True])
+@pytest.mark.parametrize("absolute_scores", [False, True])
 @pytest.mark.parametrize("names", [["shifted"], ["sinks", "plain"], list(ROWS)], ids=len)
-def test_a_steps_versions_follow_from_them(names: list[str], anchored: bool) -> None:
+def test_a_steps_versions_follow_from_them(names: list[str], absolute_scores: bool) -> None:
     """Row by row and range by range, at positions near and far, with room for more rows and ranges than there are."""
     rows = [ROWS[name] for name in names]
     base = RotaryBase(1e4, 16, 16, 4096)
-    tables = RotaryTables(2, [base], bind("cpu"))
+    tables = RotaryTables(2, [base], select_backend("cpu"))
     rotary = tables.acquire([resolve(RopeScaling.from_dict({"rope_type": "default"}), base, 4096)])
-    device = DeviceRanges(tables, cells=128, windows=len(WINDOWS), anchored=anchored)
-    numbers = RangeNumbers(WINDOWS, anchored=anchored)
+    device = DeviceQueryRanges(tables, cells=128, windows=len(WINDOWS), absolute_scores=absolute_scores)
+    numbers = RangeTables(WINDOWS, absolute_scores=absolute_scores)
     found = numbers.of(rows)
     assert numbers.of(rows)._numbers[0] is found._numbers[0]
     size, ranges = 8, 16
     assert found.most <= 9
-    device.take(torch.from_numpy(found.padded(size, ranges).ravel()))
+    device.load(torch.from_numpy(found.padded(size, ranges).ravel()))
     for position in (70, 85, 3000):
         positions = torch.full((size,), position)
-        want = query_ranges([(live, position, 1) for live in rows], [PLAIN] * len(rows), WINDOWS, anchored=anchored)
-        cos, sin = tables.angles(torch.full((len(want.turns),), rotary), torch.from_numpy(want.turns))
+        want = query_ranges(
+            [(live, position, 1) for live in rows],
+            [PLAIN_DISTANCES] * len(rows),
+            WINDOWS,
+            absolute_scores=absolute_scores,
+        )
+        cos, sin = tables.angles(torch.full((len(want.rotations),), rotary), torch.from_numpy(want.rotations))
         still = torch.ones(8), torch.zeros(8)
-        got, context = device.versions(size, ranges, positions, torch.full((size,), rotary))
+        got, context = device.query_copies(size, ranges, positions, torch.full((size,), rotary))
         assert got.cos.shape == (1, size * (ranges - 1), 8)
         for b, live in enumerate(rows):
             count = want.ends.shape[1]
             assert got.ends[b, :count].tolist() == want.ends[b].tolist()
-            assert got.plain_rows[b, :count].tolist() == want.plain_rows[b].tolist()
+            assert got.unrotated_rows[b, :count].tolist() == want.unrotated_rows[b].tolist()
             assert got.reaches[:, b, :count].tolist() == want.reaches[:, b].tolist()
             assert got.gaps[b, :count].tolist() == want.gaps[b].tolist()
             assert (got.rows[b, count:] == -1).all() and (got.ends[b, count:] == OPEN_END).all()
@@ -83,16 +88,16 @@ def test_a_steps_versions_follow_from_them(names: list[str], anchored: bool) -> 
                 theirs = still if wanted < len(rows) else (cos[0, wanted - len(rows)], sin[0, wanted - len(rows)])
                 assert (row if row < size else int(got.sources[row - size])) == b
                 assert torch.equal(mine[0], theirs[0]) and torch.equal(mine[1], theirs[1])
-            assert int(context[b]) == position - live.layout.num_closed
-            if anchored:
-                assert got.anchor_cos is not None and got.every_query is not None
-                turned = tables.angles(torch.tensor([rotary]), torch.tensor([-live.layout.num_closed]))[0]
+            assert int(context[b]) == position - live.layout.num_gap_closed
+            if absolute_scores:
+                assert got.anchor_cos is not None and got.query_indices is not None
+                turned = tables.angles(torch.tensor([rotary]), torch.tensor([-live.layout.num_gap_closed]))[0]
                 assert torch.equal(got.anchor_cos[0, b], turned[0, 0])
-        assert (got.rows[len(rows) :] == -1).all() and (got.anchor_cos is not None) == anchored
+        assert (got.rows[len(rows) :] == -1).all() and (got.anchor_cos is not None) == absolute_scores
 
 
 def test_numbers_are_made_anew_where_slots_moved() -> None:
-    live, numbers = sequence((0, OPEN_END, 0, 0), window=20), RangeNumbers([None], anchored=False)
+    live, numbers = sequence((0, OPEN_END, 0, 0), window=20), RangeTables([None], absolute_scores=False)
     before = numbers.of([live])._numbers[0]
     live.layout = SlotLayout((SlotRun(0, 16, 0, 16), SlotRun(16, OPEN_END, 32)), -16, 16, 16)
     after = numbers.of([live])._numbers[0]
@@ -109,24 +114,27 @@ def random_layout(rng: random.Random) -> SlotLayout:
             taken = layout.runs[-1].first_slot
         elif taken >= 32:
             first = rng.randrange(taken // 16 - 1)
-            layout, taken = layout.without(first * 16, first * 16 + 16, closing=rng.random() < 0.8), taken - 16
+            layout, taken = (
+                layout.with_range_removed(first * 16, first * 16 + 16, close_gap=rng.random() < 0.8),
+                taken - 16,
+            )
         taken += rng.randrange(30)
     return layout
 
 
-@pytest.mark.parametrize("anchored", [False, True])
-def test_a_layout_that_is_no_wider_has_no_more_ranges(anchored: bool) -> None:
+@pytest.mark.parametrize("absolute_scores", [False, True])
+def test_a_layout_that_is_no_wider_has_no_more_ranges(absolute_scores: bool) -> None:
     rng, narrow, wide = random.Random(5), 0, 0
     for _ in range(2000):
         before = random_layout(rng)
         if before.is_plain:
             continue
         first = rng.randrange(4) * 16
-        after = before.without(first, first + 16, closing=True)
+        after = before.with_range_removed(first, first + 16, close_gap=True)
         ranges = []
         for layout in (before, after):
             live = SimpleNamespace(layout=layout, window=None, sinks=0, slot=SimpleNamespace(seq_id=next(NUMBERS)))
-            ranges.append(RangeNumbers(WINDOWS, anchored=anchored).of([live]).most)
+            ranges.append(RangeTables(WINDOWS, absolute_scores=absolute_scores).of([live]).most)
         if after.is_no_wider_than(before):
             narrow += 1
             assert ranges[1] <= ranges[0], (before, after)

@@ -35,9 +35,9 @@ def drafted(directory: Path, draft: Path, **options: Any) -> EngineCore:
 
 def replays(core: EngineCore) -> tuple[int, int]:
     """Of the model and of its draft model."""
-    graphs, drafter = core.runner.graphs, core.runner.drafter
-    assert graphs is not None and drafter is not None and drafter.graphs is not None
-    return graphs.num_replayed, drafter.graphs.num_replayed
+    graphs, proposer = core.runner.graphs, core.runner.proposer
+    assert graphs is not None and proposer is not None and proposer.graphs is not None
+    return graphs.num_replayed, proposer.graphs.num_replayed
 
 
 @pytest.mark.parametrize("draft", slow_but(["llama", "qwen3"], "llama"))
@@ -56,9 +56,9 @@ def test_proposals_follow_each_other_on_the_device(directory_of: Callable[[str],
     assert stats.num_steps == 1 + 8 and stats.spec_decode_model_num_accepted_tokens == 32
     verified, proposed = replays(core)
     assert (verified, proposed) == (8, 8 * 4)
-    drafter = core.runner.drafter
-    assert drafter is not None and drafter.positions_computed == 20 + 41 - 2
-    waits = device_of(drafter._decoder).waits
+    proposer = core.runner.proposer
+    assert proposer is not None and proposer.positions_computed == 20 + 41 - 2
+    waits = device_of(proposer._decoder).waits
     assert len(set(waits)) <= 2 * 8
 
 
@@ -103,8 +103,8 @@ def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypat
     sent = [greedy(f"{i}", prompt(i, 7) * 4, 30) for i in range(2)]
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
     counts = []
-    for most in (batch._ROW_BY_ROW_KEYS, 100):
-        monkeypatch.setattr(batch, "_ROW_BY_ROW_KEYS", most)
+    for most in (batch._MAX_ROW_BY_ROW_KEYS, 100):
+        monkeypatch.setattr(batch, "_MAX_ROW_BY_ROW_KEYS", most)
         options = {"speculative_ngram": 3, "speculative_ngram_min": 1, **OPTIONS}
         core, device = graphed(directory_of("llama"), **options)
         assert core.runner.graphs is not None and core.runner.graphs.captured == [1, 2, 4, 8, 12]
@@ -119,4 +119,4 @@ def test_a_device_without_graphs_has_none(directory_of: Callable[[str], Path], m
     options = {"speculative_model": str(directory_of("llama")), **OPTIONS}
     core = make_core(directory_of("llama"), **options)
     assert isinstance(core.runner.decoder.backend, TorchBackend)
-    assert core.runner.drafter is not None and core.runner.drafter.graphs is core.runner.graphs is None
+    assert core.runner.proposer is not None and core.runner.proposer.graphs is core.runner.graphs is None

@@ -17,11 +17,11 @@ from helpers.tiny_models import make_model
 
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.cache.handle import BlockTable, CacheHandle
+from windlass.engine.cache.handle import BlockTable, SequenceCache
 from windlass.engine.cache.prefix import HashChain
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.sequences import LiveSequences
-from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, PlanWriter
+from windlass.engine.execution.sequences import InputBatch
+from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, SchedulerOutputBuilder
 
 LENGTHS = (1024, 8192)
 
@@ -103,7 +103,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
     """Random lives of random sequences, against tables copied in full."""
     rng = np.random.default_rng(0)
     size, groups = 16, 2
-    writer, sequences = PlanWriter(), LiveSequences(groups, num_rows=2)
+    writer, sequences = SchedulerOutputBuilder(), InputBatch(groups, num_rows=2)
     stage = SimpleNamespace(specs=())
     lives: dict[int, Any] = {}
 
@@ -124,7 +124,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                     stop_ids=(),
                     token_ids=[],
                     num_tokens=0,
-                    cache=CacheHandle(HashChain(b"root", size), ()),
+                    cache=SequenceCache(HashChain(b"root", size), ()),
                     rotary_id=0,
                     stage=stage,
                 )
@@ -153,7 +153,7 @@ def test_rows_follow_tables_through_everything_that_happens_to_them() -> None:
                 while len(table.blocks) < last + 1 + 2 * (rng.random() < 0.1):
                     table.append(block())
             plan.chunks.append(PlannedChunk(seq, cache.num_computed_tokens, tokens))
-        sequences.apply(writer.write(plan))
+        sequences.apply(writer.build(plan))
         tables = [chunk.seq.cache.block_tables for chunk in plan.chunks]
         width = max(len(blocks) for group in tables for blocks in group)
         found = sequences.tables([sequences.by_id[chunk.seq.seq_id].row for chunk in plan.chunks], width)

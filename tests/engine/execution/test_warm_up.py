@@ -32,7 +32,7 @@ def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options
     for warm in (False, True):
         core = make_core(DEMO, **options)
         if warm:
-            core.warm_up(most_seconds=math.inf)
+            core.warm_up(max_seconds=math.inf)
         assert core.runner.positions_computed == core.runner.sampler.num_tracked == core.runner.tables.num_live == 0
         length = min(40, core.info.max_model_len - 1)
         results = run(core, [greedy("a", range(5, 5 + length - 1), max_tokens=1), greedy("b", [7], max_tokens=2)])
@@ -50,12 +50,12 @@ def test_answers_and_books_are_those_of_an_engine_that_was_not_warmed_up(options
 @ON_A_CPU
 def test_the_first_stream_repeats_recorded_steps_at_once():
     core = make_core(DEMO)
-    core.warm_up(most_seconds=math.inf)
+    core.warm_up(max_seconds=math.inf)
     if core.runner.replay.obstacle is not None:
         pytest.skip(core.runner.replay.obstacle)
-    before = core.runner.replay.num_repeated
+    before = core.runner.replay.num_replayed
     run(core, [greedy("a", [5, 6, 7], max_tokens=6)])
-    assert core.runner.replay.num_repeated - before == 5
+    assert core.runner.replay.num_replayed - before == 5
 
 
 def test_an_engine_that_serves_was_warmed_up(monkeypatch):
@@ -70,7 +70,7 @@ def test_a_slow_model_is_not_waited_for(monkeypatch):
     steps = []
     core.runner.execute = steps.append
     monkeypatch.setattr(warm_up, "time", SimpleNamespace(monotonic=lambda: 2.0 * len(steps)))
-    core.warm_up(most_seconds=1.0)
+    core.warm_up(max_seconds=1.0)
     assert len(steps) == 1 and core.runner.tables.num_live == 0
 
 
@@ -81,6 +81,6 @@ def test_every_family_is_warmed_up(family, tmp_path):
     for warm in (False, True):
         core = make_core(directory)
         if warm:
-            core.warm_up(most_seconds=math.inf)
+            core.warm_up(max_seconds=math.inf)
         found.append(run(core, [greedy("a", range(5, 60), max_tokens=3)])["a", 0].token_ids)
     assert found[0] == found[1]

@@ -23,12 +23,12 @@ from helpers.played_engines import a_device, texts
 from helpers.tiny_models import make_model
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.cache.persist import tier
 from windlass.engine.core import engine_core
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import StepKind
+from windlass.engine.execution.graphs_on_demand import GraphKey
 from windlass.engine.scheduling import restoring, steps_ahead
 
 __all__ = ["a_device"]
@@ -64,8 +64,8 @@ def warmed(directory: Path, **options: Any) -> EngineCore:
     """With every plain decode step captured, of a draft model too."""
     core = make_core(directory, **{**OPTIONS, **options})
     core.warm_up()
-    drafter = core.runner.drafter
-    for graphs in (core.runner.graphs, None if drafter is None else drafter.graphs):
+    proposer = core.runner.proposer
+    for graphs in (core.runner.graphs, None if proposer is None else proposer.graphs):
         if graphs is not None:
             assert graphs.obstacle is None and graphs.captured == sorted(graphs.sizes)
     return core
@@ -130,8 +130,8 @@ def test_captured_steps_with_ranges(family: str, fields: dict[str, Any], directo
         same(run_checked(core, sent, every_logit=False), answers(directory, sent), NEAR)
         assert replayed(core) - before >= 34
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.on_demand.obstacle is None
-    assert 4 in {key.rows for key in graphs.on_demand.captured}
+    assert graphs is not None and graphs.lazy_graphs.obstacle is None
+    assert 4 in {key.rows for key in graphs.lazy_graphs.captured}
     assert core.scheduler.counters.context_shifts >= 4
 
 
@@ -159,7 +159,7 @@ def test_captured_steps_of_layers_that_carry_states(family: str, directory_of: C
 def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> None:
     """Of passages with holes between them, beside a context that shifts and a plain one."""
     directory, documents = directory_of("llama"), [prompt(seed, 40) for seed in (11, 12, 13)]
-    reuse = PassageReuse(32, scope="me")
+    reuse = NonPrefixReuseParams(32, scope="me")
     first = [greedy(f"{i}", [*prompt(20 + i, 7), *document, 5], 1, reuse=reuse) for i, document in enumerate(documents)]
     mixed = [*prompt(5, 5), *documents[2], *prompt(6, 3), *documents[0], *prompt(7, 9), *documents[1], 8, 9]
     then = [
@@ -173,7 +173,7 @@ def test_captured_steps_with_many_ranges(directory_of: Callable[..., Path]) -> N
         same(run_checked(core, sent, every_logit=False), run(plain, sent, every_logit=False), NEAR)
     graphs = core.runner.graphs
     assert core.scheduler.counters.reused_passages == plain.scheduler.counters.reused_passages == 3
-    assert graphs is not None and {key.ranges for key in graphs.on_demand.captured} >= {2, 16}
+    assert graphs is not None and {key.ranges for key in graphs.lazy_graphs.captured} >= {2, 16}
 
 
 def with_adapters(sent: list[EngineRequest]) -> list[EngineRequest]:
@@ -206,8 +206,8 @@ def test_captured_steps_with_adapters(
         same(run_checked(core, sent, every_logit=False), answers(directory, sent, lora=adapters), NEAR)
         assert replayed(core) - before >= 15
     graphs = core.runner.graphs
-    assert graphs is not None and graphs.on_demand.obstacle is None
-    assert {kind.rows for kind in graphs.on_demand.captured if kind.adapted and not kind.ranges} == set(graphs.sizes)
+    assert graphs is not None and graphs.lazy_graphs.obstacle is None
+    assert {kind.rows for kind in graphs.lazy_graphs.captured if kind.adapted and not kind.ranges} == set(graphs.sizes)
 
 
 def test_adapters_that_come_and_go_between_captured_steps(
@@ -227,7 +227,7 @@ def test_adapters_that_come_and_go_between_captured_steps(
         for one in (core, plain):
             one.drop_adapter(source.adapter_id)
     assert replayed(core) >= 100 and core.runner.graphs is not None
-    assert StepKind(2, adapted=True) in core.runner.graphs.on_demand.captured
+    assert GraphKey(2, adapted=True) in core.runner.graphs.lazy_graphs.captured
 
 
 @pytest.mark.parametrize("kind", ["draft model", "ngrams"])
@@ -244,10 +244,10 @@ def test_captured_steps_of_speculation(kind: str, directory_of: Callable[..., Pa
     ]
     core = warmed(directory, speculative_adaptive=False, **options)
     assert texts(run_checked(core, sent, every_logit=False)) == texts(answers(directory, sent))
-    stats, drafter = core.stats(), core.runner.drafter
+    stats, proposer = core.stats(), core.runner.proposer
     assert stats.spec_decode_num_accepted_tokens + stats.spec_decode_model_num_accepted_tokens > 0
     assert replayed(core) > 10
-    assert drafter is None or (drafter.graphs is not None and drafter.graphs.num_replayed > 10)
+    assert proposer is None or (proposer.graphs is not None and proposer.graphs.num_replayed > 10)
 
 
 @BURSTS

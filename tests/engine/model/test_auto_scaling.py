@@ -13,11 +13,11 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.ladder import AUTO, LadderStep
+from windlass.engine.rotary.ladder import AUTO, ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 
 M = 128
@@ -135,7 +135,7 @@ def preempt_once(core: EngineCore) -> None:
     def step_and_preempt() -> list[RequestOutput]:
         for sequence in core.scheduler.live_sequences():
             if sequence.num_output_tokens == 3 and core.stats().num_preemptions == 0:
-                core.scheduler._places.preempt(sequence)
+                core.scheduler._queues.preempt(sequence)
         return step()
 
     core.step = step_and_preempt  # type: ignore[method-assign]
@@ -147,7 +147,7 @@ def test_nothing_beside_it_changes_an_answer(model: Path) -> None:
         "samples": ({}, {"n": 3}),
         "int8": ({"kv_cache_dtype": "int8"}, {}),
         "preempted": ({"deterministic": True}, {"n": 2}),
-        "passages": ({}, {"reuse": PassageReuse(32)}),
+        "passages": ({}, {"reuse": NonPrefixReuseParams(32)}),
         "logprobs": ({}, {"prompt_logprobs": 0}),
         "draft": ({"speculative_model": str(model), "speculative_tokens": 3, "speculative_adaptive": False}, {}),
     }
@@ -198,11 +198,11 @@ def test_an_endless_context_is_chosen_for_its_window(model: Path) -> None:
 
 def test_an_operators_ladder_and_its_end(model: Path) -> None:
     linear = RopeScaling.from_dict({"rope_type": "linear", "factor": 2.0})
-    core = core_of(model, rope_ladder=(LadderStep(100), LadderStep(300, linear, "two")), rope_scaling=AUTO)
+    core = core_of(model, rope_ladder=(ScalingThreshold(100), ScalingThreshold(300, linear, "two")), rope_scaling=AUTO)
     result = run(core, [greedy("a", TEXT[:101], TOKENS)])["a", 0].outputs[-1].rotary
     assert result is not None and result.rope_type == "linear"
     assert result.auto == {"length": 107, "up_to": 300, "profile": "two"}
     with pytest.raises(RequestError, match="come to 301 tokens, the last step of this server's ladder holds 300"):
         core.add(greedy("b", TEXT[:295], TOKENS))
     with pytest.raises(LoadError, match=r"^`rotary\.ladder`: step 2 scales by 1, the one before it by 2"):
-        core_of(model, rope_ladder=(LadderStep(100, linear), LadderStep(300)))
+        core_of(model, rope_ladder=(ScalingThreshold(100, linear), ScalingThreshold(300)))

@@ -14,7 +14,7 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.persisting import keeping
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.evaluation.attention import attention_weights
@@ -73,7 +73,7 @@ def test_sequences_of_all_lengths_side_by_side(model: Path, reference: Reference
     for i, prompt in enumerate(PROMPTS):
         check(reference, prompt, found[str(i), 0])
     assert (core.scheduler.counters.num_preemptions > 0) == ("kv_cache_memory" in options)
-    assert core.runner.replay.num_repeated > 20 or core.runner.decoder.device.type != "cpu"
+    assert core.runner.replay.num_replayed > 20 or core.runner.decoder.device.type != "cpu"
 
 
 def test_the_next_turn_begins_where_the_last_one_ended(model: Path, reference: Reference) -> None:
@@ -155,7 +155,7 @@ def test_states_come_back_from_files(model: Path, reference: Reference, tmp_path
 
 def test_what_states_have_nothing_for_is_refused(model: Path) -> None:
     core = core_of(model)
-    request = greedy("a", PROMPTS[5], 4, reuse=PassageReuse(32, scope="me"))
+    request = greedy("a", PROMPTS[5], 4, reuse=NonPrefixReuseParams(32, scope="me"))
     with pytest.raises(RequestError, match=r"cache_reuse: .* carry a state from token to token") as caught:
         core.add(request)
     assert caught.value.param == "cache_reuse"
@@ -224,9 +224,9 @@ def test_a_repetition_that_fails_ends_the_engine_and_repeats_nothing(
 ) -> None:
     core = core_of(model)
     core.add(greedy("a", PROMPTS[1], 40))
-    while core.runner.replay.num_repeated < 3:
+    while core.runner.replay.num_replayed < 3:
         core.step()
-    kinds = {type(plan.recording) for plan in core.runner.replay._plans.values() if plan is not None}
+    kinds = {type(plan.recording) for plan in core.runner.replay._recordings.values() if plan is not None}
     for kind in kinds - {type(None)}:
         monkeypatch.setattr(kind, "repeat", lambda recording: False)
     with pytest.raises(RuntimeError, match="it cannot be begun again"):

@@ -14,11 +14,11 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.ladder import AUTO, LadderStep
+from windlass.engine.rotary.ladder import AUTO, ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling
 
 TRAINED = 32
@@ -61,7 +61,7 @@ def core_of(model: Path, **options: Any) -> EngineCore:
     return make_core(model, **{"max_model_len": 128, **options})
 
 
-def sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
+def context_sizes_of(scaling: dict[str, Any]) -> tuple[int, int]:
     """(s, c) as the scaling's fields say."""
     longest = int(TRAINED * scaling.get("factor", 1))
     most = scaling.get("chunk_size", longest * 3 // 4)
@@ -76,7 +76,7 @@ def distance(scaling: dict[str, Any], i: int, j: int) -> float:
         return rerope(scaling.get("window", TRAINED // 2), scaling.get("factor", math.inf))(i, j)
     if scaling["rope_type"] != "dual_chunk":
         return i - j
-    s, c = sizes_of(scaling)
+    s, c = context_sizes_of(scaling)
     if i // s == j // s:
         return i - j
     if i // s == j // s + 1:
@@ -214,7 +214,7 @@ def test_decode_steps_are_recorded_and_repeated(name: str, models: dict[str, Pat
     if core.runner.replay.obstacle is not None:
         pytest.skip("nothing is recorded here")
     run(core, [asked(name)])
-    assert core.runner.replay.num_repeated > LENGTH // 2
+    assert core.runner.replay.num_replayed > LENGTH // 2
 
 
 @pytest.mark.parametrize("first", ["none", "log n"])
@@ -305,7 +305,7 @@ def test_what_else_says_where_keys_stand_is_refused(kind: str, models: dict[str,
     asked_with: dict[str, dict[str, Any]] = {
         "context_overflow": {"context": ContextRule("shift")},
         "attention_window": {"context": ContextRule(attention_window=20)},
-        "cache_reuse": {"reuse": PassageReuse(32)},
+        "cache_reuse": {"reuse": NonPrefixReuseParams(32)},
     }
     for field, options in asked_with.items():
         with pytest.raises(RequestError, match="leave one of them out") as caught:
@@ -335,7 +335,7 @@ def test_a_server_may_have_a_rule_for_all(models: dict[str, Path]) -> None:
 
 def test_a_ladder_may_end_in_chunks_and_computes_keys_anew_where_it_does(models: dict[str, Path]) -> None:
     rule = RopeScaling.from_dict(SCALINGS["dual chunk"])
-    ladder = (LadderStep(80), LadderStep(None, rule, "chunks"))
+    ladder = (ScalingThreshold(80), ScalingThreshold(None, rule, "chunks"))
     core = core_of(models["llama"], rope_ladder=ladder)
     request = greedy("a", PROMPT, LENGTH, rope_scaling=AUTO, rope_update="rotate")
     assert core.plan_rotation(request).policy == "recompute"

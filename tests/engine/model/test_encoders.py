@@ -19,7 +19,7 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
@@ -245,7 +245,7 @@ def test_what_an_encoder_refuses(small: Path) -> None:
         (asked("a", TEXT, "classify"), "no_classifier"),
         (asked("a", TEXT, context=ContextRule(attention_window=8)), "unsupported_value"),
         (asked("a", TEXT, context=ContextRule(overflow="shift")), "unsupported_value"),
-        (asked("a", TEXT, reuse=PassageReuse(at_least=32, scope="s")), "unsupported_value"),
+        (asked("a", TEXT, reuse=NonPrefixReuseParams(at_least=32, scope="s")), "unsupported_value"),
     ):
         with pytest.raises(RequestError) as caught:
             core.add(request)

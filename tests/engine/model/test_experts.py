@@ -19,7 +19,7 @@ from safetensors.torch import load_file, save_file
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
 from windlass.kernels import binding
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
@@ -105,7 +105,7 @@ def test_plain_torch_gives_the_same(
 ) -> None:
     directory = request.getfixturevalue(model)
     expected = logits(make_core(directory), 4)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {})
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {})
     deterministic = kind is RowIndependentBackend
     core = make_core(directory, deterministic=deterministic)
     assert type(core.runner.decoder.backend) is kind
@@ -125,7 +125,7 @@ def test_deterministic_rows_do_not_depend_on_each_other(glm: Path) -> None:
 def test_decode_steps_are_recorded_and_repeated(glm: Path, quantization: str) -> None:
     core = make_core(glm, quantization=quantization)
     repeated = run(core, [greedy("a", PROMPT, 12)])["a", 0]
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 4
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 4
     core = make_core(glm, quantization=quantization)
     core.runner.replay.max_rows = 0
     ordinary = run(core, [greedy("a", PROMPT, 12)])["a", 0]
@@ -184,7 +184,7 @@ def test_older_configs_name_the_experts_otherwise() -> None:
     }
     for key in ("num_experts", "num_local_experts"):
         layer = read_spec({**config, key: 6}).layers[1].feed_forward
-        assert isinstance(layer, ExpertsSpec) and layer.experts == 6
+        assert isinstance(layer, MoESpec) and layer.experts == 6
 
 
 def test_float32_routers_keep_the_rest_narrow(glm: Path, tmp_path: Path) -> None:

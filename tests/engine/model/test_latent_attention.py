@@ -150,7 +150,7 @@ def test_8_bit_rows_are_recorded(models: dict[str, Path]) -> None:
         pytest.skip("no compiled kernels")
     core = make_core(models["minicpm3"], kv_cache_dtype="int8")
     run(core, [greedy("a", PROMPT, 30), greedy("b", PROMPT[:9], 30)])
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 20
 
 
 @ON_A_CPU
@@ -257,7 +257,7 @@ def test_decode_steps_are_recorded_and_repeated(options: dict[str, Any], models:
     core = make_core(models["minicpm3"], **options)
     requests = [greedy("a", PROMPT, 30), greedy("b", PROMPT[:9], 30)]
     got = run(core, requests)
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 20
     if not options:
         assert all(error(core, models["minicpm3"], one, got[one.request_id, 0]) < 1e-5 for one in requests)
 

@@ -16,7 +16,7 @@ from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.api.request import ContextRule, EngineRequest
 from windlass.engine.model.mixers import latent_forms
-from windlass.engine.model.mixers.latent_forms import LatentForms, LatentQueries, QueryTurns
+from windlass.engine.model.mixers.latent_forms import LatentAttentionForms, LatentQueries, QueryRotations
 from windlass.engine.model.mixers.latent_spec import LatentSpec
 from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages
 from windlass.kernels.attention_call import LatentExpansion
@@ -45,7 +45,7 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
         way = None if cost is None else LatentExpansion(cost, cost)
         for backend in (CompiledBackend, TorchBackend):
             monkeypatch.setattr(backend, "latent_expansion", lambda self, pages: way)
-        monkeypatch.setattr(latent_forms, "_FEWEST_EXPANDED", 2)
+        monkeypatch.setattr(latent_forms, "_MIN_EXPANDED_TOKENS", 2)
 
     return choose
 
@@ -140,7 +140,7 @@ def test_whole_prompts_pieces_and_single_tokens(
     up, pages = operands(spec, dtype)
     call = call_of(spec, [70, 41, 300, 2, 129], [70, 1, 37, 2, 128])
     q = torch.randn(call.num_tokens, spec.num_heads, spec.rotary_dim + spec.plain_dim)
-    got = LatentForms(spec, up, bound(backend)).attend(LatentQueries(q), pages, call)
+    got = LatentAttentionForms(spec, up, bound(backend)).attend(LatentQueries(q), pages, call)
     assert (got - expected(spec, up, pages, call, q)).abs().max() < 1e-5
     assert expansions == ([80, 304, 16, 144] if cost is not None else [])
 
@@ -156,7 +156,7 @@ def test_queries_that_do_not_see_early_keys(
     call = call_of(SPEC, [300, 100], [20, 20], window=33)
     call.block_tables[0, :15] = call.block_tables[1, :3] = -1
     q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
-    got = LatentForms(SPEC, up, bound(backend)).attend(LatentQueries(q), pages, call)
+    got = LatentAttentionForms(SPEC, up, bound(backend)).attend(LatentQueries(q), pages, call)
     assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
     assert expansions == ([64, 64] if cost is not None else [])
 
@@ -189,9 +189,9 @@ def test_moved_keys_meet_their_versions(
     )
     call.block_tables[2, 1:3] = -1
     q = torch.randn(total, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
-    own, turns = bound(backend), QueryTurns(sources, angle.cos(), angle.sin())
-    versions = own.turn_queries(q, *turns)
-    got = LatentForms(SPEC, up, own).attend(LatentQueries(q, turns), pages, call)
+    own, rotations = bound(backend), QueryRotations(sources, angle.cos(), angle.sin())
+    versions = own.rotate_queries(q, *rotations)
+    got = LatentAttentionForms(SPEC, up, own).attend(LatentQueries(q, rotations), pages, call)
     assert start.tolist() == call.query_start.tolist()
     assert (got - expected(SPEC, up, pages, call, versions)).abs().max() < 1e-5
     # Of the third sequence the hole's two blocks stay as they are.
@@ -200,11 +200,11 @@ def test_moved_keys_meet_their_versions(
 
 def test_many_heads_go_a_few_at_a_time(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     at_cost(0.0)
-    monkeypatch.setattr(latent_forms, "_EXPANDED_BYTES", 2 * 4 * 64 * 30)
+    monkeypatch.setattr(latent_forms, "_MAX_EXPANDED_BYTES", 2 * 4 * 64 * 30)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [60], [60])
     q = torch.randn(60, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
-    got = LatentForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    got = LatentAttentionForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
     assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
     assert expansions == [64, 64, 64]
 
@@ -217,7 +217,7 @@ def test_the_form_that_multiplies_less_is_taken(length: int, news: int, expands:
     up, pages = operands(WIDE)
     call = call_of(WIDE, [length], [news])
     q = torch.randn(news, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
-    LatentForms(WIDE, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    LatentAttentionForms(WIDE, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
     assert bool(expansions) is expands
 
 
@@ -225,11 +225,11 @@ def test_what_would_take_too_much_memory_is_not_expanded(
     at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_cost(0.0)
-    monkeypatch.setattr(latent_forms, "_MOST_EXPANDED", 60)
+    monkeypatch.setattr(latent_forms, "_MAX_EXPANDED_ROWS", 60)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [61, 60], [20, 20])
     q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
-    got = LatentForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
+    got = LatentAttentionForms(SPEC, up, bound(TorchBackend)).attend(LatentQueries(q), pages, call)
     assert (got - expected(SPEC, up, pages, call, q)).abs().max() < 1e-5
     assert expansions == [64]
 
@@ -239,7 +239,7 @@ def test_rows_that_depend_on_nobody_never_take_it(expansions: list[int]) -> None
     call = call_of(SPEC, [40], [40])
     q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
     own = RowIndependentBackend(BackendOptions(torch.device("cpu"), deterministic=True))
-    LatentForms(SPEC, up, own).attend(LatentQueries(q), pages, call)
+    LatentAttentionForms(SPEC, up, own).attend(LatentQueries(q), pages, call)
     assert not expansions
 
 
@@ -251,7 +251,7 @@ def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: p
     device = torch.device("cpu")
     plain, narrow, strict = (
         CompiledBackend(BackendOptions(device, **options))
-        for options in ({}, {"rounds_prompts": True}, {"rounds_prompts": True, "deterministic": True})
+        for options in ({}, {"bf16_prefill": True}, {"bf16_prefill": True, "deterministic": True})
     )
     for dtype in (torch.float32, torch.float16, torch.bfloat16, torch.int8):
         up, pages = operands(WIDE, dtype)
@@ -260,7 +260,7 @@ def test_a_matrix_unit_gets_keys_and_values_of_16_bits(name: str, monkeypatch: p
         assert [None if way is None else way.dtype for way in ways] == [torch.float32, made, None]
         call = call_of(WIDE, [300, 130], [200, 130])
         q = torch.randn(330, WIDE.num_heads, WIDE.rotary_dim + WIDE.plain_dim)
-        got = LatentForms(WIDE, up, narrow).attend(LatentQueries(q), pages, call).double()
+        got = LatentAttentionForms(WIDE, up, narrow).attend(LatentQueries(q), pages, call).double()
         right = expected(WIDE, up, pages, call, q)
         lost = float((got - right).norm() / right.norm())
         assert lost < 1e-5 if dtype == torch.float32 else 1e-4 < lost < 6e-3, dtype
@@ -282,14 +282,16 @@ def test_the_form_that_is_quicker_there_is_taken(
     length: int, news: int, expands: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
-    monkeypatch.setattr(TorchBackend, "latent_expansion", lambda self, pages: latent.expansion(pages, narrow=True))
+    monkeypatch.setattr(
+        TorchBackend, "latent_expansion", lambda self, pages: latent.latent_expansion_cost(pages, narrow=True)
+    )
     own = bound(TorchBackend)
     _, pages = operands(WIDE, torch.float16)
     call = AttentionCall(
         torch.zeros(1, -(-length // SIZE), dtype=torch.int32),
         *(torch.tensor([0, news]), torch.tensor([length]), torch.ones(news), WIDE.scale),
     )
-    found = LatentForms(WIDE, torch.empty(3, 256, 512), own)._expanded_sequences(pages, call)
+    found = LatentAttentionForms(WIDE, torch.empty(3, 256, 512), own)._expanded_sequences(pages, call)
     assert bool(found) is expands
 
 

@@ -10,10 +10,10 @@ import torch
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.spec import ModelSpec
 
@@ -61,7 +61,7 @@ def test_other_ways_to_say_so(keys: dict[str, Any]) -> None:
 def test_what_may_be_left_out_is() -> None:
     spec = read_spec({**CONFIG, "attention_chunk_size": None, "use_qk_norm": False, "attn_temperature_tuning": False})
     assert all(one.window is None and not one.chunked and one.qk_norm is None for one in mixers(spec))
-    assert spec.unrotated_temperature is None and not spec.has_chunks
+    assert spec.unrotated_temperature is None and not spec.has_chunked_attention
     older = read_spec({**CONFIG, "attn_temperature_tuning": 4, "attn_scale": 0.2, "floor_scale": 16})
     assert older.unrotated_temperature == (0.2, 16)
 
@@ -71,11 +71,11 @@ def test_what_may_be_left_out_is() -> None:
 )
 def test_which_layers_have_experts(keys: dict[str, Any], dense: list[int]) -> None:
     layers = [layer.feed_forward for layer in read_spec({**CONFIG, **keys}).layers]
-    assert [i for i, one in enumerate(layers) if not isinstance(one, ExpertsSpec)] == dense
+    assert [i for i, one in enumerate(layers) if not isinstance(one, MoESpec)] == dense
     for one in layers:
-        wide = 48 if isinstance(one, ExpertsSpec) else 96
+        wide = 48 if isinstance(one, MoESpec) else 96
         assert one.intermediate_size == wide
-        assert not isinstance(one, ExpertsSpec) or (one.shared_size, one.scaled_inputs) == (48, True)
+        assert not isinstance(one, MoESpec) or (one.shared_size, one.scaled_inputs) == (48, True)
 
 
 def test_a_list_of_layers_that_is_none_is_refused() -> None:
@@ -88,7 +88,7 @@ def test_a_list_of_layers_that_is_none_is_refused() -> None:
     [
         {"context": ContextRule(overflow="shift")},
         {"context": ContextRule(attention_window=32)},
-        {"reuse": PassageReuse(at_least=32, scope="s")},
+        {"reuse": NonPrefixReuseParams(at_least=32, scope="s")},
     ],
     ids=["shift", "window", "passages"],
 )

@@ -70,7 +70,7 @@ def test_answers_are_those_without_proposals(model: Path, options: dict[str, Any
     core, _ = both(model, traffic, PROPOSING, **options)
     assert core.info.num_states == 8 + 1 + 8 * (not options) + 8 * 5
     if core.runner.replay.obstacle is None:
-        assert core.runner.replay.num_repeated > 0
+        assert core.runner.replay.num_replayed > 0
 
 
 def test_the_next_turn_begins_where_the_last_one_ended(model: Path) -> None:
@@ -156,9 +156,9 @@ def test_fewer_tokens_are_proposed_where_states_are_few(model: Path) -> None:
 
 def guess(core: EngineCore, answers: Results) -> None:
     """Let its draft model propose these answers, but for every fifth token."""
-    drafter = core.runner.drafter
-    assert drafter is not None
-    compute, by_id = drafter._draft, drafter._sequences.by_id
+    proposer = core.runner.proposer
+    assert proposer is not None
+    compute, by_id = proposer._draft, proposer._input_batch.by_id
     prompts = {request.request_id: request.prompt_token_ids for request in traffic()}
 
     def draft(drafting: list[tuple[ScheduledSequence, int]]) -> dict[int, list[int]]:
@@ -175,22 +175,22 @@ def guess(core: EngineCore, answers: Results) -> None:
             found[item.seq_id] = [*tokens, *drafted[len(tokens) :]]
         return found
 
-    drafter._draft = draft  # type: ignore[method-assign]
+    proposer._draft = draft  # type: ignore[method-assign]
 
 
-def park_some(core: EngineCore, parked: list[int]) -> None:
+def park_some(core: EngineCore, swapped_out: list[int]) -> None:
     """Let a stream that has dropped tokens give up its place, every few steps: its pages are kept aside."""
     shifted = [seq for seq in core.scheduler.running if seq.cache.num_shifts]
     if shifted and core.scheduler.counters.num_steps % 7 == 0:
-        core.scheduler._places.preempt(shifted[-1])
-        parked += [shifted[-1].seq_id] * shifted[-1].cache.is_parked
+        core.scheduler._queues.preempt(shifted[-1])
+        swapped_out += [shifted[-1].seq_id] * shifted[-1].cache.is_swapped_out
 
 
 def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Which has none of its own: blocks of states are not its to park and copy."""
     drafting = {"speculative_model": str(make_model("llama", tmp_path / "draft")), "speculative_adaptive": False}
     little = {**LITTLE, "kv_cache_memory": 2 * FAMILIES[model.name]}
-    shift, parked = ContextRule(overflow="shift", keep_tokens=16), list[int]()
+    shift, swapped_out = ContextRule(overflow="shift", keep_tokens=16), list[int]()
     shifting = [
         replace(one, context=shift, sampling=replace(one.sampling, max_tokens=120), priority=-i)
         for i, one in enumerate(traffic())
@@ -201,16 +201,16 @@ def test_a_draft_model_proposes_to_states(model: Path, tmp_path: Path, monkeypat
         guess(core, want)
         plan = core.scheduler.schedule
         monkeypatch.setattr(
-            core.scheduler, "schedule", lambda core=core, plan=plan: (park_some(core, parked), plan())[1]
+            core.scheduler, "schedule", lambda core=core, plan=plan: (park_some(core, swapped_out), plan())[1]
         )
         same(run_checked(core, sent), want, 0.0 if "deterministic" in options else 1e-5)
         stats = core.stats()
         accepted, drafted = stats.spec_decode_model_num_accepted_tokens, stats.spec_decode_model_num_draft_tokens
         assert 12 * len(sent) < accepted < drafted - 5 * len(sent)
-        assert bool(parked) == (sent is shifting)
-        parked.clear()
+        assert bool(swapped_out) == (sent is shifting)
+        swapped_out.clear()
     if core.runner.replay.obstacle is None:
-        assert core.runner.replay.num_repeated > 8, "steps with proposals are decode steps and may be repeated"
+        assert core.runner.replay.num_replayed > 8, "steps with proposals are decode steps and may be repeated"
 
 
 def test_a_draft_model_with_states_is_always_right_where_it_is_the_model_itself(model: Path, tmp_path: Path) -> None:

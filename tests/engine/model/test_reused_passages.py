@@ -13,7 +13,7 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextReport, PassageReuse
+from windlass.engine.api.context import ContextReport, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
@@ -32,8 +32,8 @@ AT = 5, 5 + 57 + 3  # where they stand in SOURCE
 TAIL = tokens(6)
 TURNED = [*tokens(11), *SECOND, *tokens(2), *FIRST, *TAIL]  # in another order
 TURNED_AT = 11 + 50 + 2, 11  # where they stand there
-ANY = PassageReuse(32, scope="me")
-OFFER = PassageReuse(0, scope="me")
+ANY = NonPrefixReuseParams(32, scope="me")
+OFFER = NonPrefixReuseParams(0, scope="me")
 FAMILIES = ["llama", "gemma3", "smollm3", "glm", "hunyuan", "ministral3", "gemma4_e2b"]
 
 
@@ -100,7 +100,7 @@ def test_documents_in_another_order_score_from_where_they_stand_now(
     family: str, recompute: float, models: dict[str, Path]
 ) -> None:
     core = core_of(models[family], max_num_batched_tokens=40)
-    request = greedy("turned", TURNED, 12, reuse=PassageReuse(32, recompute=recompute, scope="me"))
+    request = greedy("turned", TURNED, 12, reuse=NonPrefixReuseParams(32, recompute=recompute, scope="me"))
     got = run(core, [request])["turned", 0]
     heads = (5, 6) if recompute else (0, 0)
     assert report_of(got) == (2, 107 - sum(heads))
@@ -242,10 +242,12 @@ def test_what_is_computed_behind_a_passage_is_found_as_a_passage_and_never_as_a_
 
 def test_a_passage_stays_in_its_scope_and_a_span_in_its_edges(models: dict[str, Path]) -> None:
     core = core_of(models["llama"])
-    for salt, reuse in enumerate((PassageReuse(32, scope="another"), PassageReuse(58, scope="me"), OFFER, None)):
+    for salt, reuse in enumerate(
+        (NonPrefixReuseParams(32, scope="another"), NonPrefixReuseParams(58, scope="me"), OFFER, None)
+    ):
         got = run(core, [greedy("a", TURNED, 1, reuse=reuse, cache_salt=str(salt))])["a", 0]
         assert got.outputs[-1].context is None and got.outputs[-1].cached_tokens == 0
-    span = PassageReuse(0, ((15, 15 + 40),), scope="me")
+    span = NonPrefixReuseParams(0, ((15, 15 + 40),), scope="me")
     got = run(core, [greedy("b", TURNED, 1, reuse=span, cache_salt="apart")])["b", 0]
     assert report_of(got) == (1, 40)
     scored = greedy("c", TURNED, 1, reuse=ANY, cache_salt="apart", prompt_logprobs=0)
@@ -255,16 +257,16 @@ def test_a_passage_stays_in_its_scope_and_a_span_in_its_edges(models: dict[str, 
 @pytest.mark.parametrize(
     ("reuse", "param"),
     [
-        (PassageReuse(-1), "cache_reuse"),
-        (PassageReuse(32, recompute=-0.1), "cache_reuse_recompute"),
-        (PassageReuse(32, recompute=float("nan")), "cache_reuse_recompute"),
-        (PassageReuse(0, ((0, 10), (9, 20))), "passages"),
-        (PassageReuse(0, ((5, 5),)), "passages"),
-        (PassageReuse(0, ((100, 1000),)), "passages"),
-        (PassageReuse(0, ((-1, 4),)), "passages"),
+        (NonPrefixReuseParams(-1), "cache_reuse"),
+        (NonPrefixReuseParams(32, recompute=-0.1), "cache_reuse_recompute"),
+        (NonPrefixReuseParams(32, recompute=float("nan")), "cache_reuse_recompute"),
+        (NonPrefixReuseParams(0, ((0, 10), (9, 20))), "passages"),
+        (NonPrefixReuseParams(0, ((5, 5),)), "passages"),
+        (NonPrefixReuseParams(0, ((100, 1000),)), "passages"),
+        (NonPrefixReuseParams(0, ((-1, 4),)), "passages"),
     ],
 )
-def test_what_cannot_be_is_refused_by_name(reuse: PassageReuse, param: str, models: dict[str, Path]) -> None:
+def test_what_cannot_be_is_refused_by_name(reuse: NonPrefixReuseParams, param: str, models: dict[str, Path]) -> None:
     core = make_core(models["one layer"], max_model_len=256)
     with pytest.raises(RequestError) as refusal:
         core.add(greedy("a", TURNED, 1, reuse=reuse))

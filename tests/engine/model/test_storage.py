@@ -10,11 +10,11 @@ import torch
 from helpers.configs import engine_config
 from helpers.tiny_models import make_model
 
-from windlass.engine.model.allocation import allocate, storage_of
+from windlass.engine.model.allocation import allocate, kernel_storage
 from windlass.engine.model.loading.preflight import describe_model
 from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import BLOCK_SIZES, StoredPart, block_storages, plan_bytes, plan_storage
-from windlass.kernels import FORMS, BlockWeight, StackedWeight, bind
+from windlass.engine.model.storage import BLOCK_SIZES, StoredPart, block_formats, plan_bytes, plan_storage
+from windlass.kernels import FORMS, BlockWeight, StackedWeight, select_backend
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -29,7 +29,7 @@ def spec(tmp_path_factory: pytest.TempPathFactory) -> ModelSpec:
 def test_a_row_takes_what_the_kernels_allocate(name: str, columns: int, spec: ModelSpec) -> None:
     head = replace(next(weight for weight in spec.weights() if weight.kind == "head"), shape=(16, columns))
     alone = replace(spec, vocab_size=16, hidden_size=columns, layers=())
-    weight = BlockWeight.empty(16, columns, storage_of(name))  # type: ignore[arg-type]
+    weight = BlockWeight.empty(16, columns, kernel_storage(name))  # type: ignore[arg-type]
     assert plan_bytes(alone, {head.name: (StoredPart(16, name),)}) == weight.nbytes
 
 
@@ -50,7 +50,7 @@ def test_every_matrix_is_planned_row_by_row(quantization: str, spec: ModelSpec) 
     for name, parts in plan.items():
         assert sum(part.rows for part in parts) == planned[name].shape[0]
     assert plan["embedding"] == (StoredPart(128, "bfloat16"),)
-    assert (block_storages(spec, plan) == []) == (quantization == "none")
+    assert (block_formats(spec, plan) == []) == (quantization == "none")
 
 
 def test_a_tied_table_is_quantized_as_a_head() -> None:
@@ -65,7 +65,7 @@ def test_neighbours_of_one_storage_are_one_part(spec: ModelSpec) -> None:
     plan = plan_storage(spec, "float32", "none", kept)
     assert plan["layers.1.qkv"] == (StoredPart(96, "q4_k"), StoredPart(32, "q6_k"))
     assert plan["layers.0.qkv"] == (StoredPart(128, "float32"),)
-    made = allocate(bind("cpu"), spec.weights(), plan)
+    made = allocate(select_backend("cpu"), spec.weights(), plan)
     assert isinstance(made["layers.1.qkv"], StackedWeight) and made["layers.1.qkv"].shape == (128, 64)
     assert isinstance(made["layers.0.qkv"], torch.Tensor)
     assert list(made) == [weight.name for weight in spec.weights()]

@@ -24,7 +24,7 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.model.families.text_part import MULTIMODAL, text_part
+from windlass.engine.model.families.text_part import MULTIMODAL, text_config_of
 
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -161,7 +161,7 @@ SPARSE = ["cohere2", "gemma3_text", "lfm2", "llama", "mistral", "ministral3", "q
 @pytest.mark.parametrize("model_type", SPARSE)
 def test_sizes_that_are_left_out_are_those_of_the_class(model_type: str) -> None:
     asked = {"architectures": ["LlavaForConditionalGeneration"], "text_config": {"model_type": model_type}}
-    config, theirs = text_part(asked).config, AutoConfig.for_model(model_type)
+    config, theirs = text_config_of(asked).config, AutoConfig.for_model(model_type)
     for key in "vocab_size intermediate_size hidden_size num_hidden_layers num_attention_heads".split():
         assert config[key] == getattr(theirs, key), key
 

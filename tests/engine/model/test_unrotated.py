@@ -14,7 +14,7 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_unrotated import FAMILIES, exact_falcon_alibi, logits_of, make_unrotated, reference
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
@@ -186,7 +186,7 @@ def logits_of_last(directory: Path, ids: list[int]) -> torch.Tensor:
 def test_alibi_takes_passages_from_anywhere(one_layer: Path) -> None:
     core = make_core(one_layer)
     passage = torch.randint(3, 128, (96,), generator=torch.Generator().manual_seed(5)).tolist()
-    reuse = PassageReuse(at_least=32, scope="s")
+    reuse = NonPrefixReuseParams(at_least=32, scope="s")
     run(core, [greedy("a", PROMPT[:7] + passage, 1, reuse=reuse)])
     prompt = PROMPT[:23] + passage + PROMPT[30:]
     result = run(core, [greedy("b", prompt, 5, reuse=reuse)])["b", 0]
@@ -226,7 +226,7 @@ def test_learned_positions_stay_where_they_are(gpt2: Path) -> None:
         core.add(greedy("a", PROMPT, context=ContextRule(overflow="shift")))
     assert caught.value.param == "context_overflow"
     with pytest.raises(RequestError, match="learned") as caught:
-        core.add(greedy("a", PROMPT, reuse=PassageReuse(at_least=32, scope="s")))
+        core.add(greedy("a", PROMPT, reuse=NonPrefixReuseParams(at_least=32, scope="s")))
     assert caught.value.param == "cache_reuse"
     with pytest.raises(LoadError, match="a table of 256"):
         make_core(gpt2, max_model_len=257)

@@ -12,7 +12,7 @@ from helpers.rotary_formulas import by_formula
 
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 
 BASE = RotaryBase(500_000.0, 64, 64, 4096)
 PARTIAL = RotaryBase(10_000.0, 64, 16, 4096)
@@ -47,7 +47,7 @@ def test_angles_are_exact_at_any_position(kind: str, base: RotaryBase) -> None:
     obj = kinds(pairs)[kind]
     spec = resolve(RopeScaling.from_dict(obj), base, 9000)
     w, _ = by_formula(obj, 9000, base)
-    tables = RotaryTables(2, [base], bind("cpu"))
+    tables = RotaryTables(2, [base], select_backend("cpu"))
     rotation = tables.cos_sin(torch.full((len(POSITIONS),), tables.acquire([spec])), torch.tensor(POSITIONS))
     with mpmath.workdps(30):
         exact = [[mpmath.mpf(position) * mpmath.mpf(float(one)) for one in w] for position in POSITIONS]

@@ -8,7 +8,14 @@ import pytest
 
 from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.ladder import AUTO, MAX_STEPS, LadderStep, checked_ladder, make_ladder, own_ladder
+from windlass.engine.rotary.ladder import (
+    AUTO,
+    MAX_STEPS,
+    ScalingThreshold,
+    checked_thresholds,
+    make_thresholds,
+    model_thresholds,
+)
 from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
 
@@ -34,7 +41,7 @@ def groups(own: dict[str, Any] | None = None, base: RotaryBase = BASE) -> tuple[
 
 def planner(own: dict[str, Any] | None = None, longest: int = 1024, base: RotaryBase = BASE) -> RotaryPlanner:
     model = groups(own, base)
-    return RotaryPlanner(model, ladder=own_ladder(model, longest))
+    return RotaryPlanner(model, ladder=model_thresholds(model, longest))
 
 
 def chosen(plan: RotaryPlan) -> dict[str, Any]:
@@ -127,20 +134,20 @@ def test_under_recompute_and_rotate_the_choice_follows_the_context() -> None:
 def test_two_groups_scale_the_global_layers_alone() -> None:
     local = RotaryGroup("sliding_attention", RotaryBase(1e3, 16, 16, M), RopeScaling())
     model = (local, *groups({"rope_type": "linear", "factor": 8.0}))
-    plan = RotaryPlanner(model, ladder=own_ladder(model, 1024)).plan(200, AUTO)
+    plan = RotaryPlanner(model, ladder=model_thresholds(model, 1024)).plan(200, AUTO)
     assert [group.scaling.get("factor") for group in plan.groups] == [None, 16.0]
 
 
 def test_auto_starts_from_the_model_not_from_the_servers_default() -> None:
     model, served = groups(), groups({"rope_type": "linear", "factor": 2.0})
-    climbing = RotaryPlanner(served, ladder=own_ladder(model, 1024))
+    climbing = RotaryPlanner(served, ladder=model_thresholds(model, 1024))
     assert chosen(climbing.plan(100)) == {"rope_type": "linear", "factor": 2.0}
     assert chosen(climbing.plan(100, AUTO)) == {"rope_type": "default"}
 
 
 def test_as_the_servers_default_it_is_for_requests_that_say_nothing() -> None:
     model = groups()
-    climbing = RotaryPlanner(model, None, own_ladder(model, 1024), auto=True)
+    climbing = RotaryPlanner(model, None, model_thresholds(model, 1024), auto=True)
     assert chosen(climbing.plan(200)) == YARN2
     assert chosen(climbing.plan(200, scaling({"rope_type": "default"}))) == {"rope_type": "default"}
     with pytest.raises(RequestError, match="no rotation that could be scaled") as caught:
@@ -149,14 +156,14 @@ def test_as_the_servers_default_it_is_for_requests_that_say_nothing() -> None:
 
 
 # ---- an operator's ladder --------------------------------------------------------------------------------------------
-def steps(*given: tuple[int | None, dict[str, Any] | None]) -> tuple[LadderStep, ...]:
-    return tuple(LadderStep(up_to, scaling(obj), obj and obj["rope_type"]) for up_to, obj in given)
+def steps(*given: tuple[int | None, dict[str, Any] | None]) -> tuple[ScalingThreshold, ...]:
+    return tuple(ScalingThreshold(up_to, scaling(obj), obj and obj["rope_type"]) for up_to, obj in given)
 
 
 def test_an_operators_steps_hold_in_place_of_the_models() -> None:
     model = groups(LONGROPE)
     given = steps((50, None), (400, YARN4), (900, {"rope_type": "linear", "factor": 4.0}))
-    climbing = RotaryPlanner(model, ladder=make_ladder(model, given, 2048, "--x"))
+    climbing = RotaryPlanner(model, ladder=make_thresholds(model, given, 2048, "--x"))
     kinds = {length: chosen(climbing.plan(length, AUTO))["rope_type"] for length in (50, 51, 400, 401, 900)}
     assert kinds == {50: "longrope", 51: "yarn", 400: "yarn", 401: "linear", 900: "linear"}
     choice = climbing.plan(33, AUTO).stage(1).choice
@@ -192,20 +199,20 @@ def test_an_operators_steps_hold_in_place_of_the_models() -> None:
 )  # fmt: skip
 def test_steps_that_are_no_ladder(given: Any, says: str) -> None:
     with pytest.raises(LoadError) as caught:
-        checked_ladder(groups(), steps(*given), "--x")
+        checked_thresholds(groups(), steps(*given), "--x")
     assert says in str(caught.value)
 
 
 def test_factors_may_stay_and_the_last_step_may_be_open() -> None:
     given = steps((256, YARN2), (512, YARN2), (None, {"rope_type": "dynamic", "factor": 2.0}))
     with pytest.raises(LoadError, match="step 3 scales by 1"):
-        checked_ladder(groups(), given, "--x")
-    assert checked_ladder(groups(), steps((256, YARN2), (None, YARN2)), "--x").end is None
+        checked_thresholds(groups(), given, "--x")
+    assert checked_thresholds(groups(), steps((256, YARN2), (None, YARN2)), "--x").end is None
 
 
 def test_scores_that_go_by_the_length_are_fixed_on_arrival_whenever_a_step_is_come_to() -> None:
     given = steps((M, None), (None, {"rope_type": "dual_chunk", "length_scores": True}))
-    climbing = RotaryPlanner(groups(), ladder=make_ladder(groups(), given, 1024, "--x"))
+    climbing = RotaryPlanner(groups(), ladder=make_thresholds(groups(), given, 1024, "--x"))
     plan = climbing.plan(4 * M, AUTO, "recompute")
     assert plan.policy == "recompute" and plan.stage(M).specs[0].distances.score_factor == 1.0
     specs = {plan.stage(length).specs for length in (M + 1, 2 * M, 4 * M)}

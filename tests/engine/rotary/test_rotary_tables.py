@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, RotarySpec, resolve
 from windlass.engine.rotary.tables import RotaryTables
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 
 BASE = RotaryBase(1e6, 128, 128, 4096)
 
@@ -34,7 +34,7 @@ def exact_cos_sin(frequency: float, position: int) -> tuple[float, float]:
 @pytest.mark.parametrize("theta", [1e4, 5e5, 1e6])
 def test_angles_are_exact_at_ten_million_tokens(theta: float) -> None:
     base = RotaryBase(theta, 128, 128, 4096)
-    tables = RotaryTables(4, [base], bind("cpu"))
+    tables = RotaryTables(4, [base], select_backend("cpu"))
     row = tables.acquire([spec(base)])
     positions = [0, 1, 4095, 131_071, 1_048_575, 9_999_999, 2**24 + 1, 2**31 + 7]
     out = tables.cos_sin(torch.full((len(positions),), row), torch.tensor(positions))
@@ -50,7 +50,7 @@ def test_angles_are_exact_at_ten_million_tokens(theta: float) -> None:
 
 
 def test_shapes_dtypes_and_scales() -> None:
-    tables = RotaryTables(4, [BASE], bind("cpu"))
+    tables = RotaryTables(4, [BASE], select_backend("cpu"))
     plain = tables.acquire([spec()])
     yarn = tables.acquire([spec(rope_type="yarn", factor=4.0)])
     rotation = tables.cos_sin(torch.tensor([yarn, plain, yarn]), torch.tensor([5, 6, 7]))
@@ -67,7 +67,7 @@ def test_shapes_dtypes_and_scales() -> None:
 
 
 def test_a_batch_mixes_rows() -> None:
-    tables = RotaryTables(8, [BASE], bind("cpu"))
+    tables = RotaryTables(8, [BASE], select_backend("cpu"))
     specs = [spec(rope_type="linear", factor=float(f)) for f in (1, 2, 4)]
     rows = [tables.acquire([one]) for one in specs]
     ids, positions = torch.tensor(rows * 3), torch.arange(9) * 1000
@@ -82,7 +82,7 @@ def test_a_batch_mixes_rows() -> None:
 
 def test_groups_are_padded_with_pairs_that_do_not_turn() -> None:
     narrow = RotaryBase(1e4, 64, 32, 4096)
-    tables = RotaryTables(4, [BASE, narrow], bind("cpu"))
+    tables = RotaryTables(4, [BASE, narrow], select_backend("cpu"))
     row = tables.acquire([spec(), spec(narrow)])
     rotation = tables.cos_sin(torch.tensor([row]), torch.tensor([12345]))
     np.testing.assert_allclose(rotation.cos[1, 0, :16], np.cos(12345 * np.array(spec(narrow).inv_freq)), atol=2e-7)
@@ -91,7 +91,7 @@ def test_groups_are_padded_with_pairs_that_do_not_turn() -> None:
 
 
 def test_equal_specs_share_a_row_until_the_last_release() -> None:
-    tables = RotaryTables(3, [BASE], bind("cpu"))
+    tables = RotaryTables(3, [BASE], select_backend("cpu"))
     first = tables.acquire([spec()])
     same = tables.acquire([spec(type="linear", factor=1)])  # another name for the same frequencies
     other = tables.acquire([spec(rope_type="linear", factor=2.0)])
@@ -109,7 +109,7 @@ def test_equal_specs_share_a_row_until_the_last_release() -> None:
 
 def test_a_freed_row_is_written_anew() -> None:
     narrow = RotaryBase(1e4, 64, 32, 4096)
-    tables = RotaryTables(1, [BASE, narrow], bind("cpu"))
+    tables = RotaryTables(1, [BASE, narrow], select_backend("cpu"))
     for factor in (2.0, 3.0):
         specs = [spec(rope_type="yarn", factor=factor), spec(narrow)]
         row = tables.acquire(specs)
@@ -142,14 +142,14 @@ def test_a_new_row_takes_no_memory_of_the_device() -> None:
 
 
 def test_a_full_table_and_wrong_specs_are_errors_that_change_nothing() -> None:
-    tables = RotaryTables(1, [BASE], bind("cpu"))
+    tables = RotaryTables(1, [BASE], select_backend("cpu"))
     row = tables.acquire([spec()])
     with pytest.raises(RuntimeError, match="all 1 rotary rows"):
         tables.acquire([spec(rope_type="linear", factor=2.0)])
     with pytest.raises(ValueError, match="as many specs"):
         tables.acquire([spec(), spec()])
     assert tables.acquire([spec()]) == row
-    wide = RotaryTables(2, [BASE, BASE], bind("cpu"))
+    wide = RotaryTables(2, [BASE, BASE], select_backend("cpu"))
     with pytest.raises(ValueError, match="64 pairs"):
         wide.acquire([spec(), RotarySpec((1.0,))])
     assert (wide.num_live, tables.num_live) == (0, 1)

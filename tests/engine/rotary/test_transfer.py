@@ -8,7 +8,7 @@ import pytest
 
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.engine.rotary.transfer import RotationTransfer
+from windlass.engine.rotary.transfer import DraftRotaryMapper
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},
@@ -38,7 +38,7 @@ def group(dim: int, scaling: dict[str, Any] | None = None, **base: Any) -> Rotar
 def test_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -> None:
     source, target = group(dims[0]), group(dims[1])
     wanted = RopeScaling.from_dict(scaling)
-    (found,) = RotationTransfer([source], [target])([resolve(wanted, source.base, 6000)])
+    (found,) = DraftRotaryMapper([source], [target])([resolve(wanted, source.base, 6000)])
     right = resolve(wanted, target.base, 6000)
     assert found.rotary_scale == right.rotary_scale
     # Between two known frequencies the ratio is on a line; YaRN rounds the ends of its ramp to pairs, which differ.
@@ -49,7 +49,7 @@ def test_heads_of_another_size(scaling: dict[str, Any], dims: tuple[int, int]) -
 
 def test_a_models_own_rotation_is_the_draft_models_own() -> None:
     source, target = group(64, KINDS[3]), group(32, KINDS[0], rope_theta=1e4)
-    transfer = RotationTransfer([source], [target])
+    transfer = DraftRotaryMapper([source], [target])
     assert transfer([resolve(source.scaling, source.base, 2048)]) == (resolve(target.scaling, target.base, 2048),)
     plain = RopeScaling.from_dict({"rope_type": "default"})
     (found,) = transfer([resolve(plain, source.base, 2048)])
@@ -59,16 +59,19 @@ def test_a_models_own_rotation_is_the_draft_models_own() -> None:
 def test_frequencies_that_were_learned_stay() -> None:
     learned = RotaryGroup("full_attention", group(4, inv_freq=(1.0, 0.1)).base, RopeScaling("learned"))
     plain, scaled = group(4), resolve(RopeScaling.from_dict(KINDS[0]), group(4).base, 2048)
-    assert RotationTransfer([plain], [learned])([scaled]) == (resolve(learned.scaling, learned.base, 2048),)
-    assert RotationTransfer([learned], [plain])([scaled]) == (resolve(plain.scaling, plain.base, 2048),)
+    assert DraftRotaryMapper([plain], [learned])([scaled]) == (resolve(learned.scaling, learned.base, 2048),)
+    assert DraftRotaryMapper([learned], [plain])([scaled]) == (resolve(plain.scaling, plain.base, 2048),)
 
 
 def test_a_draft_model_sees_keys_as_far_as_it_knows_distances() -> None:
     chunks = RopeScaling.from_dict({"rope_type": "dual_chunk", "chunk_size": 1024})
     source, target = group(64), group(32, KINDS[0])
     spec = resolve(chunks, source.base, 2048)
-    (found,) = RotationTransfer([source], [target])([spec])
+    (found,) = DraftRotaryMapper([source], [target])([spec])
     own = resolve(target.scaling, target.base, 2048)
     assert found.distances == spec.distances and found.inv_freq == own.inv_freq
-    for shorter in (group(32, KINDS[0], trained_len=1023), group(32, KINDS[0], own_distances="whose are its own")):
-        assert RotationTransfer([source], [shorter])([spec]) == (resolve(shorter.scaling, shorter.base, 2048),)
+    for shorter in (
+        group(32, KINDS[0], trained_len=1023),
+        group(32, KINDS[0], fixed_distances_reason="whose are its own"),
+    ):
+        assert DraftRotaryMapper([source], [shorter])([spec]) == (resolve(shorter.scaling, shorter.base, 2048),)

@@ -12,8 +12,8 @@ import torch
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.uniform import exclusion_chance, uniform
-from windlass.kernels import Backend, Filters, bind
+from windlass.engine.sampling.uniform import uniform, xtc_uniform
+from windlass.kernels import Backend, Filters, select_backend
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.torch.draw import candidates
@@ -23,7 +23,7 @@ Probabilities = dict[int, float]
 
 @pytest.fixture(params=["compiled", "plain"])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    return bind("cpu") if request.param == "compiled" else TorchBackend(BackendOptions(torch.device("cpu")))
+    return select_backend("cpu") if request.param == "compiled" else TorchBackend(BackendOptions(torch.device("cpu")))
 
 
 def by_definition(probabilities: Probabilities, threshold: float) -> Probabilities:
@@ -89,7 +89,7 @@ def test_draws_follow_the_probabilities_left(backend: Backend) -> None:
     want = [(1 - chance) * p + chance * left.get(token, 0.0) / whole for token, p in enumerate(exact)]
     assert np.abs(counts - want).max() < 5 * 0.5 / draws**0.5
     for seed, token in enumerate(tokens):
-        if exclusion_chance(seed, 0, 1) < chance:
+        if xtc_uniform(seed, 0, 1) < chance:
             assert token in left
 
 
@@ -120,6 +120,6 @@ def test_a_draw_does_not_depend_on_the_steps_before_or_on_others(backend: Backen
 
 def test_the_chance_is_another_number_than_the_draw() -> None:
     places = [(seed, index, position) for seed in range(10) for index in range(4) for position in range(25)]
-    drawn, chances = (np.array([number(*place) for place in places]) for number in (uniform, exclusion_chance))
+    drawn, chances = (np.array([number(*place) for place in places]) for number in (uniform, xtc_uniform))
     assert len({*drawn.tolist(), *chances.tolist()}) == 2 * len(places)
     assert abs(np.corrcoef(drawn, chances)[0, 1]) < 0.1 and abs(chances.mean() - 0.5) < 0.05

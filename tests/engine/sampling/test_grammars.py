@@ -29,9 +29,9 @@ from windlass.engine.sampling.grammar.compiler import GrammarCompiler
 from windlass.engine.sampling.grammar.masks import GrammarMasks
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.scheduling import requests
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.draws import DrawStatus, Filters, LogitsChanges, Penalties
+from windlass.kernels.draws import Filters, LogitsChanges, Penalties, SamplingStatus
 from windlass.kernels.torch.backend import TorchBackend
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
@@ -188,7 +188,7 @@ def test_a_grammar_that_takes_long_holds_up_none_that_is_known(monkeypatch: pyte
         return LLMatcher(*arguments, **fields)
 
     monkeypatch.setattr(llguidance, "LLMatcher", slow)
-    compiled = compiler.compile_soon(OBJECT)
+    compiled = compiler.compile_in_background(OBJECT)
     assert begun.wait(30) and compiler.known(DATE) and not compiler.known(OBJECT)
     prompt = list(request.prompt_token_ids)
     masks.prepare([SampleSlot(0, 0, request.sampling, 0, len(prompt), prompt, (EOS,))])
@@ -215,7 +215,7 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
     core.step()
     for i in range(count):
         core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10, n=1 + (i == 7)))
-    for _, compiled in core._compiling._waiting.values():
+    for _, compiled in core._grammar_queue._waiting.values():
         compiled.result(30)
     core.step()
     assert core.scheduler.num_running == 1 and core.scheduler.num_waiting == count and len(threads) == count
@@ -228,12 +228,12 @@ def test_no_step_compiles_the_grammars_of_those_that_waited(monkeypatch: pytest.
 
 def test_only_so_many_grammars_are_held_for_those_that_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """The others are compiled again where they were dropped meanwhile."""
-    monkeypatch.setattr(requests, "MOST_KEPT", 3)
+    monkeypatch.setattr(requests, "MAX_RETAINED", 3)
     monkeypatch.setattr(compiler, "_KEPT", 2)
     core = make_core(DEMO, max_num_seqs=1)
     for i in range(9):
         core.add(ask(f"r{i}", LLMatcher.grammar_from_regex(f"{i:03}[a-z]"), max_tokens=10))
-    for _, compiled in core._compiling._waiting.values():
+    for _, compiled in core._grammar_queue._waiting.values():
         compiled.result(30)
     core.step()
     gc.collect()
@@ -313,7 +313,7 @@ def test_those_that_wait_for_their_grammar_are_counted_bounded_and_can_leave() -
     found = run(core, [])
     assert set(found) == {("a", 0)} and text(found["a", 0])
     core.add(ask("d", DATE))  # compiled before
-    assert core.stats().num_waiting == 1 and len(core._compiling) == 0
+    assert core.stats().num_waiting == 1 and len(core._grammar_queue) == 0
     core.abort("d")
     assert not core.has_work()
 
@@ -376,23 +376,23 @@ def test_compiled_and_plain_draws_apply_the_same_mask(vocab: int, filters: Filte
     numbers = torch.zeros(0)
     rows = [torch.rand(vocab) < share for share in (0.0, 0.03, 0.5, 1.0)]
     results = []
-    for backend in (bind("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))):
-        drawer = backend.drawer(vocab)
+    for backend in (select_backend("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))):
+        token_sampler = backend.token_sampler(vocab)
         draws = []
         for row, kept in enumerate(rows):
             words = torch.zeros(-(-vocab // 32), dtype=torch.int64)
             for i in kept.nonzero()[:, 0].tolist():
                 words[i // 32] |= 1 << (i % 32)
-            one = drawer.new(filters, Penalties())
+            one = token_sampler.new(filters, Penalties())
             one.row, one.uniform = row, 0.37
             bits = torch.where(words >= 2**31, words - 2**32, words).int()
             one.change(LogitsChanges(None, none, none, numbers, none, numbers, none, numbers, bits))
             draws.append(one)
-        drawer.draw(logits, draws)
+        token_sampler.sample(logits, draws)
         results.append([(one.token, one.status) for one in draws])
     assert results[0] == results[1]
     for (token, status), kept in zip(results[0], rows, strict=True):
-        assert (status == DrawStatus.OK) == bool(kept.any())
-        assert status != DrawStatus.OK or kept[token]
+        assert (status == SamplingStatus.OK) == bool(kept.any())
+        assert status != SamplingStatus.OK or kept[token]
     if filters.temperature == 0 and rows[2].any():
         assert results[0][2][0] == int(logits[2].masked_fill(~rows[2], -math.inf).argmax())

@@ -12,18 +12,18 @@ import torch
 from windlass.engine.api.request import RepeatPenalty, SamplingParams
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.sampling.slot import SampleSlot
-from windlass.kernels import bind, cpu
+from windlass.kernels import cpu, select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu.sampling import MAX_VOCAB, CompiledDrawer
+from windlass.kernels.cpu.sampling import MAX_VOCAB, CompiledSampler
 from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.torch.drawer import TorchDrawer
+from windlass.kernels.torch.drawer import TorchSampler
 
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="nothing is drawn by compiled kernels")
 def test_what_the_compiled_draw_does_not_take_goes_to_torch() -> None:
-    assert isinstance(bind("cpu").drawer(MAX_VOCAB), CompiledDrawer)
-    assert isinstance(bind("cpu").drawer(MAX_VOCAB + 1), TorchDrawer)
-    assert isinstance(bind("meta").drawer(100), TorchDrawer)
+    assert isinstance(select_backend("cpu").token_sampler(MAX_VOCAB), CompiledSampler)
+    assert isinstance(select_backend("cpu").token_sampler(MAX_VOCAB + 1), TorchSampler)
+    assert isinstance(select_backend("meta").token_sampler(100), TorchSampler)
 
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="it compares with compiled draws")
@@ -45,7 +45,7 @@ def test_mixed_batches_draw_the_same_with_and_without_the_compiled_draw() -> Non
         {"temperature": 2.0, "repeats": RepeatPenalty(4.0, 1.75, 0, 20), "repetition_penalty": 1.2},
     ]
     vocab, stops = 417, tuple(range(0, 400, 2))
-    compiled, plain_torch = bind("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))
+    compiled, plain_torch = select_backend("cpu"), TorchBackend(BackendOptions(torch.device("cpu")))
     fast, plain = Sampler(vocab, compiled), Sampler(vocab, plain_torch)
     slots = [
         SampleSlot(

@@ -13,10 +13,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.api.request import RepeatPenalty, SamplingParams
-from windlass.engine.sampling.repeats import MOST, Repeats
+from windlass.engine.sampling.repeats import MAX_DECREASE, DryPenalty
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import Extended, SampleSlot
-from windlass.kernels import bind
+from windlass.engine.sampling.slot import ExtendedTokens, SampleSlot
+from windlass.kernels import select_backend
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.torch.backend import TorchBackend
 
@@ -34,11 +34,11 @@ def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:
             length += 1
         if length >= s.allowed_length and text[place] not in s.breaker_ids:
             amount = s.multiplier * s.base ** min(length - s.allowed_length, 2000)
-            lost[text[place]] = max(lost.get(text[place], 0.0), min(amount, MOST))
+            lost[text[place]] = max(lost.get(text[place], 0.0), min(amount, MAX_DECREASE))
     return lost
 
 
-def found(repeats: Repeats) -> dict[int, float]:
+def found(repeats: DryPenalty) -> dict[int, float]:
     ids, amounts = repeats.decreases()
     assert ids.dtype == np.int64 and amounts.dtype == np.float32 and len(set(ids.tolist())) == len(ids)
     return dict(zip(ids.tolist(), amounts.tolist(), strict=True))
@@ -67,7 +67,7 @@ def test_equals_the_definition_in_whatever_pieces_the_text_comes(
     s: RepeatPenalty, text: list[int], data: st.DataObject
 ) -> None:
     cuts = sorted(data.draw(st.sets(st.integers(0, len(text)), max_size=8)) | {len(text)})
-    repeats = Repeats(s)
+    repeats = DryPenalty(s)
     for cut in cuts:
         repeats.update(text[:cut])
         same(found(repeats), by_definition(text[:cut], s))
@@ -83,7 +83,7 @@ def test_long_texts_slide_through_the_window(last_n: int) -> None:
     s = RepeatPenalty(0.5, 1.2, 2, last_n, frozenset({9}), frozenset({(1, 2, 3), (4, 4)}))
     phrases = [[rng.randrange(9) for _ in range(rng.randrange(1, 40))] for _ in range(5)] + [[9]]
     text = [token for _ in range(200) for token in rng.choice(phrases)]
-    repeats, penalised = Repeats(s), 0
+    repeats, penalised = DryPenalty(s), 0
     for length in range(1, len(text)):
         repeats.update(text[:length])
         if length % 13 == 0:
@@ -95,18 +95,18 @@ def test_long_texts_slide_through_the_window(last_n: int) -> None:
 def test_the_example_of_the_published_definition() -> None:
     """a b c c b c y a b c: c would make it four, b two and y three tokens."""
     a, b, c, y = 1, 2, 3, 4
-    repeats = Repeats(RepeatPenalty(1.0, 2.0, 1, 100))
+    repeats = DryPenalty(RepeatPenalty(1.0, 2.0, 1, 100))
     repeats.update([a, b, c, c, b, c, y, a, b, c])
     assert found(repeats) == {c: 4.0, b: 1.0, y: 2.0}
 
 
 def test_a_text_of_one_token_is_as_long_a_repeat_as_it_can_be() -> None:
-    repeats = Repeats(RepeatPenalty(1.0, 1.001, 2, 32768))
+    repeats = DryPenalty(RepeatPenalty(1.0, 1.001, 2, 32768))
     repeats.update([5] * 40_000)
     assert found(repeats)[5] == pytest.approx(1.001 ** (32767 - 2), rel=1e-6)
-    steep = Repeats(RepeatPenalty(1.0, 100.0, 2, 32768))
+    steep = DryPenalty(RepeatPenalty(1.0, 100.0, 2, 32768))
     steep.update([5] * 3000)
-    assert found(steep)[5] == np.float32(MOST)
+    assert found(steep)[5] == np.float32(MAX_DECREASE)
 
 
 def one(seq_id: int, text: Sequence[int], **sampling: Any) -> SampleSlot:
@@ -115,7 +115,7 @@ def one(seq_id: int, text: Sequence[int], **sampling: Any) -> SampleSlot:
 
 @pytest.mark.parametrize("compiled", [True, False])
 def test_the_penalty_comes_after_biases_and_the_other_penalties(compiled: bool) -> None:
-    backend = bind("cpu") if compiled else TorchBackend(BackendOptions(torch.device("cpu")))
+    backend = select_backend("cpu") if compiled else TorchBackend(BackendOptions(torch.device("cpu")))
     logits = torch.zeros(1, 20)
     logits[0, 4], logits[0, 7] = 6.0, 4.0
     text = [1, 2, 4, 9, 1, 2]
@@ -137,7 +137,7 @@ def test_the_penalty_comes_after_biases_and_the_other_penalties(compiled: bool) 
 def test_proposed_tokens_count_as_those_that_stand_in_the_text() -> None:
     s = RepeatPenalty(0.7, 1.5, 1)
     text, draft = [1, 2, 3, 1, 2, 4, 1], (2, 3, 1)
-    repeats = Repeats(s)
+    repeats = DryPenalty(s)
     for count in range(len(draft) + 1):
-        repeats.update(Extended(text, draft[:count]))
+        repeats.update(ExtendedTokens(text, draft[:count]))
         same(found(repeats), by_definition([*text, *draft[:count]], s))

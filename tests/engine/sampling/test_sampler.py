@@ -14,13 +14,13 @@ from transformers.generation import logits_process as hf
 from windlass.engine.api.request import SamplingParams
 from windlass.engine.errors import EngineError
 from windlass.engine.sampling.penalties import LogitsProcessor, penalties_of
-from windlass.engine.sampling.sampler import Drawn, Sampler, token_logprobs
+from windlass.engine.sampling.sampler import SampledToken, Sampler, token_logprobs
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.uniform import uniform
-from windlass.kernels import Backend, Filters, bind, cpu
+from windlass.kernels import Backend, Filters, cpu, select_backend
 from windlass.kernels.torch.backend import TorchBackend
 from windlass.kernels.torch.draw import candidates
-from windlass.kernels.torch.drawer import TorchDraw
+from windlass.kernels.torch.drawer import TorchSamplingRow
 
 VOCAB = 97
 
@@ -37,7 +37,7 @@ def backend(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def the_backend() -> Backend:
-    return bind("cpu")
+    return select_backend("cpu")
 
 
 def random_logits(rows: int, vocab: int = VOCAB, seed: int = 0, scale: float = 2.0) -> torch.Tensor:
@@ -57,7 +57,7 @@ def slot(
     return SampleSlot(seq_id, index, SamplingParams(**sampling), seed, prompt, token_ids, stop_ids)
 
 
-def sample_one(logits: torch.Tensor, one: SampleSlot) -> Drawn:
+def sample_one(logits: torch.Tensor, one: SampleSlot) -> SampledToken:
     return Sampler(logits.shape[-1], the_backend()).sample(logits.view(1, -1), [(0, one)])[0]
 
 
@@ -272,7 +272,7 @@ def test_slots_of_one_sequence_in_one_call_keep_apart() -> None:
 def processed(logits: torch.Tensor, one: SampleSlot) -> np.ndarray:
     """The logits a slot ends up with."""
     row = logits.clone()
-    drawn = TorchDraw(Filters(), penalties_of(one.sampling))
+    drawn = TorchSamplingRow(Filters(), penalties_of(one.sampling))
     drawn.change(LogitsProcessor(one, torch.device("cpu")).changes(one))
     drawn.apply(row)
     return row.numpy()

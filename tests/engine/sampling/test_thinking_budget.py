@@ -10,11 +10,11 @@ import torch
 from windlass.engine.api.request import EngineRequest, SamplingParams, ThinkingBudget
 from windlass.engine.api.validation import validate_request
 from windlass.engine.errors import RequestError
-from windlass.engine.sampling.accept import Draws, draw_tokens
+from windlass.engine.sampling.accept import SamplingRequest, sample_and_accept
 from windlass.engine.sampling.sampler import Sampler
 from windlass.engine.sampling.slot import SampleSlot
 from windlass.engine.sampling.thinking import forced_token
-from windlass.kernels import bind
+from windlass.kernels import select_backend
 
 OPEN, CLOSE, TEXT = 1, 2, 3
 
@@ -90,13 +90,13 @@ def test_where_something_else_had_to_come_first() -> None:
 
 def run(sampling: SamplingParams, draft: tuple[int, ...]) -> list[int]:
     """Greedy output of a model that wants TEXT always; each step proposes `draft`."""
-    sampler = Sampler(8, bind("cpu", "float32"))
+    sampler = Sampler(8, select_backend("cpu", "float32"))
     logits = torch.zeros(1 + len(draft), 8)
     logits[:, TEXT] = 5.0
     tokens = [0]
     while len(tokens) < 12:
         slot = SampleSlot(1, 0, sampling, 0, 1, tokens)
-        (result,) = draw_tokens(sampler, logits, [Draws(0, (slot,), draft)])
+        (result,) = sample_and_accept(sampler, logits, [SamplingRequest(0, (slot,), draft)])
         assert result.error is None
         tokens = [*tokens, *result.token_ids]
     return tokens[1:12]
@@ -118,13 +118,13 @@ def test_a_forced_token_costs_no_draw() -> None:
     vocab = 64
     torch.manual_seed(3)
     logits = torch.randn(1, vocab)
-    sampler = Sampler(vocab, bind("cpu", "float32"))
+    sampler = Sampler(vocab, select_backend("cpu", "float32"))
 
     def drawn(seq_id: int, budget: ThinkingBudget | None) -> list[int]:
         tokens, sampling = [0], SamplingParams(temperature=1.0, thinking=budget)
         while len(tokens) < 20:
             slot = SampleSlot(seq_id, 0, sampling, 77, 1, tokens)
-            (result,) = draw_tokens(sampler, logits, [Draws(0, (slot,), ())])
+            (result,) = sample_and_accept(sampler, logits, [SamplingRequest(0, (slot,), ())])
             tokens = [*tokens, *result.token_ids]
         return tokens[1:]
 

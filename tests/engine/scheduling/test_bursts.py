@@ -96,8 +96,8 @@ def test_a_stream_ends_a_burst_where_it_ends(logprobs: int | None, directory_of:
     assert core.runner.positions_computed - before == 8 + kept - 1
 
 
-@pytest.mark.parametrize("passes", [1, 3])
-def test_bad_logits_end_their_own_request_alone(passes: int, directory_of: Callable[[str], Path]) -> None:
+@pytest.mark.parametrize("num_passes", [1, 3])
+def test_bad_logits_end_their_own_request_alone(num_passes: int, directory_of: Callable[[str], Path]) -> None:
     """Tokens drawn before it are out when the request fails, and the other stream goes on with the right ones."""
     core = make_core(directory_of("llama"), burst_seconds=1.0)
     want = run(core, [greedy("good", prompt(1, 8), 24, logprobs=0)])["good", 0]
@@ -108,7 +108,7 @@ def test_bad_logits_end_their_own_request_alone(passes: int, directory_of: Calla
     def spoil(logits: torch.Tensor, slots: Any, maxima: Any = None) -> Any:
         nonlocal calls
         calls += len(slots) == 2
-        if calls >= 6 + passes:
+        if calls >= 6 + num_passes:
             logits = logits.clone()
             for row, slot in slots:
                 if len(slots) == 2 and slot.token_ids[:8] == prompt(2, 8):
@@ -125,7 +125,7 @@ def test_bad_logits_end_their_own_request_alone(passes: int, directory_of: Calla
             errors += [(output.request_id, str(output.error))] if output.error else []
     assert got["good"] == want.token_ids
     assert [name for name, _ in errors] == ["bad"] and "NaN" in errors[0][1]
-    assert len(got["bad"]) == 5 + passes
+    assert len(got["bad"]) == 5 + num_passes
     core.blocks.assert_balanced()
 
 
@@ -233,9 +233,9 @@ def passes_of(seconds: list[float], *, burst_seconds: float = 1.0, **options: An
     found = []
     for duration in seconds:
         plan = scheduler.schedule()
-        found.append(plan.passes)
+        found.append(plan.num_passes)
         results = executor.execute(plan)
-        scheduler.observe(plan, plan.passes * duration)
+        scheduler.observe(plan, plan.num_passes * duration)
         scheduler.update(plan, results)
     return found
 
@@ -262,7 +262,7 @@ def test_no_burst_beside_anything_else(beside: str) -> None:
     def step() -> Any:
         plan = scheduler.schedule()
         results = executor.execute(plan)
-        scheduler.observe(plan, 0.1 * plan.passes)
+        scheduler.observe(plan, 0.1 * plan.num_passes)
         scheduler.update(plan, results)
         return plan
 
@@ -270,12 +270,12 @@ def test_no_burst_beside_anything_else(beside: str) -> None:
     if beside == "a draft":
         plans += [step() for _ in range(6)]
         assert any(plan.num_draft_tokens for plan in plans)
-        assert all(plan.passes == 1 for plan in plans if plan.num_draft_tokens)
+        assert all(plan.num_passes == 1 for plan in plans if plan.num_draft_tokens)
         return
-    assert plans[-1].passes == 8
+    assert plans[-1].num_passes == 8
     add(executor, make_request("b", [3, 2, 1], max_tokens=20))
-    assert step().passes == 1
-    later = [step().passes for _ in range(2)]
+    assert step().num_passes == 1
+    later = [step().num_passes for _ in range(2)]
     assert later == [1, 8 if beside == "a prompt" else 1], "two streams show how long their passes take, too"
 
 
@@ -287,7 +287,7 @@ def test_bursts_preempt_nobody() -> None:
     while scheduler.has_work():
         plan = scheduler.schedule()
         results = executor.execute(plan)
-        scheduler.observe(plan, 0.1 * plan.passes)
+        scheduler.observe(plan, 0.1 * plan.num_passes)
         scheduler.update(plan, results)
     assert executor.num_bursts > 0
     assert scheduler.stats().num_preemptions == 0

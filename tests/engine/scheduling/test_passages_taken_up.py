@@ -7,7 +7,7 @@ import random
 import pytest
 from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request, make_scheduler
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.errors import RequestError
@@ -19,8 +19,8 @@ RNG = random.Random(3)
 FIRST, SECOND = ([RNG.randrange(2, 500) for _ in range(40)] for _ in range(2))
 SOURCE = [0, 0, 0, *FIRST, 0, *SECOND, 1, 1, 1, 1]
 TURNED = [1, *SECOND, 0, 1, *FIRST, 0]
-ANY = PassageReuse(32, scope="me")
-OFFER = PassageReuse(0, scope="me")
+ANY = NonPrefixReuseParams(32, scope="me")
+OFFER = NonPrefixReuseParams(0, scope="me")
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
@@ -54,7 +54,7 @@ def only(scheduler: Scheduler) -> Sequence:
 
 def test_computing_goes_up_to_a_passage_and_on_behind_it() -> None:
     scheduler, executor = with_source()
-    add(executor, make_request("a", TURNED, reuse=PassageReuse(32, recompute=0.1, scope="me"), max_tokens=2))
+    add(executor, make_request("a", TURNED, reuse=NonPrefixReuseParams(32, recompute=0.1, scope="me"), max_tokens=2))
     done = []
     while scheduler.has_work():
         plan = scheduler.schedule()
@@ -78,7 +78,7 @@ def test_a_sequence_that_loses_its_place_gives_passages_back_and_looks_again() -
     step(scheduler, executor)
     seq = only(scheduler)
     assert seq.cache.num_reused_passages == 1 and len(seq.cache.passages) == 1
-    scheduler._places.preempt(seq)
+    scheduler._queues.preempt(seq)
     assert scheduler.blocks.num_used_blocks == 0 and seq.cache.layout.is_plain and not seq.cache.private
     outputs = finish(scheduler, executor)
     assert scheduler.counters.reused_passages == 3 and outputs[-1].context is not None
@@ -147,9 +147,9 @@ def test_a_passage_never_holds_the_last_token_and_samples_go_on_behind_it() -> N
     [
         {"context": ContextRule(attention_window=20)},
         {"prompt_logprobs": 0},
-        {"reuse": PassageReuse(32, scope="another")},
-        {"reuse": PassageReuse(41, scope="me")},
-        {"reuse": PassageReuse(32, recompute=9, scope="me")},  # 31 are left, too few for a run
+        {"reuse": NonPrefixReuseParams(32, scope="another")},
+        {"reuse": NonPrefixReuseParams(41, scope="me")},
+        {"reuse": NonPrefixReuseParams(32, recompute=9, scope="me")},  # 31 are left, too few for a run
         {"reuse": OFFER},
         {"reuse": None},
     ],
@@ -166,7 +166,11 @@ def test_keys_that_will_be_rotated_anew_take_none() -> None:
     rotation = FakeRotation("dynamic", "rotate", longest=10**6)
     add(executor, make_request("source", SOURCE[:20], max_tokens=1, reuse=OFFER), rotation)
     finish(scheduler, executor)
-    add(executor, make_request("a", [1, *SOURCE[:20]], max_tokens=1, reuse=PassageReuse(8, scope="me")), rotation)
+    add(
+        executor,
+        make_request("a", [1, *SOURCE[:20]], max_tokens=1, reuse=NonPrefixReuseParams(8, scope="me")),
+        rotation,
+    )
     finish(scheduler, executor)
     assert scheduler.counters.reused_passages == 0
 

@@ -4,44 +4,46 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from windlass.engine.scheduling.payoff import Payoff
+from windlass.engine.scheduling.payoff import DraftPayoff
 
 
-def play(payoff: Payoff, steps: int, *, plain: float, drafted: float, accepted: int, streams: int = 1) -> list[bool]:
+def play(
+    payoff: DraftPayoff, steps: int, *, plain: float, drafted: float, accepted: int, streams: int = 1
+) -> list[bool]:
     """So many steps, of which those that draft take `drafted` seconds and yield `accepted` tokens more for each stream."""
     asked = []
     for _ in range(steps):
         drafts = payoff.allows(streams)
         asked.append(drafts)
-        payoff.settle()
+        payoff.finish_step()
         payoff.observe(streams, drafted if drafts else plain, drafted=drafts)
         for _ in range(streams if drafts else 0):
-            payoff.accept(accepted)
+            payoff.add_accepted(accepted)
     return asked
 
 
 def test_where_it_pays_one_step_in_65_goes_without() -> None:
-    asked = play(Payoff(), 650, plain=1.0, drafted=2.0, accepted=2)
+    asked = play(DraftPayoff(), 650, plain=1.0, drafted=2.0, accepted=2)
     assert not any(asked[:14]) and asked[14]  # something to compare with
     assert asked[14:].count(False) == (650 - 14) // 65
 
 
 def test_where_it_loses_it_is_tried_less_and_less() -> None:
-    asked = play(Payoff(), 4000, plain=1.0, drafted=2.0, accepted=0)
+    asked = play(DraftPayoff(), 4000, plain=1.0, drafted=2.0, accepted=0)
     assert asked.count(True) < 200
     last = asked[-1000:]
     assert 14 <= last.count(True) <= 35 and sum(a and not b for a, b in pairwise(last)) >= 2
 
 
 def test_it_comes_back_when_it_pays_again() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     play(payoff, 1000, plain=1.0, drafted=2.0, accepted=0)
     asked = play(payoff, 4000, plain=1.0, drafted=2.0, accepted=4)
     assert asked[-500:].count(True) > 480
 
 
 def test_a_tie_is_decided_by_tokens_per_second_of_as_many_streams() -> None:
-    payoff = Payoff()
+    payoff = DraftPayoff()
     for _ in range(3):
         one = play(payoff, 300, plain=1.0, drafted=1.5, accepted=1)
         many = play(payoff, 300, plain=1.0, drafted=2.5, accepted=1, streams=8)
@@ -50,15 +52,15 @@ def test_a_tie_is_decided_by_tokens_per_second_of_as_many_streams() -> None:
 
 def test_the_first_step_of_a_trial_teaches_nothing() -> None:
     """It has to catch up: were it measured, a draft model that has become worth its while would not show it."""
-    payoff = Payoff()
+    payoff = DraftPayoff()
     play(payoff, 200, plain=1.0, drafted=2.0, accepted=0)
     asked, without = [], 0
     for _ in range(3000):
         drafts = payoff.allows(1)
         asked.append(drafts)
-        payoff.settle()
+        payoff.finish_step()
         payoff.observe(1, 100.0 if drafts and without >= 8 else 1.2 if drafts else 1.0, drafted=drafts)
         if drafts:
-            payoff.accept(3)
+            payoff.add_accepted(3)
         without = 0 if drafts else without + 1
     assert asked[-500:].count(True) > 480

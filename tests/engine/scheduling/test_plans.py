@@ -15,10 +15,10 @@ from helpers.engines import greedy, make_core, run
 from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.runner import Runner
-from windlass.engine.execution.sequences import LiveSequences, MissedPlanError
+from windlass.engine.execution.runner import ModelRunner
+from windlass.engine.execution.sequences import InputBatch, MissedPlanError
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.rotary.tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
@@ -41,7 +41,7 @@ def decode_sizes(context: int, **options: Any) -> list[int]:
     for i in range(STREAMS):
         prompt = [(7 * j + i) % 5 for j in range(context)]
         add(executor, make_request(str(i), prompt, max_tokens=400))
-    sequences = LiveSequences(num_groups=2)
+    sequences = InputBatch(num_groups=2)
     sizes = []
     for _ in range(100):
         plan = scheduler.schedule()
@@ -75,7 +75,7 @@ def test_a_plan_that_is_missing_is_noticed_and_a_snapshot_heals() -> None:
     for _ in range(4):
         plans.append(scheduler.schedule())
         scheduler.update(plans[-1], executor.execute(plans[-1]))
-    sequences = LiveSequences(num_groups=1)
+    sequences = InputBatch(num_groups=1)
     sequences.apply(plans[0])
     for wrong in (plans[2], plans[0]):
         with pytest.raises(MissedPlanError, match=f"plan {wrong.step} came after plan 1: .* snapshot"):
@@ -97,7 +97,7 @@ def test_what_disagrees_with_the_plan_is_noticed() -> None:
     scheduler, executor, _ = make_scheduler()
     add(executor, make_request("r", range(10), max_tokens=20))
     plan = scheduler.schedule()
-    sequences = LiveSequences(num_groups=1)
+    sequences = InputBatch(num_groups=1)
     sequences.apply(plan)
     with pytest.raises(MissedPlanError, match="has 10 tokens here, 12 at the scheduler"):
         sequences.apply(SchedulerOutput(2, sequences=(ScheduledSequence(0, 11, 1, 12),)))
@@ -126,7 +126,7 @@ def test_a_sequence_brings_its_tokens_once_and_is_named_once_when_it_ends() -> N
 # -- a rank of its own -----------------------------------------------------------------------------------------------
 
 
-def add_rank(core: EngineCore) -> tuple[Runner, list[SchedulerOutput]]:
+def add_rank(core: EngineCore) -> tuple[ModelRunner, list[SchedulerOutput]]:
     """A second runner with a cache and rotary tables of its own, which hears pickled plans and nothing else. Of an engine
     without graphs, which would be ahead of it.
 
@@ -134,12 +134,12 @@ def add_rank(core: EngineCore) -> tuple[Runner, list[SchedulerOutput]]:
     """
     own = core.runner
     decoder, size = own.decoder, core.info.block_size
-    cache = KVStorage(
+    cache = KVCache(
         decoder.spec.kv_groups, list(core.info.num_kv_blocks), size, own.cache.pages(0).key.dtype, decoder.backend
     )
     tables = RotaryTables(own.tables.num_rows, [g.base for g in decoder.spec.rotary_groups], decoder.backend)
-    rank = Runner(decoder, cache, tables, Sampler(decoder.spec.vocab_size, decoder.backend), size)
-    execute, follow, plans = own.execute, own.follow, []
+    rank = ModelRunner(decoder, cache, tables, Sampler(decoder.spec.vocab_size, decoder.backend), size)
+    execute, apply, plans = own.execute, own.apply, []
 
     def execute_both(plan: SchedulerOutput) -> list[StepResult]:
         plans.append(plan)
@@ -148,12 +148,12 @@ def add_rank(core: EngineCore) -> tuple[Runner, list[SchedulerOutput]]:
         return results
 
     def follow_both(plan: SchedulerOutput) -> None:
-        follow(plan)
+        apply(plan)
         if plan not in plans:
-            rank.follow(pickle.loads(pickle.dumps(plan)))
+            rank.apply(pickle.loads(pickle.dumps(plan)))
 
     own.execute = execute_both  # type: ignore[method-assign]
-    own.follow = follow_both  # type: ignore[method-assign]
+    own.apply = follow_both  # type: ignore[method-assign]
     return rank, plans
 
 

@@ -9,11 +9,11 @@ import pytest
 
 from windlass.engine.cache.persist.fetch import Fetch, WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.scheduling.restoring import Restoring
+from windlass.engine.scheduling.restoring import KVRestorer
 
 
 class Reader:
-    def give_back(self, num_bytes: int) -> None: ...
+    def release_staged(self, num_bytes: int) -> None: ...
 
     def cancel(self, fetch: Fetch) -> None:
         fetch.is_cancelled = True
@@ -49,8 +49,8 @@ def test_a_thousand_tokens_a_second_are_waited_for_in_however_many_blocks(
 ) -> None:
     seconds = 1 + 800 / per_second  # the first one whatever comes
     blocks = cast(Any, SimpleNamespace(block_size=16))
-    restoring = Restoring(blocks, cast(Any, None), cast(Any, None), lambda: seconds)
+    restoring = KVRestorer(blocks, cast(Any, None), cast(Any, None), lambda: seconds)
     fetch = Fetch(wanted, Reader())
-    fetch.begun_at, fetch.num_read = 0.0, len(wanted) // 2  # 800 tokens
-    restoring._give_up_if_slow(fetch)
+    fetch.started_at, fetch.num_read = 0.0, len(wanted) // 2  # 800 tokens
+    restoring._cancel_if_slow(fetch)
     assert fetch.is_cancelled is not waits

@@ -14,7 +14,7 @@ from helpers.tiny_models import Reference, make_model
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
-from windlass.engine.execution.device_passes import StartedStep
+from windlass.engine.execution.device_passes import StepFuture
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.engine.scheduling.plan import SchedulerOutput
 from windlass.engine.scheduling.sequence import SequenceStatus
@@ -109,7 +109,7 @@ def test_the_result_depends_on_nothing_but_the_request(case: str, models: dict[s
     def step_and_disturb() -> list[RequestOutput]:
         running = [s for s in tight.scheduler.live_sequences() if s.status is SequenceStatus.RUNNING]
         if next(steps) % 23 == 0 and running:
-            tight.scheduler._places.preempt(running[0])
+            tight.scheduler._queues.preempt(running[0])
         return step()
 
     tight.step = step_and_disturb  # type: ignore[method-assign]
@@ -183,7 +183,7 @@ def test_a_preempted_rotation_takes_no_keys_that_another_request_computed_past_t
     def step_and_preempt() -> list[RequestOutput]:
         for sequence in core.scheduler.live_sequences():
             if sequence.cache.num_rerotations == 2 and core.stats().num_preemptions == 0:
-                core.scheduler._places.preempt(sequence)
+                core.scheduler._queues.preempt(sequence)
         return step()
 
     core.step = step_and_preempt  # type: ignore[method-assign]
@@ -208,7 +208,7 @@ def test_one_sequence_rerotates_its_keys_per_step(models: dict[str, Path]) -> No
     alone = run(core_of(models["llama"]), [request("a", "dynamic_rotate", 40)])["a", 0]
     start, counts = core.runner.start, []
 
-    def watch(output: SchedulerOutput) -> StartedStep:
+    def watch(output: SchedulerOutput) -> StepFuture:
         counts.append(sum(1 for rerotation in output.rerotations if rerotation.start == 0))
         return start(output)
 

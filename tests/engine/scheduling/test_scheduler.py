@@ -12,7 +12,7 @@ from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
 from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.step_timer import StepTimer, deal_prefill_tokens
+from windlass.engine.scheduling.step_timer import StepLimiter, split_prefill_budget
 
 NONE = dict.fromkeys(("preemption", "full_prefix_hit", "rope_update", "cache_reuse"), 0)  # tokens computed again
 
@@ -104,12 +104,12 @@ def test_a_short_prompt_does_not_wait_for_a_long_one() -> None:
 
 
 def test_deal_prefill_tokens() -> None:
-    assert deal_prefill_tokens([], 5) == []
-    assert deal_prefill_tokens([100], 9) == [9]
-    assert deal_prefill_tokens([100, 50, 3], 10) == [5, 2, 3]
-    assert deal_prefill_tokens([2, 50, 50], 10) == [2, 8, 0]
-    assert deal_prefill_tokens([100, 1], 1) == [1, 0]
-    assert deal_prefill_tokens([3, 4], 99) == [3, 4]
+    assert split_prefill_budget([], 5) == []
+    assert split_prefill_budget([100], 9) == [9]
+    assert split_prefill_budget([100, 50, 3], 10) == [5, 2, 3]
+    assert split_prefill_budget([2, 50, 50], 10) == [2, 8, 0]
+    assert split_prefill_budget([100, 1], 1) == [1, 0]
+    assert split_prefill_budget([3, 4], 99) == [3, 4]
 
 
 def test_a_step_does_not_copy_or_hash_the_whole_context() -> None:
@@ -533,7 +533,7 @@ def test_prompt_logprobs_survive_a_preemption_in_the_middle_of_the_prompt() -> N
         step(scheduler, executor)
     (victim,) = [s for s in scheduler.live_sequences() if s.request.request_id == "scored"]
     assert 0 < victim.cache.num_computed_tokens < 14
-    scheduler._places.preempt(victim)
+    scheduler._queues.preempt(victim)
     outputs = finish(scheduler, executor)
     (given,) = [o.prompt_logprobs for o in outputs if o.prompt_logprobs is not None]
     assert [e and e.token_id for e in given] == [None, *range(1, 14)]
@@ -592,23 +592,23 @@ def test_stats_report_gauges_and_hand_out_durations_once() -> None:
 # -- step length -----------------------------------------------------------------------------------------------------
 
 
-def settle(timer: StepTimer, seconds_of: object, decodes: int, steps: int = 30) -> list[tuple[int, float]]:
+def settle(step_limiter: StepLimiter, seconds_of: object, decodes: int, steps: int = 30) -> list[tuple[int, float]]:
     """Feed the timer steps that take all it allows; returns (limit, seconds) of each."""
     assert callable(seconds_of)
     history = []
     for _ in range(steps):
-        limit = timer.limit(decodes)
+        limit = step_limiter.limit(decodes)
         seconds = seconds_of(limit, decodes)
         history.append((limit, seconds))
-        timer.observe(limit + decodes, decodes, seconds)
+        step_limiter.observe(limit + decodes, decodes, seconds)
     return history
 
 
 @pytest.mark.parametrize("per_token", [1e-5, 1e-3, 5e-3])
 @pytest.mark.parametrize("decodes", [0, 4])
 def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decodes: int) -> None:
-    timer = StepTimer(0.25, 2048)
-    history = settle(timer, lambda p, d: 0.02 + per_token * (p + d), decodes)
+    step_limiter = StepLimiter(0.25, 2048)
+    history = settle(step_limiter, lambda p, d: 0.02 + per_token * (p + d), decodes)
     target = 0.25 if decodes else 1.0
     limits = [limit for limit, _ in history]
     for before, after in itertools.pairwise(limits):
@@ -619,27 +619,27 @@ def test_the_limit_settles_where_a_step_takes_its_target(per_token: float, decod
 
 
 def test_the_limit_has_a_floor_a_ceiling_and_no_bound_when_the_target_is_zero() -> None:
-    timer = StepTimer(0.25, 2048)
-    settle(timer, lambda p, d: 100.0, 3)
-    assert timer.limit(3) == 4
-    settle(timer, lambda p, d: 1e-6, 3)
-    assert timer.limit(3) == 2048
-    small = StepTimer(0.25, 3)  # a ceiling below the floor
+    step_limiter = StepLimiter(0.25, 2048)
+    settle(step_limiter, lambda p, d: 100.0, 3)
+    assert step_limiter.limit(3) == 4
+    settle(step_limiter, lambda p, d: 1e-6, 3)
+    assert step_limiter.limit(3) == 2048
+    small = StepLimiter(0.25, 3)  # a ceiling below the floor
     settle(small, lambda p, d: 100.0, 0)
     assert small.limit(0) == 3
-    free = StepTimer(0.0, 2048)
+    free = StepLimiter(0.0, 2048)
     free.observe(2048, 0, 100.0)
     assert free.limit(5) == 2048
 
 
 def test_steps_that_say_nothing_about_prefill_change_nothing() -> None:
-    timer = StepTimer(0.25, 2048)
-    settle(timer, lambda p, d: 1e-3 * p, 1)
-    limit = timer.limit(1)
-    timer.observe(8, 8, 3.0)  # decode only
-    timer.observe(10, 8, 0.2)  # a two-token prompt in a slow but allowed step
-    timer.observe(10, 8, 0.0)
-    assert timer.limit(1) == limit
+    step_limiter = StepLimiter(0.25, 2048)
+    settle(step_limiter, lambda p, d: 1e-3 * p, 1)
+    limit = step_limiter.limit(1)
+    step_limiter.observe(8, 8, 3.0)  # decode only
+    step_limiter.observe(10, 8, 0.2)  # a two-token prompt in a slow but allowed step
+    step_limiter.observe(10, 8, 0.0)
+    assert step_limiter.limit(1) == limit
 
 
 def test_the_scheduler_keeps_prefill_under_the_limit_beside_streams() -> None:

@@ -24,7 +24,7 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from windlass.engine.api.context import ContextRule, PassageReuse
+from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.cache import reuse as passages_taken
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
@@ -80,13 +80,13 @@ CONTEXTS = [
 
 REUSES = [
     *[None] * 3,
-    PassageReuse(0, scope="one"),  # it takes none, others may take it
-    PassageReuse(2, scope="one"),
-    PassageReuse(3, scope="one"),
-    PassageReuse(3, recompute=1, scope="one"),
-    PassageReuse(5, recompute=0.3, scope="one"),
-    PassageReuse(0, ((2, 9), (10, 18)), scope="one"),
-    PassageReuse(2, scope="other"),
+    NonPrefixReuseParams(0, scope="one"),  # it takes none, others may take it
+    NonPrefixReuseParams(2, scope="one"),
+    NonPrefixReuseParams(3, scope="one"),
+    NonPrefixReuseParams(3, recompute=1, scope="one"),
+    NonPrefixReuseParams(5, recompute=0.3, scope="one"),
+    NonPrefixReuseParams(0, ((2, 9), (10, 18)), scope="one"),
+    NonPrefixReuseParams(2, scope="other"),
 ]
 
 REQUESTS = st.fixed_dictionaries(
@@ -185,7 +185,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def arrive_with_texts_in_common(
         self,
         prompts: list[list[int]],
-        rules: list[PassageReuse],
+        rules: list[NonPrefixReuseParams],
         request: dict[str, Any],
         contexts: list[ContextRule | None],
     ) -> None:
@@ -201,7 +201,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         lifetime: int | None,
         salt: str | None,
         context: ContextRule | None,
-        reuse: PassageReuse | None,
+        reuse: NonPrefixReuseParams | None,
         **options: Any,
     ) -> None:
         request_id = f"r{len(self.requests)}"
@@ -216,7 +216,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         )
         try:
             if context is not None:
-                longest = self.scheduler.limits.held(context).rotary_length
+                longest = self.scheduler.limits.context_limits(context).rotary_length
                 rotation = replace(rotation, longest=min(len(prompt) + options["max_tokens"], longest))
             add(self.executor, request, rotation)
         except QueueFullError:
@@ -241,8 +241,8 @@ class SchedulerMachine(RuleBasedStateMachine):
         plan = self.scheduler.schedule()
         config = self.scheduler.config
         assert bool(plan.sequences or plan.rerotations) == had_work, "a step without progress"
-        assert plan.num_tokens <= plan.passes * config.max_num_batched_tokens
-        if plan.passes > 1:
+        assert plan.num_tokens <= plan.num_passes * config.max_num_batched_tokens
+        if plan.num_passes > 1:
             event("a burst")
         assert len(plan.sequences) <= self.scheduler.num_running <= config.max_num_seqs
         self.in_flight = plan, self.executor.execute(plan)
@@ -409,7 +409,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert self.scheduler.num_running == self.scheduler.num_waiting == 0
         assert self.scheduler.stats().kv_blocks_used == 0
         for request_id, request in self.requests.items():
-            longest = self.scheduler.limits.held(request.context).longest
+            longest = self.scheduler.limits.context_limits(request.context).longest
             for index in range(request.sampling.n):
                 if request_id in self.executor.reused:
                     continue  # what it drew from was compared token by token

@@ -20,11 +20,11 @@ from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError
 from windlass.engine.offline.bench import run_engine_benchmark
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.sampling.accept import Draws, draw_tokens
+from windlass.engine.sampling.accept import SamplingRequest, sample_and_accept
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import Extended, SampleSlot
-from windlass.engine.scheduling.drafting import Pace
-from windlass.kernels import bind
+from windlass.engine.sampling.slot import ExtendedTokens, SampleSlot
+from windlass.engine.scheduling.drafting import DraftLengthController
+from windlass.kernels import select_backend
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +84,7 @@ def test_a_loop_takes_a_fraction_of_the_steps(length: int, seed: int, period: in
     assert stats.spec_decode_num_accepted_tokens > 48
     replay = core.runner.replay
     if length == 60 and replay.obstacle is None:
-        assert replay.num_repeated > 0, "steps with proposals are decode steps and may be repeated"
+        assert replay.num_replayed > 0, "steps with proposals are decode steps and may be repeated"
     assert stats.num_steps == len(want["loop", 0].outputs) - stats.spec_decode_num_accepted_tokens
     assert core.runner.positions_computed == (
         length + 95 + stats.spec_decode_num_draft_tokens - stats.spec_decode_num_accepted_tokens
@@ -263,13 +263,13 @@ def test_proposals_teach_the_step_timer_nothing() -> None:
     add(executor, make_request("stream", [0, 1, 2] * 3, max_tokens=60, seed=2))
     plan = scheduler.schedule()
     scheduler.update(plan, executor.execute(plan))
-    limits = scheduler.timer.limit(0), scheduler.timer.limit(1)
+    limits = scheduler.step_limiter.limit(0), scheduler.step_limiter.limit(1)
     while not plan.num_draft_tokens:
         plan = scheduler.schedule()
         results = executor.execute(plan)
         scheduler.observe(plan, 100.0)
         scheduler.update(plan, results)
-    assert (scheduler.timer.limit(0), scheduler.timer.limit(1)) == limits
+    assert (scheduler.step_limiter.limit(0), scheduler.step_limiter.limit(1)) == limits
 
 
 def test_proposals_preempt_nobody() -> None:
@@ -295,7 +295,7 @@ def test_proposals_end_where_frequencies_change(policy: Any) -> None:
 
 
 def test_an_eager_sequence_slows_down_and_recovers() -> None:
-    pace = Pace(8)
+    pace = DraftLengthController(8)
     seen = []
     for _ in range(400):
         limit = pace.limit()
@@ -320,7 +320,7 @@ def test_an_eager_sequence_slows_down_and_recovers() -> None:
 
 
 def test_extended_reads_like_the_joined_list() -> None:
-    joined, view = [1, 2, 3, 4, 5], Extended([1, 2, 3], (4, 5))
+    joined, view = [1, 2, 3, 4, 5], ExtendedTokens([1, 2, 3], (4, 5))
     assert list(view) == joined and len(view) == 5
     for i in range(-5, 5):
         assert view[i] == joined[i]
@@ -330,11 +330,11 @@ def test_extended_reads_like_the_joined_list() -> None:
             view[beyond]
 
 
-def scheduled(draft: tuple[int, ...], **sampling: Any) -> Draws:
+def scheduled(draft: tuple[int, ...], **sampling: Any) -> SamplingRequest:
     params = SamplingParams(**{"temperature": 0.0, **sampling})
     tokens = [1, 2, 3]
     slot = SampleSlot(7, 0, params, 0, 2, tokens)
-    return Draws(0, (slot,), draft)
+    return SamplingRequest(0, (slot,), draft)
 
 
 def rows(*best: int) -> torch.Tensor:
@@ -357,7 +357,7 @@ def rows(*best: int) -> torch.Tensor:
 def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
     draft: tuple[int, ...], best: tuple[int, ...], accepted: tuple[int, ...], sampling: dict[str, Any]
 ) -> None:
-    (result,) = draw_tokens(Sampler(10, bind("cpu")), rows(*best), [scheduled(draft, **sampling)])
+    (result,) = sample_and_accept(Sampler(10, select_backend("cpu")), rows(*best), [scheduled(draft, **sampling)])
     assert result.token_ids == accepted
     if "logprobs" in sampling:
         assert result.logprobs is not None
@@ -369,12 +369,12 @@ def test_proposed_tokens_are_accepted_up_to_the_first_that_differs(
 
 @pytest.mark.parametrize("sampling", [{}, {"presence_penalty": 0.1}], ids=str)
 def test_bad_logits_after_accepted_tokens_wait_for_their_turn(sampling: dict[str, Any]) -> None:
-    sampler, logits = Sampler(10, bind("cpu")), rows(4, 5, 6, 7)
+    sampler, logits = Sampler(10, select_backend("cpu")), rows(4, 5, 6, 7)
     logits[2] = torch.nan
-    (result,) = draw_tokens(sampler, logits, [scheduled((4, 5, 6), **sampling)])
+    (result,) = sample_and_accept(sampler, logits, [scheduled((4, 5, 6), **sampling)])
     assert result.error is None and result.token_ids == (4, 5)
     logits[0] = torch.nan
-    (result,) = draw_tokens(sampler, logits, [scheduled((4, 5, 6), **sampling)])
+    (result,) = sample_and_accept(sampler, logits, [scheduled((4, 5, 6), **sampling)])
     assert isinstance(result.error, EngineError) and result.token_ids == ()
 
 
@@ -383,7 +383,7 @@ def test_penalties_count_tokens_of_a_proposal_only_once_they_are_accepted() -> N
     item = scheduled((4, 4, 4), presence_penalty=2.0)
     logits = rows(4, 4, 4, 4)
     logits[:, 8] = 4.0
-    (result,) = draw_tokens(Sampler(10, bind("cpu")), logits, [item])
+    (result,) = sample_and_accept(Sampler(10, select_backend("cpu")), logits, [item])
     assert result.token_ids == (4, 8)
 
 

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import QueueFullError
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.turns import CallerTurn, CallerTurns
+from windlass.engine.scheduling.turns import FairQueue, FairQueueEntry
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:
@@ -38,9 +38,9 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
     lengths: dict[str, list[int]], shares: dict[str, float]
 ) -> None:
     """The paper's bound: served tokens over shares differ by no more than one request of each, as long as both wait."""
-    turns = CallerTurns()
+    fair_queue = FairQueue()
     waiting = [
-        (turns.take(name, tokens, shares[name]), i, name, tokens)
+        (fair_queue.enqueue(name, tokens, shares[name]), i, name, tokens)
         for name in "ab"
         for i, tokens in enumerate(lengths[name])
     ]
@@ -49,8 +49,8 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
     while waiting:
         chosen = min(waiting, key=lambda one: (one[0].start, *one[1:]))
         waiting.remove(chosen)
-        turn, _, name, tokens = chosen
-        turns.begin(turn)
+        queue_entry, _, name, tokens = chosen
+        fair_queue.start_service(queue_entry)
         served[name] += tokens / shares[name]
         if {one[2] for one in waiting} == {"a", "b"}:
             assert abs(served["a"] - served["b"]) <= bound + 1e-9
@@ -59,142 +59,144 @@ def test_two_backlogged_callers_are_served_as_their_shares_are(
 @given(st.lists(st.tuples(st.integers(1, 100), st.integers(0, 100), st.booleans()), min_size=1, max_size=40))
 def test_one_caller_keeps_its_order_whatever_is_given_back(requests: list[tuple[int, int, bool]]) -> None:
     """Whether they wait or are served."""
-    turns, taken, begun = CallerTurns(), list[CallerTurn](), 0
+    fair_queue, taken, begun = FairQueue(), list[FairQueueEntry](), 0
     for tokens, spared, served in requests:
-        taken.append(turns.take("a", tokens))
+        taken.append(fair_queue.enqueue("a", tokens))
         if served:
-            turns.begin(taken[begun])
+            fair_queue.start_service(taken[begun])
             begun += 1
         # Of an earlier request, perhaps a much longer one.
-        turns.give_back("a", taken[max(0, begun - 1)], spared)
-        starts = [turn.start for turn in taken]
+        fair_queue.refund("a", taken[max(0, begun - 1)], spared)
+        starts = [queue_entry.start for queue_entry in taken]
         assert starts == sorted(starts)
 
 
 def test_who_comes_late_stands_behind_what_runs_and_before_the_backlog() -> None:
-    turns = CallerTurns()
-    starts = [turns.take("many", 10) for _ in range(100)]
+    fair_queue = FairQueue()
+    starts = [fair_queue.enqueue("many", 10) for _ in range(100)]
     for start in starts[:4]:
-        turns.begin(start)
-    late = turns.take("one", 10)
+        fair_queue.start_service(start)
+    late = fair_queue.enqueue("one", 10)
     assert starts[3].start <= late.start < starts[4].start
     # Idle time is not saved up: whoever was away does not get it all back at once.
-    assert turns.take("away", 10).start == late.start
+    assert fair_queue.enqueue("away", 10).start == late.start
 
 
 def test_tokens_that_were_not_needed_are_not_counted() -> None:
-    turns = CallerTurns()
-    turn = turns.take("a", 1000)
-    turns.begin(turn)
-    turns.give_back("a", turn, 990)
-    assert turns.take("a", 1).start == 10
-    turns.give_back("nobody", turn, 5)  # forgotten meanwhile
+    fair_queue = FairQueue()
+    queue_entry = fair_queue.enqueue("a", 1000)
+    fair_queue.start_service(queue_entry)
+    fair_queue.refund("a", queue_entry, 990)
+    assert fair_queue.enqueue("a", 1).start == 10
+    fair_queue.refund("nobody", queue_entry, 5)  # forgotten meanwhile
 
 
 def test_those_that_wait_start_earlier_by_what_others_were_spared() -> None:
     """All alike, and not before now: what others got meanwhile is not taken from them."""
-    turns = CallerTurns()
-    served, soon, later = (turns.take("a", tokens) for tokens in (1000, 500, 10))
-    turns.begin(served)
+    fair_queue = FairQueue()
+    served, soon, later = (fair_queue.enqueue("a", tokens) for tokens in (1000, 500, 10))
+    fair_queue.start_service(served)
     for start in (0, 300):
-        turn = turns.take("b", 300)
-        assert turn.start == start
-        turns.begin(turn)
+        queue_entry = fair_queue.enqueue("b", 300)
+        assert queue_entry.start == start
+        fair_queue.start_service(queue_entry)
     assert (soon.start, later.start) == (1000, 1500)
-    turns.give_back("a", served, 600)
-    assert (soon.start, later.start) == (400, 900) and turns.have_moved() and not turns.have_moved()
-    assert turns.take("a", 5).start == 910
-    turns.give_back("a", served, 300)
+    fair_queue.refund("a", served, 600)
+    assert (soon.start, later.start) == (400, 900) and fair_queue.order_changed() and not fair_queue.order_changed()
+    assert fair_queue.enqueue("a", 5).start == 910
+    fair_queue.refund("a", served, 300)
     assert (soon.start, later.start) == (300, 800)
     assert served.start == 0, "what is served keeps its place"
-    assert turns.take("a", 1).start == 815
+    assert fair_queue.enqueue("a", 1).start == 815
 
 
 def test_who_gives_up_waiting_moves_nobody_before_it() -> None:
-    turns = CallerTurns()
-    turns.begin(turns.take("b", 10))
-    first, _, last = (turns.take("a", 100) for _ in range(3))
-    turns.give_back("a", last, 100)
-    assert first.start == 0 and turns.take("a", 1).start == 200
+    fair_queue = FairQueue()
+    fair_queue.start_service(fair_queue.enqueue("b", 10))
+    first, _, last = (fair_queue.enqueue("a", 100) for _ in range(3))
+    fair_queue.refund("a", last, 100)
+    assert first.start == 0 and fair_queue.enqueue("a", 1).start == 200
 
 
 def test_callers_who_do_not_matter_any_more_are_forgotten() -> None:
-    turns = CallerTurns()
+    fair_queue = FairQueue()
     for i in range(10_000):
-        turns.begin(turns.take(f"caller {i}", 5))
-        turns.begin(turns.take("regular", 5))
-    assert len(turns) < 200
+        fair_queue.start_service(fair_queue.enqueue(f"caller {i}", 5))
+        fair_queue.start_service(fair_queue.enqueue("regular", 5))
+    assert len(fair_queue) < 200
 
 
 @pytest.mark.parametrize("always_there", [0, 3])
 def test_callers_who_come_once_are_forgotten(always_there: int) -> None:
     """Addresses, where there are no keys: as many as whoever asks has. `always_there`: those who never let it fall idle."""
-    turns = CallerTurns()
+    fair_queue = FairQueue()
     for i in range(always_there):
-        turns.take(f"there {i}", 1 << 30)
+        fair_queue.enqueue(f"there {i}", 1 << 30)
     most = 0
     for i in range(10_000):
-        turns.begin(turns.take(f"address {i}", 5))
-        turns.serve(5 * (i + 1))
-        turns.leave(f"address {i}")
-        most = max(most, len(turns))
-    assert most < 300 and len(turns) <= (always_there and most)
+        fair_queue.start_service(fair_queue.enqueue(f"address {i}", 5))
+        fair_queue.advance(5 * (i + 1))
+        fair_queue.request_ended(f"address {i}")
+        most = max(most, len(fair_queue))
+    assert most < 300 and len(fair_queue) <= (always_there and most)
 
 
 @pytest.mark.parametrize("others", [["n0", "n1", "n2"], [f"n{i}" for i in range(3, 1000)]])
 def test_who_asked_before_waits_no_longer_for_it_than_the_others_got(others: list[str]) -> None:
     """One caller had 1,000 tokens while others were there; three are there at any time, the same ones or ever new ones."""
-    turns = CallerTurns()
-    turns.take("busy", 1 << 30)
-    turns.begin(turns.take("a", 1000))
-    turns.serve(1000)
-    turns.leave("a")
-    waiting = [(turns.take(name, 10), name) for name in others[:3]]
-    waiting.append((turns.take("a", 10), "a"))
+    fair_queue = FairQueue()
+    fair_queue.enqueue("busy", 1 << 30)
+    fair_queue.start_service(fair_queue.enqueue("a", 1000))
+    fair_queue.advance(1000)
+    fair_queue.request_ended("a")
+    waiting = [(fair_queue.enqueue(name, 10), name) for name in others[:3]]
+    waiting.append((fair_queue.enqueue("a", 10), "a"))
     served = 1000
     for name in [*others[3:], *others * 1000]:
         waiting.sort(key=lambda one: (one[0].start, one[1]))
-        turn, first = waiting.pop(0)
+        queue_entry, first = waiting.pop(0)
         if first == "a":
             break
-        turns.begin(turn)
+        fair_queue.start_service(queue_entry)
         served += 10
-        turns.serve(served)
-        turns.leave(first)
-        waiting.append((turns.take(name if len(others) > 3 else first, 10), name if len(others) > 3 else first))
+        fair_queue.advance(served)
+        fair_queue.request_ended(first)
+        waiting.append((fair_queue.enqueue(name if len(others) > 3 else first, 10), name if len(others) > 3 else first))
     # `busy`, the three and `a` are there: 1,000 for `a` are 1,000 for each of four, of whom `busy` was not served.
     assert 1000 < served <= 5000
 
 
 def test_a_long_request_that_ends_lets_no_backlog_stand_before_who_comes_then() -> None:
     """What was computed for it counts while it was: not all at once among those who came at its end."""
-    turns = CallerTurns()
-    turns.begin(long := turns.take("long", 100_000))
+    fair_queue = FairQueue()
+    fair_queue.start_service(long := fair_queue.enqueue("long", 100_000))
     for computed in range(100, 100_001, 100):
-        turns.serve(computed)
-    backlog = [turns.take("backlog", 1000) for _ in range(100)]
-    turns.give_back("long", long, 0)
-    turns.leave("long")
-    assert backlog[0].start <= turns.take("new", 1000).start < backlog[1].start
+        fair_queue.advance(computed)
+    backlog = [fair_queue.enqueue("backlog", 1000) for _ in range(100)]
+    fair_queue.refund("long", long, 0)
+    fair_queue.request_ended("long")
+    assert backlog[0].start <= fair_queue.enqueue("new", 1000).start < backlog[1].start
 
 
 @pytest.mark.parametrize("spared", [0, 90])
 def test_many_of_one_caller_at_once_count_once(spared: int) -> None:
     """Requests that begin move the time on, and what is computed of them does not do so again."""
-    turns = CallerTurns()
-    starts = [turns.take("many", 100) for _ in range(192)]
+    fair_queue = FairQueue()
+    starts = [fair_queue.enqueue("many", 100) for _ in range(192)]
     computed = 0
     for first in (0, 64):
         for start in starts[first : first + 64]:
-            turns.begin(start)
+            fair_queue.start_service(start)
         for start in starts[first : first + 64]:
             computed += 100 - spared
-            turns.serve(computed)
-            turns.give_back("many", start, spared)
-            turns.leave("many")
+            fair_queue.advance(computed)
+            fair_queue.refund("many", start, spared)
+            fair_queue.request_ended("many")
         # Where something is spared the first of those that wait comes to start now, and has waited for longer.
-        assert starts[first + 63].start <= turns.take("new", 100).start <= starts[first + 64 + (spared > 0)].start
-        turns.leave("new")
+        assert (
+            starts[first + 63].start <= fair_queue.enqueue("new", 100).start <= starts[first + 64 + (spared > 0)].start
+        )
+        fair_queue.request_ended("new")
 
 
 def test_nobody_owes_anything_where_nobody_waited() -> None:

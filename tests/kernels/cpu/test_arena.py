@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from windlass.kernels.cpu.arena import Arena, ArenaTensors
+from windlass.kernels.cpu.arena import Arena, ArenaAllocator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.float64, torch.bool]
 
@@ -28,7 +28,7 @@ def ranges(tensors: Sequence[torch.Tensor], start: int) -> list[tuple[int, int]]
 @pytest.mark.parametrize("seed", range(6))
 def test_living_tensors_keep_what_is_theirs(seed: int) -> None:
     rng, arena = random.Random(seed), Arena(8192)
-    tensors, start = ArenaTensors(arena), place(arena)
+    tensors, start = ArenaAllocator(arena), place(arena)
     living: list[tuple[torch.Tensor, torch.Tensor]] = []  # a tensor, perhaps a view, and its values
 
     def come(shape: list[int], dtype: torch.dtype) -> bool:
@@ -71,7 +71,7 @@ def test_living_tensors_keep_what_is_theirs(seed: int) -> None:
 
 
 def test_memory_is_free_as_soon_as_the_last_view_is_gone() -> None:
-    tensors = ArenaTensors(Arena(256))
+    tensors = ArenaAllocator(Arena(256))
     gc.disable()
     try:
         first = tensors.empty((4, 16), torch.float32)
@@ -89,7 +89,7 @@ def test_memory_is_free_as_soon_as_the_last_view_is_gone() -> None:
 
 def test_the_lowest_place_that_is_large_enough_is_taken() -> None:
     arena = Arena(1024)
-    tensors, start = ArenaTensors(arena), place(arena)
+    tensors, start = ArenaAllocator(arena), place(arena)
     a, b, c, d = (tensors.empty((size,), torch.int8) for size in (100, 64, 192, 1))  # 128, 64, 192 and 64 bytes
     assert b is not None and d is not None and d.data_ptr() == start + 384
     del a, c
@@ -99,7 +99,7 @@ def test_the_lowest_place_that_is_large_enough_is_taken() -> None:
 
 
 def test_tensors_outlive_their_arena() -> None:
-    made = ArenaTensors(Arena(4096)).empty((1024,), torch.float32)
+    made = ArenaAllocator(Arena(4096)).empty((1024,), torch.float32)
     assert made is not None
     made.fill_(7.0)
     gc.collect()
@@ -110,7 +110,7 @@ def test_tensors_outlive_their_arena() -> None:
 @pytest.mark.parametrize("inference", [False, True])
 def test_they_are_ordinary_tensors(inference: bool) -> None:
     with torch.inference_mode(inference):
-        made = ArenaTensors(Arena(4096)).empty((3, 4), torch.bfloat16)
+        made = ArenaAllocator(Arena(4096)).empty((3, 4), torch.bfloat16)
         assert made is not None and made.is_inference() == inference and not made.requires_grad
         made.zero_()
         made[1].add_(2)
@@ -118,4 +118,4 @@ def test_they_are_ordinary_tensors(inference: bool) -> None:
 
 
 def test_no_capacity_has_no_place() -> None:
-    assert ArenaTensors(Arena(0)).empty((1,), torch.int8) is None
+    assert ArenaAllocator(Arena(0)).empty((1,), torch.int8) is None

@@ -36,7 +36,7 @@ def test_both_say_the_same_of_how_many_queries_are_rounded() -> None:
 def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
     places, size = structs.declared_fields()
-    monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": structs.FieldPlace(8, 8)}, size))
+    monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": structs.FieldOffset(8, 8)}, size))
     look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert "AttentionArguments has other fields" in reason and "install a C++ compiler" in reason
@@ -67,9 +67,7 @@ def test_every_field_holds_what_it_is_named_for() -> None:
         torch.ones(2),
         torch.ones(6),
     )
-    call = AttentionCall.of_single_tokens(
-        tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks
-    )
+    call = AttentionCall.for_decode(tables[:, :6], lengths, ones, 0.25, window=11, soft_cap=3.0, sink_logits=sinks)
     out = cpu.paged_attention_decode(q, pages, call, library=watched.library)
     expected: dict[str, object] = {
         **{"q": q.data_ptr(), "keys": pages.key.data_ptr(), "values": pages.value.data_ptr(), "out": out.data_ptr()},
@@ -131,8 +129,8 @@ def test_values_of_a_struct_leave_addresses_out() -> None:
     first = structs.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
     moved = structs.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
     moved.q, moved.out = 99, 100
-    assert structs.values_of(first) == structs.values_of(moved)
+    assert structs.struct_values(first) == structs.struct_values(moved)
     moved.sinks = None
-    assert structs.values_of(first) != structs.values_of(moved)
+    assert structs.struct_values(first) != structs.struct_values(moved)
     moved.sinks, moved.window = 10, 5
-    assert structs.values_of(first) != structs.values_of(moved)
+    assert structs.struct_values(first) != structs.struct_values(moved)

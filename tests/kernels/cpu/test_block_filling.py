@@ -12,7 +12,7 @@ from helpers.cpu_kernels import at_the_end_of_memory, kernels
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.block_filling import pack_blocks, repack_blocks
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.blocks import BlockWeight, store
+from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.torch import block_bytes, block_quantizers
 
@@ -29,7 +29,7 @@ def assert_same(got: BlockWeight, want: BlockWeight) -> None:
 
 def wanted(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None = None) -> BlockWeight:
     weight = BlockWeight.empty(*source.shape, form)
-    store(weight.narrow(0, len(source)), *block_quantizers.quantize(source.float(), form, weights))
+    store_block_rows(weight.narrow(0, len(source)), *block_quantizers.quantize_blocks(source.float(), form, weights))
     return weight
 
 
@@ -39,7 +39,7 @@ def test_repacking(form: Library, block_form: BlockForm) -> None:
         columns = count * block_bytes.block_elements(block_form)
         blocks = random_blocks(rows, columns, block_form)
         got, want = BlockWeight.empty(rows, columns, block_form), BlockWeight.empty(rows, columns, block_form)
-        block_bytes.repack(want.narrow(0, rows), blocks)
+        block_bytes.repack_gguf_blocks(want.narrow(0, rows), blocks)
         repack_blocks(got.narrow(0, rows), blocks, library=form)
         assert_same(got, want)
 
@@ -50,7 +50,7 @@ def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_
     wide = random_blocks(53, 2 * columns, block_form)
     blocks = wide[:, wide.shape[1] // 2 :]
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
-    block_bytes.repack(whole.narrow(0, 53), blocks)
+    block_bytes.repack_gguf_blocks(whole.narrow(0, 53), blocks)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
         repack_blocks(parts.narrow(first, count), blocks[first : first + count], library=form)
     assert_same(parts, whole)

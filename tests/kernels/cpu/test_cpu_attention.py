@@ -97,7 +97,7 @@ class Case:
         return KVPages(self.key, self.value)
 
     def call(self, **options: Any) -> AttentionCall:
-        return AttentionCall.of_single_tokens(
+        return AttentionCall.for_decode(
             self.table, self.seq_lens, self.score_scale, self.scale, window=self.window, chunk=self.chunk, **options
         )
 
@@ -185,7 +185,7 @@ def test_a_sequence_has_the_same_bits_alone_and_in_a_batch(form: Library) -> Non
     whole = case.got(form)
     for b in range(5):
         one = slice(b, b + 1)
-        call = AttentionCall.of_single_tokens(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
+        call = AttentionCall.for_decode(case.table[one], case.seq_lens[one], case.score_scale[one], case.scale)
         alone = cpu.paged_attention_decode(case.q[one], case.pages, call, library=form)
         assert torch.equal(alone[0], whole[b])
 
@@ -280,7 +280,7 @@ def test_refusals_say_why() -> None:
 def test_an_empty_batch(form: Library) -> None:
     case = Case([4], dim=16)
     empty = torch.zeros(0, dtype=torch.int64)
-    call = AttentionCall.of_single_tokens(case.table[:0], empty, case.score_scale[:0], 1.0)
+    call = AttentionCall.for_decode(case.table[:0], empty, case.score_scale[:0], 1.0)
     out = cpu.paged_attention_decode(case.q[:0], case.pages, call, library=form)
     assert out.shape == (0, 4, 16)
     assert math.prod(out.shape) == 0

@@ -10,11 +10,11 @@ import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, choose, kernels
 
-from windlass.kernels import FORMS, BlockForm, BlockWeight, bind, cpu
+from windlass.kernels import FORMS, BlockForm, BlockWeight, cpu, select_backend
 from windlass.kernels.cpu import load, ops
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.blocks import codes_of, group_scales, store
+from windlass.kernels.layouts.blocks import group_scales, store_block_rows, unpack_codes
 from windlass.kernels.torch import blocks as reference
 
 # GPTQ's groups of 128 with zero points, and super groups of which the last is partly filled.
@@ -49,7 +49,7 @@ def brute_force(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | None)
     """The product in float64 from codes, scales and rounded rows, and the size of what was added up."""
     form, every = weight.form, torch.arange(weight.rows)
     values, scale = reference.round_groups(x, form.group)
-    codes, (own, minimum) = codes_of(weight, every).double() - form.offset, group_scales(weight, every)
+    codes, (own, minimum) = unpack_codes(weight, every).double() - form.offset, group_scales(weight, every)
     # Padding of K counts nowhere: rounded rows are zero there.
     sums = torch.einsum("mgk,ngk->mng", values.double(), codes)
     terms = sums * own[:, :, 0].double() * scale.double()[:, None]
@@ -93,7 +93,7 @@ def test_shapes(library_of: Library, form: BlockForm) -> None:
 def test_the_plain_form_agrees(form: BlockForm) -> None:
     for rows, columns, inner in SHAPES:
         x, weight, bias = torch.randn(rows, inner), random_blocks(columns, inner, form), torch.randn(columns)
-        assert_linear(x, weight, bias, reference.linear(x, weight, bias))
+        assert_linear(x, weight, bias, reference.linear_blocks(x, weight, bias))
 
 
 @EVERY_FORM
@@ -108,7 +108,7 @@ def test_extremes_do_not_saturate(library_of: Library, form: BlockForm) -> None:
     scales = torch.ones(columns, weight.scales.shape[1], form.parts).to(weight.scales.dtype)
     supers = None if weight.supers is None else torch.ones(columns, weight.supers.shape[1], form.parts).half()
     stored = codes if form.bits == 8 else codes.view(torch.uint8)
-    store(weight.narrow(0, columns), stored, scales, supers)
+    store_block_rows(weight.narrow(0, columns), stored, scales, supers)
     numbers = weight.dequantize()
     for rows in (1, 14, 40, 70):
         x = torch.full((rows, inner), 127.0)
@@ -128,7 +128,9 @@ def test_every_pair_of_bytes(library_of: Library) -> None:
             scales = torch.ones(count, 1, 1).to(weight.scales.dtype)
             supers = None if weight.supers is None else torch.ones(count, 1, 1).half()
             narrow = codes.to(torch.int8)
-            store(weight.narrow(0, count), narrow if form.bits == 8 else narrow.view(torch.uint8), scales, supers)
+            store_block_rows(
+                weight.narrow(0, count), narrow if form.bits == 8 else narrow.view(torch.uint8), scales, supers
+            )
             x = torch.zeros(255, form.group)
             x[:, place] = torch.arange(-127, 128)
             x[:, (place + 1) % form.group] = 127  # fixes the scale at one
@@ -242,7 +244,7 @@ def test_products_in_which_nothing_is_rounded(
 def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deterministic: bool) -> None:
     kernels("generic")
     chosen = "int8" if activations == "int8" else "float32"
-    backend = bind("cpu", dtype, torch.float32, activations=chosen, deterministic=deterministic)
+    backend = select_backend("cpu", dtype, torch.float32, activations=chosen, deterministic=deterministic)
     assert isinstance(backend, CompiledBackend)
     plain = torch.randn(8, 96)
     parts = (random_blocks(20, 96, FORMS["q4_k"]), plain, random_blocks(33, 96, FORMS["q8_0"]))
@@ -265,7 +267,7 @@ def test_backends_multiply_and_embed(dtype: torch.dtype, activations: str, deter
 @pytest.mark.parametrize("activations", ["int8", "float32"])
 def test_what_is_recorded_is_repeated(library_of: Library, activations: str, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, library_of)
-    backend = bind("cpu", activations="int8" if activations == "int8" else "float32")
+    backend = select_backend("cpu", activations="int8" if activations == "int8" else "float32")
     assert isinstance(backend, CompiledBackend)
     plain = torch.randn(16, 96)
     table = random_blocks(40, 96, FORMS["q6_k"])

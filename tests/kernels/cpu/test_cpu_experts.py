@@ -7,7 +7,7 @@ import functools
 import pytest
 import torch
 
-from windlass.kernels import FORMS, Backend, Routing, StackedWeight, bind
+from windlass.kernels import FORMS, Backend, Routing, StackedWeight, select_backend
 from windlass.kernels.cpu import expert_products, ops
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference, routed, rowwise
@@ -79,7 +79,7 @@ def made(backend: Backend, storage: str, rows: int, columns: int, seed: int) -> 
 @pytest.mark.parametrize(("rows", "tokens"), [(37, 9), (600, 9), (600, 250)])
 def test_products_are_those_of_single_experts(form: Library, storage: str, rows: int, tokens: int) -> None:
     """Bit by bit: what an expert makes of a row does not depend on the other rows, nor on the other experts."""
-    backend = bind("cpu", deterministic=True)
+    backend = select_backend("cpu", deterministic=True)
     inner, count = 64, 5
     weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
     biases = [torch.randn(rows) for _ in range(count)]
@@ -102,7 +102,7 @@ def test_products_are_those_of_single_experts(form: Library, storage: str, rows:
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     for storage in ("float32", "bfloat16", "q8_0"):
         weights = [made(backend, storage, 32, 64, seed) for seed in range(3)]
         experts = expert_products.CompiledExperts(weights, None, form)  # type: ignore[arg-type]

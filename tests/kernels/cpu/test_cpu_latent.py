@@ -6,7 +6,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
-from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, plane_shapes
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.cpu import attention, latent, load
 from windlass.kernels.cpu.library import Library
@@ -104,7 +104,9 @@ def test_a_norm_in_place_leaves_the_rest_of_a_row(form: Library, type_: torch.dt
 def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int, page_type: torch.dtype) -> None:
     """A sequence of one new token, one of several, and one whose early keys meet another version of its queries."""
     lengths, news, blocks = [300, 70, 33], [1, 9, 3], 40
-    pages = KVPages(*(torch.randn(shape).to(kind) for shape, kind in plane_shapes(blocks, 16, 1, dim, 0, page_type)))
+    pages = KVPages(
+        *(torch.randn(shape).to(kind) for shape, kind in page_tensor_shapes(blocks, 16, 1, dim, 0, page_type))
+    )
     tables = torch.randperm(blocks)[: 3 * 12].view(3, 12).repeat(1, 2)[:, :19].to(torch.int32).contiguous()
     q = torch.randn(sum(news), heads, dim)
     start = torch.tensor([0, 1, 10, 13])
@@ -113,7 +115,7 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     want = reference.paged_attention(q, seen, call)
     got = attention.paged_attention_prefill(q, seen, call, library=form)
     assert (got - want).abs().max() < 1e-5
-    rows, own = call.single_tokens() or (None, None)
+    rows, own = call.decode_part() or (None, None)
     assert rows is not None and own is not None
     decoded = attention.paged_attention_decode(q[rows], seen, own, library=form)
     assert (decoded - want[rows]).abs().max() < 1e-5
@@ -131,7 +133,9 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
 
 
 def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library) -> None:
-    pages = KVPages(*(torch.zeros(shape, dtype=kind) for shape, kind in plane_shapes(4, 16, 1, 40, 0, torch.bfloat16)))
+    pages = KVPages(
+        *(torch.zeros(shape, dtype=kind) for shape, kind in page_tensor_shapes(4, 16, 1, 40, 0, torch.bfloat16))
+    )
     other = KVPages(pages.key.clone(), pages.value.clone())
     q, k, angle = torch.randn(3, 5, 40), torch.randn(3, 1, 40), torch.rand(3, 4)
     slots, moved = torch.tensor([7, 20, 33]), torch.tensor([50, 51, 52])

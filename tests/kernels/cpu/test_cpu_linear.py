@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
-from windlass.kernels import bind, cpu
+from windlass.kernels import cpu, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import TYPE_CODES, Library
 from windlass.kernels.torch.linear import linear_widened
@@ -164,7 +164,7 @@ def test_few_rows_are_multiplied_by_the_kernel(rows: int, times: int, monkeypatc
     calls, small = [], cpu.linear_small
     monkeypatch.setattr("windlass.kernels.cpu.linear.linear_small", lambda *a, **k: calls.append(a) or small(*a, **k))
     x, weight = torch.randn(rows, 8), torch.randn(3, 8)
-    assert_linear(x, weight, None, bind("cpu").linear(x, weight))
+    assert_linear(x, weight, None, select_backend("cpu").linear(x, weight))
     assert len(calls) == times
 
 
@@ -189,7 +189,7 @@ def test_bfloat16_rows_meet_bfloat16_weights(rows: int, native: bool, monkeypatc
     """Whichever product the processor's units choose, sums are float32 and rounded once."""
     monkeypatch.setattr("windlass.kernels.torch.linear.multiplies_bfloat16", lambda: native)
     x, weight = torch.randn(rows, 96).bfloat16(), torch.randn(200, 96).bfloat16()
-    assert_linear(x, weight, None, bind("cpu", torch.bfloat16).linear(x, weight))
+    assert_linear(x, weight, None, select_backend("cpu", torch.bfloat16).linear(x, weight))
 
 
 def test_type_codes_cover_the_types_tested() -> None:

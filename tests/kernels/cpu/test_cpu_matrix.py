@@ -10,7 +10,7 @@ import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import MATRIX_FORMS, at_the_end_of_memory, choose, kernels
 
-from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, bind, cpu
+from windlass.kernels import FORMS, BlockForm, BlockWeight, StackedWeight, cpu, select_backend
 from windlass.kernels.cpu import blocks, expert_products, library, load, panels
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
@@ -184,7 +184,7 @@ def test_gates_and_ups(library_of: Library, activation: str) -> None:
 @pytest.mark.parametrize("stacked", [False, True])
 def test_experts_with_many_rows_in_blocks(library_of: Library, form: BlockForm, stacked: bool) -> None:
     """From 48 rows of an expert on, one by one or in runs, each in two parts if it is stacked; fewer go as ever."""
-    count, rows, inner, few = 5, 600, 330, blocks.FEWEST_ROUNDED_ROWS
+    count, rows, inner, few = 5, 600, 330, blocks.BLOCK_TILE_MIN_ROWS
     weights = [random_blocks(rows, inner, form) for _ in range(count)]
     experts: list[Any] = (
         [StackedWeight((one, random_blocks(40, inner, form))) for one in weights] if stacked else weights
@@ -206,7 +206,7 @@ def test_experts_with_many_rows_in_blocks(library_of: Library, form: BlockForm, 
 
 
 def test_experts_with_many_rows_in_panels(library_of: Library) -> None:
-    count, few = 3, panels.FEWEST_ROUNDED_ROWS
+    count, few = 3, panels.PANEL_TILE_MIN_ROWS
     weights = [filled_panels(torch.randn(70, 330).bfloat16()) for _ in range(count)]
     for counts in ((few, few - 1, 1), (100, 7, 60)):
         chosen = torch.cat([torch.full((n,), expert) for expert, n in enumerate(counts)])
@@ -227,11 +227,11 @@ def test_who_rounds_experts(library_of: Library, monkeypatch: pytest.MonkeyPatch
     x, chosen = torch.randn(100, 320), torch.zeros(100, 1, dtype=torch.int64)
     chosen[60:] = 1
     for options, rounds in (
-        ({"rounds_prompts": True}, True),
+        ({"bf16_prefill": True}, True),
         ({}, False),
-        ({"rounds_prompts": True, "deterministic": True}, False),
+        ({"bf16_prefill": True, "deterministic": True}, False),
     ):
-        own = bind("cpu", **options)
+        own = select_backend("cpu", **options)
         got = own.linear_of_experts(x, own.experts(weights), chosen)
         assert torch.equal(got[:60], own.linear(x[:60], weights[0]))
         assert torch.equal(got[60:], blocks.linear_blocks(x[60:], weights[1], library=library_of))
@@ -265,10 +265,10 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     kernels("avx512_amx")
     if cpu.library.load().isa != "avx512_amx":
         pytest.skip("another set of instructions was asked for")
-    weight, few = random_blocks(40, 320, FORMS["q4_k"]), blocks.FEWEST_ROUNDED_ROWS - 1
+    weight, few = random_blocks(40, 320, FORMS["q4_k"]), blocks.BLOCK_TILE_MIN_ROWS - 1
     x = torch.randn(few + 1, 320)
     bytes_of = {rows: cpu.linear_blocks(x[:rows], weight, library=load()) for rows in (few, few + 1)}
-    rounded = bind("cpu", torch.float32, activations="int8", rounds_prompts=True)
+    rounded = select_backend("cpu", torch.float32, activations="int8", bf16_prefill=True)
     assert torch.equal(rounded.linear(x[:few], weight), bytes_of[few])
     assert torch.equal(rounded.linear(x, weight), product(x, weight, library.load()))
     gates = random_blocks(64, 320, FORMS["q4_k"])
@@ -277,17 +277,17 @@ def test_many_rows_of_a_server_that_may_round_go_through_it() -> None:
     for few_or_odd in ((x[:few], gates), (x, weight)):  # too few rows, and gates that end within a panel
         want = rounded.gated_activation(rounded.linear(*few_or_odd), "gelu")
         assert torch.equal(rounded.gated_linear(*few_or_odd, None, "gelu"), want)
-    narrow = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
+    narrow = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
     assert torch.equal(narrow.linear(x.bfloat16(), weight), product(x.bfloat16(), weight, library.load()))
     numbers = torch.randn(40, 320).bfloat16()
-    panel_weight, many = filled_panels(numbers), x[: panels.FEWEST_ROUNDED_ROWS].bfloat16()
+    panel_weight, many = filled_panels(numbers), x[: panels.PANEL_TILE_MIN_ROWS].bfloat16()
     assert torch.equal(
         narrow.linear(many, panel_weight), panels.linear_panels_rounded(many, panel_weight, library=library.load())
     )
-    exact = bind("cpu", torch.bfloat16, deterministic=True)
+    exact = select_backend("cpu", torch.bfloat16, deterministic=True)
     assert torch.equal(exact.linear(many, panel_weight), panels.linear_panels(many, panel_weight, library=load()))
-    for options in ({"rounds_prompts": False}, {"rounds_prompts": True, "deterministic": True}):
-        exact = bind("cpu", torch.float32, activations="int8", **options)
+    for options in ({"bf16_prefill": False}, {"bf16_prefill": True, "deterministic": True}):
+        exact = select_backend("cpu", torch.float32, activations="int8", **options)
         assert torch.equal(exact.linear(x, weight), bytes_of[few + 1])
 
 
@@ -296,9 +296,9 @@ def test_products_are_repeated_as_they_were_recorded() -> None:
     if cpu.library.load().isa != "avx512_amx":
         pytest.skip("another set of instructions was asked for")
     blocks_of, panels_of = random_blocks(96, 320, FORMS["q8_0"]), filled_panels(torch.randn(64, 48).bfloat16())
-    backend = bind("cpu", torch.bfloat16, activations="int8", rounds_prompts=True)
+    backend = select_backend("cpu", torch.bfloat16, activations="int8", bf16_prefill=True)
     assert isinstance(backend, CompiledBackend)
-    x = torch.randn(blocks.FEWEST_ROUNDED_ROWS, 320).bfloat16()
+    x = torch.randn(blocks.BLOCK_TILE_MIN_ROWS, 320).bfloat16()
     with torch.inference_mode(), backend.record(cpu.Arena(1 << 20)) as recording:
         found = backend.gated_linear(backend.gated_linear(x, blocks_of, None, "silu"), panels_of, None, "relu2")
     assert recording.obstacle is None

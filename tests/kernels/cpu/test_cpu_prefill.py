@@ -74,9 +74,9 @@ def test_the_largest_sums_of_the_widest_codes_fit(form: Library) -> None:
     assert scales is not None
     codes = (case.q[0, 0].sign() * 127).char().expand(case.wide[0].shape).clone()
     codes[:, ::2] *= -1
-    case.pages[0], case.wide[0] = int8_layout.lay_keys(codes), codes.float() * scales.transpose(1, 2)[..., None]
+    case.pages[0], case.wide[0] = int8_layout.pack_keys(codes), codes.float() * scales.transpose(1, 2)[..., None]
     case.check(form)
-    call = AttentionCall.of_single_tokens(case.table, case.lengths, case.temperature[-1:], case.scale)
+    call = AttentionCall.for_decode(case.table, case.lengths, case.temperature[-1:], case.scale)
     found = cpu.paged_attention_decode(case.q[-1:], case.all_pages, call, library=form)
     torch.testing.assert_close(found.double(), case.expected()[-1:], rtol=2e-4, atol=2e-4)
 

@@ -16,7 +16,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from windlass.kernels import AttentionCall, KVPages, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
@@ -191,7 +191,7 @@ def test_bits_depend_on_a_rows_own_ranges_only(form: Library, page_type: torch.d
     case = case_of([(500, 90)], 9, page_type=page_type)
     q, pages, call = case.operands()
     whole, parts = prefill(q, pages, call, form), ((0, 17), (17, 50), (50, 90))
-    assert torch.equal(torch.cat([prefill(q, pages, call.some_tokens(*part), form) for part in parts]), whole)
+    assert torch.equal(torch.cat([prefill(q, pages, call.slice_tokens(*part), form) for part in parts]), whole)
 
 
 @settings(max_examples=25, deadline=None)
@@ -210,7 +210,7 @@ def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks, slopes):
     case = case_of(shapes, count, seed, page_type=page_type, sinks=torch.randn(4) * 3 if sinks else None)
     case.slopes = SLOPES if slopes else None
     operands, expected = case.operands(), case.expected()
-    for backend in (bind("cpu"), bind("cpu", deterministic=True)):
+    for backend in (select_backend("cpu"), select_backend("cpu", deterministic=True)):
         assert isinstance(backend, CompiledBackend)
         found = backend.paged_attention(*operands).double()
         torch.testing.assert_close(found, expected, rtol=2e-4, atol=2e-4 if page_type == torch.int8 else 2e-5)
@@ -218,17 +218,17 @@ def test_any_ranges_in_any_batch(seed, shapes, count, page_type, sinks, slopes):
 
 def test_deterministic_bits_do_not_depend_on_chunks() -> None:
     kernels("generic")
-    backend = bind("cpu", deterministic=True)
+    backend = select_backend("cpu", deterministic=True)
     q, pages, call = case_of([(300, 75)], 7).operands()
     whole = backend.paged_attention(q, pages, call)
     for bounds in ((0, 75), (0, 1, 2, 40, 75), tuple(range(76))):
-        chunks = [backend.paged_attention(q, pages, call.some_tokens(a, b)) for a, b in pairwise(bounds)]
+        chunks = [backend.paged_attention(q, pages, call.slice_tokens(a, b)) for a, b in pairwise(bounds)]
         assert torch.equal(torch.cat(chunks), whole)
 
 
 def test_rows_that_share_a_table(form: Library) -> None:
     q, pages, call = case_of([(300, 20)], 7).operands()
-    alone = call.token_by_token()
+    alone = call.as_single_tokens()
     assert alone.block_tables.stride(0) == 0
     torch.testing.assert_close(decode(q, pages, alone, form), prefill(q, pages, call, form), rtol=1e-5, atol=1e-5)
 
@@ -263,14 +263,14 @@ def test_turned_queries(form: Library, dtype: torch.dtype, dim: int, pairs: int)
     q = torch.randn(5, 6, dim + 8).to(dtype)[:, 1:5, 3 : dim + 3]
     rows = torch.tensor([4, 0, 0, 2, 4, 1, 3])
     angles = torch.randn(7, pairs)
-    found = cpu.turn_queries(q, rows, angles.cos(), angles.sin(), library=form)
-    want = reference.turn_queries(q, rows, angles.cos(), angles.sin())
+    found = cpu.rotate_queries(q, rows, angles.cos(), angles.sin(), library=form)
+    want = reference.rotate_queries(q, rows, angles.cos(), angles.sin())
     assert found.shape == (12, 4, dim) and found.dtype == dtype and found.is_contiguous()
     assert torch.equal(found[:5], q) and torch.equal(found[5:, :, 2 * pairs :], q[rows][..., 2 * pairs :])
     step = torch.finfo(dtype).eps
     torch.testing.assert_close(found, want, rtol=step, atol=step)
     # A row has the bits it has alone.
-    alone = cpu.turn_queries(q[4:], torch.tensor([0]), angles.cos()[4:5], angles.sin()[4:5], library=form)
+    alone = cpu.rotate_queries(q[4:], torch.tensor([0]), angles.cos()[4:5], angles.sin()[4:5], library=form)
     assert torch.equal(alone[1], found[9])
 
 
@@ -278,16 +278,16 @@ def test_turned_queries_refuse_what_is_none(form: Library) -> None:
     q, angles = torch.randn(3, 2, 8), torch.zeros(1, 4)
     for row in (-1, 3, FAR):
         with pytest.raises(IndexError, match="row"):
-            cpu.turn_queries(q, torch.tensor([row]), angles, angles, library=form)
+            cpu.rotate_queries(q, torch.tensor([row]), angles, angles, library=form)
         with pytest.raises(IndexError, match="row"):
-            reference.turn_queries(q, torch.tensor([row]), angles, angles)
+            reference.rotate_queries(q, torch.tensor([row]), angles, angles)
     for rows, table in (
         (torch.tensor([0]).int(), angles),
         (torch.tensor([0, 1]), angles),
         (torch.tensor([0]), torch.zeros(1, 5)),
     ):
-        with pytest.raises(ValueError, match="turn_queries"):
-            cpu.turn_queries(q, rows, table, table, library=form)
+        with pytest.raises(ValueError, match="rotate_queries"):
+            cpu.rotate_queries(q, rows, table, table, library=form)
 
 
 @pytest.mark.parametrize("name", PACKED_FORMS)
@@ -295,12 +295,12 @@ def test_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """A recorded step reads the ranges that it finds when it is repeated."""
     found = kernels(name)
     choose(monkeypatch, found)
-    backend, case = bind("cpu"), case_of([(300, 1), (40, 1), (700, 1)], 5)
+    backend, case = select_backend("cpu"), case_of([(300, 1), (40, 1), (700, 1)], 5)
     assert isinstance(backend, CompiledBackend)
     q, rows, cos, sin, _ = case.versions()
     _, pages, call = case.operands()
     with backend.record(cpu.Arena(1 << 20)) as recording:
-        out = backend.paged_attention(backend.turn_queries(q, rows, cos, sin), pages, call)
+        out = backend.paged_attention(backend.rotate_queries(q, rows, cos, sin), pages, call)
     assert recording.obstacle is None
     torch.testing.assert_close(out.double(), case.expected(), rtol=1e-5, atol=1e-5)
     ranges = call.ranges
@@ -308,7 +308,7 @@ def test_recorded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for change in (lambda: q.mul_(0.5), lambda: ranges.reaches.clamp_(max=50), lambda: sin.neg_()):
         change()
         assert recording.repeat()
-        expected = backend.paged_attention(backend.turn_queries(q, rows, cos, sin), pages, call)
+        expected = backend.paged_attention(backend.rotate_queries(q, rows, cos, sin), pages, call)
         assert torch.equal(out, expected)
     rows[0] = 99
     assert not recording.repeat()

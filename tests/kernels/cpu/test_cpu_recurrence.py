@@ -22,7 +22,7 @@ from helpers.recurrences import (
     state_rows,
 )
 
-from windlass.kernels import StateRows, bind, cpu
+from windlass.kernels import StateRows, cpu, select_backend
 from windlass.kernels.cpu import recurrence
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
@@ -81,9 +81,9 @@ def test_delta_rule(
 def test_heads_of_keys_met_in_turns(form: Library) -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
-    turned, order = own.in_turns()
+    turned, order = own.tiled_heads()
     expected = recurrence.gated_delta_rule(*own.operands(rows), library=form)
-    found = recurrence.gated_delta_rule(*turned.operands(rows), in_turns=True, library=form)
+    found = recurrence.gated_delta_rule(*turned.operands(rows), tiled_heads=True, library=form)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 
@@ -262,7 +262,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 
 def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, form)
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     rows = some_rows()
     for own, found, reference in (
         (Convolution.random(rows, 40, 4), backend.short_convolution, plain.short_convolution),
@@ -278,7 +278,7 @@ def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.
 @pytest.fixture
 def recorded(form: Library, monkeypatch: pytest.MonkeyPatch) -> Any:
     choose(monkeypatch, form)
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     assert isinstance(backend, CompiledBackend)
     return backend
 

@@ -12,7 +12,7 @@ from helpers.cpu_kernels import FORMS, at_the_end_of_memory, choose, kernels
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import KVPages, bind, cpu
+from windlass.kernels import KVPages, cpu, select_backend
 from windlass.kernels.cpu import load, rotary
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference, rowwise
@@ -211,7 +211,9 @@ def test_the_plain_form_refuses_slots_too(monkeypatch: pytest.MonkeyPatch, sourc
     before = copy_of(pages)
     half = torch.ones(2, 8)
     with pytest.raises(IndexError, match="outside"):
-        bind("cpu").rerotate_cached_keys(pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half)
+        select_backend("cpu").rerotate_cached_keys(
+            pages, torch.tensor([3, source]), torch.tensor([9, target]), half, half
+        )
     assert torch.equal(pages.key, before.key)
     assert torch.equal(pages.value, before.value)
 

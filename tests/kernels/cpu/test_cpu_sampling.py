@@ -10,10 +10,10 @@ import pytest
 import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
-from windlass.kernels import DrawStatus, Filters, cpu
+from windlass.kernels import Filters, SamplingStatus, cpu
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.sampling import LOWEST
-from windlass.kernels.torch.draw import candidates, draw, weigh
+from windlass.kernels.torch.draw import candidates, exact_weights, sample
 
 SIZES = (1, 2, 15, 16, 17, 127, 128, 129, 500, 2309)
 FILTERS = (
@@ -39,8 +39,8 @@ FILTERS = (
 )
 
 
-def described(filters: Filters, row: int, uniform: float, vocab: int) -> cpu.CompiledDraw:
-    return cpu.CompiledDraw(
+def described(filters: Filters, row: int, uniform: float, vocab: int) -> cpu.CompiledSamplingRow:
+    return cpu.CompiledSamplingRow(
         row=row,
         repetition=1.0,
         temperature=max(filters.temperature, 1e-30),
@@ -78,9 +78,9 @@ def rows_of(kind: str, vocab: int) -> torch.Tensor:
     return x * 3
 
 
-def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledDraw]) -> list[int]:
-    cpu.draw_tokens(logits, draws, cpu.drawing_memory(logits.shape[1], 2), library=form)
-    assert [d.status for d in draws] == [DrawStatus.OK] * len(draws)
+def compiled(form: Library, logits: torch.Tensor, draws: list[cpu.CompiledSamplingRow]) -> list[int]:
+    cpu.draw_tokens(logits, draws, cpu.sampling_workspace(logits.shape[1], 2), library=form)
+    assert [d.status for d in draws] == [SamplingStatus.OK] * len(draws)
     return [d.token for d in draws]
 
 
@@ -98,7 +98,7 @@ def test_the_reference_draws_the_same(form: Library, kind: str, vocab: int) -> N
         Filters(f.temperature, f.min_p, d.top_k, f.top_p, f.typical_p, f.exclude_from)
         for (f, _, _), d in zip(cases, draws, strict=True)
     ]
-    want = draw(logits[[row for _, row, _ in cases]], filters, [u for _, _, u in cases])
+    want = sample(logits[[row for _, row, _ in cases]], filters, [u for _, _, u in cases])
     assert got == want
     assert torch.equal(logits, before)
 
@@ -120,7 +120,7 @@ def test_large_vocabularies_and_few_kept(form: Library) -> None:
 
 def test_weights_are_multiples_of_a_unit_and_near_the_exponential() -> None:
     x = torch.cat((-torch.rand(20_000) * 26, -torch.rand(1000) * 1e-6, torch.tensor([0.0, -math.inf, -1e30, -24.4])))
-    weights = weigh(x).double()
+    weights = exact_weights(x).double()
     assert torch.equal((weights * 2**34).round(), weights * 2**34)
     exact = x.double().exp()
     assert ((weights - exact).abs() <= 2**-35 + exact * 2**-22).all()
@@ -128,7 +128,7 @@ def test_weights_are_multiples_of_a_unit_and_near_the_exponential() -> None:
 
 
 def test_sums_do_not_depend_on_their_order() -> None:
-    weights = weigh(-torch.rand(1 << 18) * 20)
+    weights = exact_weights(-torch.rand(1 << 18) * 20)
     total = weights.double().sum()
     assert total == weights.flip(0).double().cumsum(0)[-1] == weights[torch.randperm(1 << 18)].double().sum()
 
@@ -137,7 +137,7 @@ def ids(*values: int) -> torch.Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
-def changed(**fields: Any) -> tuple[cpu.CompiledDraw, list[torch.Tensor]]:
+def changed(**fields: Any) -> tuple[cpu.CompiledSamplingRow, list[torch.Tensor]]:
     """A draw with lists of ids given as tensors, and what must be kept alive for it."""
     names = ("allowed", "forbidden", "biased", "counted", "decreased")
     values: dict[str, Any] = {"repetition": 1.0, "floor": LOWEST, "top_p": 1.0, "typical_p": 1.0, "exclude_from": 1.0}
@@ -145,7 +145,7 @@ def changed(**fields: Any) -> tuple[cpu.CompiledDraw, list[torch.Tensor]]:
         values[name] = value.data_ptr() if isinstance(value, torch.Tensor) else value
         if name in names:
             values[f"num_{name}"] = len(value)
-    return cpu.CompiledDraw(**values), [v for v in fields.values() if isinstance(v, torch.Tensor)]
+    return cpu.CompiledSamplingRow(**values), [v for v in fields.values() if isinstance(v, torch.Tensor)]
 
 
 def test_changes_come_in_order(form: Library) -> None:
@@ -183,9 +183,9 @@ def test_rows_fail_alone(form: Library) -> None:
     nothing, kept = changed(row=4, temperature=1.0, forbidden=everything)
     outside, also = changed(row=4, temperature=1.0, biased=ids(300), bias=torch.ones(1))
     draws += [nothing, outside]
-    cpu.draw_tokens(logits, draws, cpu.drawing_memory(300, 1), library=form)
-    bad = DrawStatus.BAD_LOGITS
-    statuses = [0, bad, bad, bad, 0, DrawStatus.NOTHING_LEFT, DrawStatus.NO_SUCH_ID]
+    cpu.draw_tokens(logits, draws, cpu.sampling_workspace(300, 1), library=form)
+    bad = SamplingStatus.BAD_LOGITS
+    statuses = [0, bad, bad, bad, 0, SamplingStatus.NOTHING_LEFT, SamplingStatus.NO_SUCH_ID]
     assert [d.status for d in draws] == statuses
     assert [d.token == -1 for d in draws] == [status != 0 for status in statuses]
     assert kept and also
@@ -203,7 +203,7 @@ def test_greedy_takes_the_first_of_the_largest(form: Library) -> None:
 
 
 def test_what_is_handed_over_is_checked(form: Library) -> None:
-    logits, memory = torch.zeros(2, 40), cpu.drawing_memory(40, 1)
+    logits, memory = torch.zeros(2, 40), cpu.sampling_workspace(40, 1)
     one = described(Filters(), 0, 0.0, 40)
     with pytest.raises(ValueError, match="float32"):
         cpu.draw_tokens(logits.double(), [one], memory, library=form)

@@ -10,7 +10,7 @@ import torch
 from helpers.cpu_kernels import choose, kernels
 from helpers.recurrences import Convolution, StateSpace, assert_near, some_rows, state_rows
 
-from windlass.kernels import bind, cpu
+from windlass.kernels import cpu, select_backend
 from windlass.kernels.cpu import recurrence
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
@@ -101,7 +101,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
 def test_recorded_calls_read_rows_and_states_anew(form: Library, monkeypatch: pytest.MonkeyPatch) -> None:
     """Other inputs, other blocks, other cuts between sequences, another one that begins; with limits."""
     choose(monkeypatch, form)
-    recorded = bind("cpu")
+    recorded = select_backend("cpu")
     assert isinstance(recorded, CompiledBackend)
     rows = state_rows([2, 0, 3], [2, 1, 3], [True, False, False])._replace(kept=torch.full((6,), -1))
     inputs = Convolution.random(rows, 64, 4).plain

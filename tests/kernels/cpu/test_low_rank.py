@@ -9,7 +9,7 @@ import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 from helpers.low_rank import Expected, change, expected
 
-from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, RowSlots, bind
+from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
@@ -17,7 +17,7 @@ from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 
 
-def table_of(changes: list[LowRank | None], columns: int, inner: int) -> CompiledLowRankTable:
+def table_of(changes: list[LowRankUpdate | None], columns: int, inner: int) -> CompiledLowRankTable:
     table = CompiledLowRankTable(len(changes), columns, inner)
     for slot, own in enumerate(changes):
         table.put(slot, own)
@@ -51,7 +51,7 @@ def test_every_type_and_parts_of_their_own_ranks(
 ) -> None:
     columns, inner, rows = [70, 33, 20], 77, 23
     ranks = [[4, 0, 9], [0, 3, 0], [1, 1, 1], [16, 8, 5]]
-    changes: list[LowRank | None] = [change(columns, inner, own, down=down, up=up) for own in ranks]
+    changes: list[LowRankUpdate | None] = [change(columns, inner, own, down=down, up=up) for own in ranks]
     changes.insert(2, None)
     table = table_of(changes, sum(columns), inner)
     generator = torch.Generator().manual_seed(3)
@@ -91,7 +91,7 @@ def test_the_bits_of_a_row_depend_on_that_row_alone(form: Library) -> None:
 def test_nothing_is_read_or_written_past_the_ends(form: Library) -> None:
     for columns, inner, rank in ((33, 17, 3), (65, 31, 5), (7, 5, 1)):
         own = change([columns], inner, [rank], down=torch.bfloat16, up=torch.float16)
-        own = LowRank(
+        own = LowRankUpdate(
             rank,
             inner,
             at_the_end_of_memory(own.down),
@@ -144,16 +144,16 @@ def test_what_does_not_fit_is_refused() -> None:
 @pytest.mark.parametrize("deterministic", [False, True])
 def test_torch_adds_the_same(deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("windlass.kernels.cpu.library.unavailable_reason", lambda: "off")
-    plain = bind("cpu", deterministic=deterministic)
+    plain = select_backend("cpu", deterministic=deterministic)
     assert "torch" in plain.explain()
     columns, inner = [40, 30], 50
     changes = [change(columns, inner, ranks, down=torch.bfloat16, up=torch.float32) for ranks in ([3, 0], [2, 5])]
-    tables = [plain.low_rank_table(3, ChangedMatrix((40, 30), inner, 7)), CompiledLowRankTable(3, 70, inner)]
+    tables = [plain.low_rank_table(3, LowRankTarget((40, 30), inner, 7)), CompiledLowRankTable(3, 70, inner)]
     for table, (slot, own) in itertools.product(tables, ((0, changes[0]), (2, changes[1]))):
         table.put(slot, own)
     for slots in ([0, 2, -1, 1, 2], [2] * 5):
         x, out = torch.randn(5, inner), torch.randn(5, 70)
         other = out.clone()
-        plain.add_low_rank(out, x, tables[0], RowSlots(torch.tensor(slots)))
+        plain.add_low_rank(out, x, tables[0], AdapterSlots(torch.tensor(slots)))
         add_low_rank(other, x, tables[1], torch.tensor(slots), library=load())
         assert torch.allclose(out, other, atol=2e-5 * float(other.abs().max()), rtol=0)

@@ -10,9 +10,9 @@ import pytest
 import torch
 from helpers.cpu_kernels import kernels
 
-from windlass.kernels import RankEndedError, Ranks, memory_bytes
+from windlass.kernels import RankEndedError, RankGroup, shared_memory_bytes
 from windlass.kernels.cpu.library import Library, load
-from windlass.kernels.cpu.ranks import CompiledRanks
+from windlass.kernels.cpu.ranks import SharedMemoryCollectives
 from windlass.kernels.layouts.ranks import SLOT_BYTES
 
 COLUMNS = (32, 48, 5)
@@ -24,10 +24,10 @@ def library(request: pytest.FixtureRequest) -> Library:
 
 
 @pytest.fixture
-def ranks() -> Iterator[list[Ranks]]:
+def ranks() -> Iterator[list[RankGroup]]:
     number = os.memfd_create("ranks")
-    os.ftruncate(number, memory_bytes(3))
-    yield [Ranks(number, rank, 3, COLUMNS) for rank in range(3)]
+    os.ftruncate(number, shared_memory_bytes(3))
+    yield [RankGroup(number, rank, 3, COLUMNS) for rank in range(3)]
     os.close(number)
 
 
@@ -40,13 +40,15 @@ def together(calls: list[threading.Thread]) -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_sums_are_in_the_order_of_ranks_on_every_rank(library: Library, ranks: list[Ranks], dtype: torch.dtype) -> None:
-    groups = [CompiledRanks(one) for one in ranks]
+def test_sums_are_in_the_order_of_ranks_on_every_rank(
+    library: Library, ranks: list[RankGroup], dtype: torch.dtype
+) -> None:
+    groups = [SharedMemoryCollectives(one) for one in ranks]
     for count in (1, 37, 576, SLOT_BYTES // 2 + 19):
         parts = [torch.randn(1, count).to(dtype) for _ in ranks]
         expected = ((parts[0].float() + parts[1].float()) + parts[2].float()).to(dtype)
         calls = [
-            threading.Thread(target=group.sum_up, args=(part,), kwargs={"library": library})
+            threading.Thread(target=group.all_reduce, args=(part,), kwargs={"library": library})
             for group, part in zip(groups, parts, strict=True)
         ]
         together(calls)
@@ -54,24 +56,24 @@ def test_sums_are_in_the_order_of_ranks_on_every_rank(library: Library, ranks: l
 
 
 @pytest.mark.parametrize("rows", [1, 7, 3000])
-def test_columns_of_all_ranks_come_to_the_first(library: Library, ranks: list[Ranks], rows: int) -> None:
+def test_columns_of_all_ranks_come_to_the_first(library: Library, ranks: list[RankGroup], rows: int) -> None:
     parts = [torch.randn(rows, columns) for columns in COLUMNS]
     found: dict[int, torch.Tensor] = {}
 
     def gather(rank: int) -> None:
-        found[rank] = CompiledRanks(ranks[rank]).gather_columns(parts[rank], library=library)
+        found[rank] = SharedMemoryCollectives(ranks[rank]).gather_columns(parts[rank], library=library)
 
     together([threading.Thread(target=gather, args=(rank,)) for rank in range(3)])
     assert torch.equal(found[0], torch.cat(parts, dim=1))
     assert found[1] is parts[1]
 
 
-def test_whoever_waits_for_a_rank_that_ended_is_told(library: Library, ranks: list[Ranks]) -> None:
+def test_whoever_waits_for_a_rank_that_ended_is_told(library: Library, ranks: list[RankGroup]) -> None:
     told: list[str] = []
 
     def wait(rank: int) -> None:
         try:
-            CompiledRanks(ranks[rank]).sum_up(torch.zeros(8), library=library)
+            SharedMemoryCollectives(ranks[rank]).all_reduce(torch.zeros(8), library=library)
         except RankEndedError as error:
             told.append(str(error))
 
@@ -83,4 +85,4 @@ def test_whoever_waits_for_a_rank_that_ended_is_told(library: Library, ranks: li
         thread.join(60)
     assert sorted(told) == ["a rank of the model has ended", "rank 2 ended: killed by SIGKILL"]
     with pytest.raises(ValueError, match="contiguous"):
-        CompiledRanks(ranks[0]).sum_up(torch.zeros(4, 8).t(), library=library)
+        SharedMemoryCollectives(ranks[0]).all_reduce(torch.zeros(4, 8).t(), library=library)

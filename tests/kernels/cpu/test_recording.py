@@ -10,7 +10,7 @@ import pytest
 import torch
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
 
-from windlass.kernels import AttentionCall, KVPages, Routing, bind, cpu
+from windlass.kernels import AttentionCall, KVPages, Routing, cpu, select_backend
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.recording import CompiledRecording
 from windlass.kernels.torch import routed
@@ -26,7 +26,7 @@ def arena() -> cpu.Arena:
 
 
 def compiled() -> CompiledBackend:
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     assert isinstance(backend, CompiledBackend)
     return backend
 
@@ -65,7 +65,7 @@ class Layers:
         self.ones = torch.ones(rows)
         self.ids, self.lengths, self.slots = torch.zeros(3, rows, dtype=torch.int64)
         self.angles = torch.zeros(2, rows, DIM // 2)
-        self.attention = AttentionCall.of_single_tokens(self.blocks, self.lengths, self.ones, 0.25)
+        self.attention = AttentionCall.for_decode(self.blocks, self.lengths, self.ones, 0.25)
         self.change()
 
     def change(self) -> None:
@@ -199,10 +199,10 @@ def test_what_computes_outside_the_kernels_is_run_every_time(backend: CompiledBa
     assert recording.repeat() and torch.equal(y, backend.linear(x, weight))
     with backend.record(cpu.Arena(4096)) as other:
         backend.linear(torch.randn(2, 8), weight)
-    assert recording.same_values(other)  # addresses aside
+    assert recording.same_calls(other)  # addresses aside
     with backend.record(arena) as wider:
         backend.linear(torch.randn(3, 8), weight)
-    assert not recording.same_values(wider)
+    assert not recording.same_calls(wider)
     with backend.record(arena) as torch_work:
         backend.linear(x + 1, weight)
     assert "add" in str(torch_work.obstacle)
@@ -313,7 +313,7 @@ def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledB
     def recorded(**options: Any) -> CompiledRecording:
         q, lengths, ones = torch.randn(2, 4, 16), torch.tensor([5, 9]), torch.ones(2)
         pages = KVPages(torch.randn(3, 16, 2, 16), torch.randn(3, 16, 2, 16))
-        call = AttentionCall.of_single_tokens(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
+        call = AttentionCall.for_decode(torch.tensor([[1], [2]]).int(), lengths, ones, 0.25, **options)
         held.append((q, lengths, ones, pages, call))
         with backend.record(arena) as recording:
             backend.paged_attention(q, pages, call)
@@ -321,11 +321,9 @@ def test_calls_of_attention_are_alike_but_for_their_addresses(backend: CompiledB
 
     held: list[object] = []
     first = recorded(window=4)
-    assert first.same_values(recorded(window=4))
-    assert not any(
-        first.same_values(recorded(**other)) for other in ({}, {"window": 5}, {"window": 4, "soft_cap": 1.0})
-    )
-    assert not first.same_values(recorded(window=4, sink_logits=torch.zeros(4)))
+    assert first.same_calls(recorded(window=4))
+    assert not any(first.same_calls(recorded(**other)) for other in ({}, {"window": 5}, {"window": 4, "soft_cap": 1.0}))
+    assert not first.same_calls(recorded(window=4, sink_logits=torch.zeros(4)))
     gc.collect()
     assert first.obstacle is None and first.repeat()
 

@@ -8,24 +8,24 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.kernels import StepRows
+from windlass.kernels import PersistentBuffers
 from windlass.kernels.cpu import library, load, step_rows
 from windlass.kernels.torch import reference
-from windlass.kernels.torch.step_rows import rows_filler as plain_filler
+from windlass.kernels.torch.step_rows import buffer_filler as plain_filler
 
 needs_kernels = pytest.mark.skipif(library.unavailable_reason() is not None, reason="no compiled kernels")
 
 
 def step(rng: np.random.Generator, groups: int, rows: int, blocks: int, block_size: int) -> tuple[np.ndarray, ...]:
     """What is said of some rows, and tables in which each finds its block."""
-    said = np.zeros((5, rows), dtype=np.int64)
-    said[0] = rng.integers(0, 1000, rows)
-    said[1] = rng.integers(0, blocks * block_size, rows)
-    said[2] = rng.integers(0, 100_000, rows)
-    said[3] = rng.integers(0, 6, rows)
-    said[4] = rng.permutation(rows + 3)[:rows]
+    metadata = np.zeros((5, rows), dtype=np.int64)
+    metadata[0] = rng.integers(0, 1000, rows)
+    metadata[1] = rng.integers(0, blocks * block_size, rows)
+    metadata[2] = rng.integers(0, 100_000, rows)
+    metadata[3] = rng.integers(0, 6, rows)
+    metadata[4] = rng.permutation(rows + 3)[:rows]
     tables = rng.integers(0, 500, (groups, rows + 3, blocks + 5)).astype(np.int32)
-    return said, tables
+    return metadata, tables
 
 
 @needs_kernels
@@ -35,39 +35,43 @@ def test_rows_are_filled_as_numpy_does_it(groups: int, rows: int, block_size: in
     inv_freq = torch.rand(2, 6, 12, dtype=torch.float64)
     scale, whole = torch.rand(2, 6), torch.rand(6)
     blocks = 7
-    ours, theirs = (StepRows.zeros(groups, rows, 64, 2, 12) for _ in range(2))
-    fill = step_rows.CompiledRowsFiller(ours, inv_freq, scale, whole, block_size, library=load())
+    ours, theirs = (PersistentBuffers.zeros(groups, rows, 64, 2, 12) for _ in range(2))
+    fill = step_rows.CompiledBufferFiller(ours, inv_freq, scale, whole, block_size, library=load())
 
     def angles(ids: torch.Tensor, positions: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return reference.rotary_angles(inv_freq, ids, positions)
 
     expected = plain_filler(theirs, scale, whole, block_size, angles)
     for _ in range(3):  # the tables are another array each time, as when they have grown
-        said, tables = step(rng, groups, rows, blocks, block_size)
+        metadata, tables = step(rng, groups, rows, blocks, block_size)
         scale.uniform_(), whole.uniform_()
-        ours.said[...], theirs.said[...] = said, said
+        ours.metadata[...], theirs.metadata[...] = metadata, metadata
         fill(tables, blocks)
         expected(tables, blocks)
         for name in ("positions", "lengths", "slots", "tables"):
             assert np.array_equal(getattr(ours, name), getattr(theirs, name)), name
         for name in ("cos", "sin", "q_scale", "score_scale"):
             assert torch.allclose(getattr(ours, name), getattr(theirs, name), rtol=0, atol=1e-6), name
-        assert torch.equal(ours.score_scale, whole[torch.from_numpy(said[3])])
-        assert ours.positions.tolist() == [int(i + first) for i, first in zip(said[1], said[2], strict=True)]
-        block = tables[groups - 1, said[4][-1], said[1][-1] // block_size]
-        assert ours.slots[-1, -1] == block * block_size + said[1][-1] % block_size
+        assert torch.equal(ours.score_scale, whole[torch.from_numpy(metadata[3])])
+        assert ours.positions.tolist() == [int(i + first) for i, first in zip(metadata[1], metadata[2], strict=True)]
+        block = tables[groups - 1, metadata[4][-1], metadata[1][-1] // block_size]
+        assert ours.slots[-1, -1] == block * block_size + metadata[1][-1] % block_size
 
 
 @needs_kernels
-@pytest.mark.parametrize("make", [step_rows.CompiledRowsFiller, None])
+@pytest.mark.parametrize("make", [step_rows.CompiledBufferFiller, None])
 def test_what_has_no_place_is_refused(make: object) -> None:
-    rows, inv_freq, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.rand(1, 3, 4, dtype=torch.float64), torch.ones(1, 3)
+    rows, inv_freq, scale = (
+        PersistentBuffers.zeros(1, 2, 64, 1, 4),
+        torch.rand(1, 3, 4, dtype=torch.float64),
+        torch.ones(1, 3),
+    )
     if make is None:
         fill = plain_filler(rows, scale, torch.ones(3), 16, lambda ids, at: reference.rotary_angles(inv_freq, ids, at))
     else:
-        fill = step_rows.CompiledRowsFiller(rows, inv_freq, scale, torch.ones(3), 16, library=load())
+        fill = step_rows.CompiledBufferFiller(rows, inv_freq, scale, torch.ones(3), 16, library=load())
     tables = np.full((1, 4, 64), 9, dtype=np.int32)
-    rows.said[1], rows.said[4] = (15, 31), (2, 3)
+    rows.metadata[1], rows.metadata[4] = (15, 31), (2, 3)
     fill(tables, 2)
     assert rows.slots.tolist() == [[9 * 16 + 15, 9 * 16 + 15]]
     tables[0, 3, 1] = -1
@@ -76,7 +80,7 @@ def test_what_has_no_place_is_refused(make: object) -> None:
     tables[0, 3, 1] = 9
     with pytest.raises(IndexError):
         fill(tables, 1)  # the second row's block is the second
-    rows.said[3, 0] = 3
+    rows.metadata[3, 0] = 3
     with pytest.raises((IndexError, RuntimeError), match=r"outside|out of"):
         fill(tables, 2)
 
@@ -84,14 +88,14 @@ def test_what_has_no_place_is_refused(make: object) -> None:
 def test_operands_that_do_not_fit_are_refused() -> None:
     if library.unavailable_reason() is not None:
         pytest.skip("no compiled kernels")
-    rows, scale = StepRows.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
+    rows, scale = PersistentBuffers.zeros(1, 2, 64, 1, 4), torch.ones(1, 3)
     with pytest.raises(ValueError, match="float64"):
-        step_rows.CompiledRowsFiller(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16, library=load())
+        step_rows.CompiledBufferFiller(rows, torch.rand(1, 3, 4), scale, torch.ones(3), 16, library=load())
     with pytest.raises(ValueError, match="do not fit"):
-        step_rows.CompiledRowsFiller(
+        step_rows.CompiledBufferFiller(
             rows, torch.rand(1, 3, 5, dtype=torch.float64), scale, torch.ones(3), 16, library=load()
         )
-    fill = step_rows.CompiledRowsFiller(
+    fill = step_rows.CompiledBufferFiller(
         rows, torch.rand(1, 3, 4, dtype=torch.float64), scale, torch.ones(3), 16, library=load()
     )
     with pytest.raises(ValueError, match="tables"):

@@ -9,15 +9,15 @@ import pytest
 from helpers.cpu_kernels import kernels, look_again
 
 from windlass.kernels.cpu import library, structs
-from windlass.kernels.cpu.sampling import CompiledDraw
+from windlass.kernels.cpu.sampling import CompiledSamplingRow
 from windlass.kernels.cpu.sources import fingerprint
 
 
 def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
     kernels("generic")
     handle = ctypes.CDLL(str(library.find()))
-    assert structs.differing(handle) == []
-    assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledDraw)
+    assert structs.differing_structs(handle) == []
+    assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledSamplingRow)
     assert handle.windlass_struct_size(b"Drawing") == -1
 
 

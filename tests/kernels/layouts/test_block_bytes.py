@@ -25,7 +25,7 @@ def test_any_bits_mean_what_they_mean_in_the_file(block_form: BlockForm, rows: i
     columns = 3 * block_bytes.block_elements(block_form)
     blocks = random_blocks(rows, columns, block_form)
     weight = BlockWeight.empty(rows, columns, block_form)
-    block_bytes.repack(weight.narrow(0, rows), blocks)
+    block_bytes.repack_gguf_blocks(weight.narrow(0, rows), blocks)
     assert torch.equal(weight.dequantize().view(torch.int32), numbers(blocks, block_form).view(torch.int32))
 
 
@@ -33,7 +33,7 @@ def test_any_bits_mean_what_they_mean_in_the_file(block_form: BlockForm, rows: i
 def test_what_gguf_writes(name: str) -> None:
     written = gguf.quantize(np.random.default_rng(3).standard_normal((20, 96), dtype=np.float32), kind(FORMS[name]))
     weight = BlockWeight.empty(20, 96, FORMS[name])
-    block_bytes.repack(weight.narrow(0, 20), torch.from_numpy(written))
+    block_bytes.repack_gguf_blocks(weight.narrow(0, 20), torch.from_numpy(written))
     assert torch.equal(weight.dequantize(), numbers(torch.from_numpy(written), FORMS[name]))
 
 
@@ -41,9 +41,9 @@ def test_rows_in_pieces_and_in_any_order(block_form: BlockForm) -> None:
     columns = 2 * block_bytes.block_elements(block_form)
     blocks = random_blocks(53, columns, block_form)
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
-    block_bytes.repack(whole.narrow(0, 53), blocks)
+    block_bytes.repack_gguf_blocks(whole.narrow(0, 53), blocks)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
-        block_bytes.repack(parts.narrow(first, count), blocks[first : first + count])
+        block_bytes.repack_gguf_blocks(parts.narrow(first, count), blocks[first : first + count])
     for name, tensor in whole.tensors().items():
         assert torch.equal(tensor.view(torch.uint8), parts.tensors()[name].view(torch.uint8))
 
@@ -52,7 +52,7 @@ def test_many_rows_are_repacked_in_parts(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(block_bytes, "_ELEMENTS", 200)
     blocks = random_blocks(11, 64, FORMS["q4_1"])
     weight = BlockWeight.empty(11, 64, FORMS["q4_1"])
-    block_bytes.repack(weight.narrow(0, 11), blocks)
+    block_bytes.repack_gguf_blocks(weight.narrow(0, 11), blocks)
     assert torch.equal(weight.dequantize(), numbers(blocks, FORMS["q4_1"]))
 
 
@@ -62,13 +62,13 @@ def test_bytes_that_do_not_fit_are_refused(block_form: BlockForm) -> None:
     blocks = random_blocks(3, elements, block_form)
     for wrong in (blocks[:2], blocks[:, 1:], blocks.view(torch.int8)):
         with pytest.raises(ValueError, match=block_form.name):
-            block_bytes.repack(weight.narrow(0, 3), wrong)
+            block_bytes.repack_gguf_blocks(weight.narrow(0, 3), wrong)
     ragged = BlockWeight.empty(3, elements - 1, block_form)
     with pytest.raises(ValueError, match="whole"):
-        block_bytes.repack(ragged.narrow(0, 3), blocks)
+        block_bytes.repack_gguf_blocks(ragged.narrow(0, 3), blocks)
 
 
 def test_a_form_that_no_file_has_is_refused() -> None:
     weight = BlockWeight.empty(3, 128, replace(FORMS["q4_k"], super_groups=4))
     with pytest.raises(ValueError, match="no file"):
-        block_bytes.repack(BlockRows(weight, 0, 3), torch.zeros(3, 72, dtype=torch.uint8))
+        block_bytes.repack_gguf_blocks(BlockRows(weight, 0, 3), torch.zeros(3, 72, dtype=torch.uint8))

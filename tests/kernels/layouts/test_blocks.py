@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.kernels.layouts.blocks import BlockWeight, codes_of, store
+from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows, unpack_codes
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 
 
@@ -25,8 +25,8 @@ def test_what_is_stored_comes_out_again(form: BlockForm, rows: int, columns: int
     else:
         scales, supers = torch.randn(rows, groups, form.parts).half(), None
         whole = scales.float()
-    store(weight.narrow(0, rows), codes, scales, supers)
-    assert torch.equal(codes_of(weight, torch.arange(rows)).flatten(1)[:, :columns], codes)
+    store_block_rows(weight.narrow(0, rows), codes, scales, supers)
+    assert torch.equal(unpack_codes(weight, torch.arange(rows)).flatten(1)[:, :columns], codes)
     spread = whole.repeat_interleave(form.group, 1)[:, :columns]
     expected = spread[..., 0] * (codes.float() - form.offset)
     if form.minimum:

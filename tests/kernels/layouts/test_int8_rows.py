@@ -11,7 +11,7 @@ from helpers.cpu_kernels import PACKED_FORMS, PAIR_FORMS, at_the_end_of_memory, 
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KeyRanges, KVPages, bind, cpu, plane_shapes
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes, select_backend
 from windlass.kernels.cpu.backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.layouts import int8_rows
@@ -23,7 +23,7 @@ WIDTHS = [576, 288, 40, 29, 64, 3]  # DeepSeek's and MiniCPM3's rows, and such a
 
 def code_pages(dim: int, blocks: int = 4, size: int = 16) -> KVPages:
     """Random codes and scales, most of another size than their neighbours."""
-    planes = [torch.zeros(shape, dtype=kind) for shape, kind in plane_shapes(blocks, size, 1, dim, 0, torch.int8)]
+    planes = [torch.zeros(shape, dtype=kind) for shape, kind in page_tensor_shapes(blocks, size, 1, dim, 0, torch.int8)]
     planes[0] = torch.randint(-127, 128, planes[0].shape).to(torch.int8)
     planes[2] = (torch.rand(planes[2].shape) / 60 + 1e-3) * 4.0 ** torch.randint(-2, 2, planes[2].shape)
     return KVPages(*planes)
@@ -74,7 +74,7 @@ def turned(rows: torch.Tensor, angle: torch.Tensor) -> torch.Tensor:
 
 
 def test_what_pages_of_rows_are() -> None:
-    shapes = plane_shapes(5, 24, 1, 70, 0, torch.int8)  # any block size will do
+    shapes = page_tensor_shapes(5, 24, 1, 70, 0, torch.int8)  # any block size will do
     assert [shape for shape, _ in shapes] == [(5, 24, 1, 70), (5, 24, 1, 0), (5, 24, 1, 3), (5, 24, 1, 0)]
     assert [kind for _, kind in shapes] == [torch.int8, torch.int8, torch.float32, torch.float32]
     pages = code_pages(70, 5, 24)
@@ -298,12 +298,12 @@ def test_poison_shows_where_it_is_seen(name: str) -> None:
 def test_mixed_batches_on_every_backend(compiled: bool, deterministic: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     choose(monkeypatch, kernels("generic") if compiled else "turned off by this test")
     q, coded, floats, call = case_of(96, 6, [(50, 40), (139, 1), (0, 20), (30, 3)])
-    own = bind("cpu", deterministic=deterministic)
+    own = select_backend("cpu", deterministic=deterministic)
     got = own.paged_attention(q, coded, call)
     torch.testing.assert_close(got, reference.paged_attention(q, floats, call), rtol=2e-5, atol=2e-5)
     if deterministic:
         one = next(part for _, length, part in call.sequences() if length == 90)
-        parts = [own.paged_attention(q[a:b], coded, one.some_tokens(a, b)) for a, b in pairwise((0, 1, 7, 40))]
+        parts = [own.paged_attention(q[a:b], coded, one.slice_tokens(a, b)) for a, b in pairwise((0, 1, 7, 40))]
         assert torch.equal(torch.cat(parts), got[:40])
 
 
@@ -332,7 +332,7 @@ def test_nothing_past_the_operands_is_read_or_written(name: str) -> None:
         append(form, pages, x, x.clone(), cos, sin, torch.ones(32), index)
         rerotate(form, pages, index, index, cos, sin)
         table = at_the_end_of_memory(torch.arange(2, dtype=torch.int32)[None])
-        single = AttentionCall.of_single_tokens(table, torch.tensor([32]), torch.ones(1), 1.0)
+        single = AttentionCall.for_decode(table, torch.tensor([32]), torch.ones(1), 1.0)
         rows = AttentionCall(table, torch.tensor([0, 32]), torch.tensor([32]), torch.ones(32), 1.0)
         seen = pages.with_keys_as_values
         assert torch.isfinite(cpu.paged_attention_decode(x[:1], seen, single, library=form)).all()
@@ -363,7 +363,7 @@ def test_what_does_not_fit_is_refused(form: Library) -> None:
 def test_appending_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
     found = kernels(FORMS[0])
     choose(monkeypatch, found)
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     assert isinstance(backend, CompiledBackend)
     q, coded, _, call = case_of(64, 3, [(30, 1), (90, 1)])
     pages = KVPages(coded.key, coded.key[..., :0].contiguous(), coded.key_scale, scale_of(coded)[..., :0].contiguous())

@@ -6,10 +6,10 @@ import pytest
 import torch
 from helpers.cpu_kernels import FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
 
-from windlass.kernels import BlockWeight, bind, cpu
+from windlass.kernels import BlockWeight, cpu, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.panels import DTYPES, PanelWeight
+from windlass.kernels.layouts.panels import PANEL_DTYPES, PanelWeight
 
 X_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = (cpu.linear_panels, cpu.linear_panels_widened)
@@ -40,7 +40,7 @@ def assert_linear(x, weight, bias, got) -> None:
     assert (worst <= 0).all(), worst.max()
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("x_type", X_TYPES)
 def test_shapes_and_types(form: Library, x_type: torch.dtype, dtype: torch.dtype) -> None:
     shapes = [
@@ -70,7 +70,7 @@ def test_every_number_of_rows(form: Library) -> None:
             assert_linear(x, weight, None, cpu.linear_panels(x, laid_out, library=form))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 @pytest.mark.parametrize("x_type", [torch.float32, torch.bfloat16])
 def test_a_row_has_the_same_bits_alone_and_in_any_batch(form: Library, x_type: torch.dtype, dtype: torch.dtype) -> None:
     x, weight = torch.randn(110, 2100).to(x_type), torch.randn(53, 2100).to(dtype)
@@ -95,7 +95,7 @@ def test_threads_do_not_change_the_bits() -> None:
     assert_linear(x, weight.unpack(), None, results[0])
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_rows_come_out_as_they_went_in(form: Library, dtype: torch.dtype) -> None:
     for columns, inner in ((1, 1), (16, 2), (15, 64), (33, 65), (48, 31), (100, 96)):
         # Every bit pattern may occur, NaN with any payload too.
@@ -108,7 +108,7 @@ def test_rows_come_out_as_they_went_in(form: Library, dtype: torch.dtype) -> Non
         assert padding == 0
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_parts_of_any_size_fill_a_weight(form: Library, dtype: torch.dtype) -> None:
     source = torch.randn(90, 71).to(dtype)
     got = PanelWeight.empty(90, 71, dtype)
@@ -137,7 +137,7 @@ def test_strided_rows_and_mixed_bias(form: Library) -> None:
                 assert_linear(given, weight, bias, product(given, panels(weight), bias, library=form))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_nothing_past_the_operands_is_read_or_written(form: Library, dtype: torch.dtype) -> None:
     for rows, columns, inner in ((1, 3, 5), (2, 17, 33), (5, 40, 47), (8, 6, 551)):
         weight = at_the_end_of_memory(torch.randn(columns, inner).to(dtype))
@@ -157,7 +157,7 @@ def test_rows_beside_the_operands_do_not_leak_in(form: Library) -> None:
         assert_linear(x[:, :37], weight[:, :37], None, product(x[:, :37], panels(weight[:, :37]), library=form))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_nan_and_infinity_stay_in_their_row_and_column(form: Library, dtype: torch.dtype) -> None:
     x, weight = torch.rand(7, 131) + 0.5, (torch.rand(18, 131) + 0.5).to(dtype)
     x[2, 129], x[4, 0], x[5, 130], weight[3, 64], weight[17, 130] = (
@@ -173,7 +173,7 @@ def test_nan_and_infinity_stay_in_their_row_and_column(form: Library, dtype: tor
         torch.testing.assert_close(got.double(), want, rtol=1e-5, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_every_value_is_widened_exactly(form: Library, dtype: torch.dtype) -> None:
     patterns = torch.arange(-32768, 32768, dtype=torch.int32).to(torch.int16)
     weight = patterns.view(dtype)[:, None].clone()
@@ -194,7 +194,7 @@ def test_empty_operands(form: Library) -> None:
         assert torch.equal(product(torch.randn(2, 0), flat, library=form), torch.zeros(2, 3))
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
     monkeypatch.setattr("windlass.kernels.cpu.panels._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
@@ -207,8 +207,8 @@ def test_backends_multiply_by_panels(rows: int) -> None:
     kernels("generic")
     x, weight = torch.randn(rows, 96), torch.randn(200, 96).bfloat16()
     laid_out = panels(weight)
-    assert_linear(x, weight, None, bind("cpu", weight_dtype=torch.bfloat16).linear(x, laid_out))
-    deterministic = bind("cpu", weight_dtype=torch.bfloat16, deterministic=True)
+    assert_linear(x, weight, None, select_backend("cpu", weight_dtype=torch.bfloat16).linear(x, laid_out))
+    deterministic = select_backend("cpu", weight_dtype=torch.bfloat16, deterministic=True)
     alone = deterministic.linear(x[:1], laid_out)
     assert torch.equal(deterministic.linear(x, laid_out)[:1], alone)
 
@@ -218,10 +218,10 @@ def test_panels_are_for_16_bits_on_cpus_without_products_of_their_own(monkeypatc
     wide, narrow = torch.float32, torch.bfloat16
 
     def lays_out_panels(dtype: torch.dtype, weight_dtype: torch.dtype, device: str = "cpu", **options: bool) -> bool:
-        backend = bind(device, dtype, weight_dtype, **options)
+        backend = select_backend(device, dtype, weight_dtype, **options)
         matrix = backend.matrix(17, 5, weight_dtype)
         assert isinstance(backend.table(17, 5, weight_dtype), torch.Tensor)
-        assert isinstance(backend.table_and_head(17, 5, weight_dtype), torch.Tensor)
+        assert isinstance(backend.tied_embedding(17, 5, weight_dtype), torch.Tensor)
         assert not isinstance(matrix, BlockWeight) and matrix.dtype == weight_dtype
         return isinstance(matrix, PanelWeight)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.kernels.layouts.blocks import BlockWeight, codes_of
+from windlass.kernels.layouts.blocks import BlockWeight, unpack_codes
 from windlass.kernels.layouts.forms import FORMS, BlockForm
 from windlass.kernels.layouts.random_blocks import randomize
 
@@ -18,7 +18,7 @@ def test_distribution(form: BlockForm) -> None:
     numbers = weight.dequantize().double()
     assert abs(float(numbers.mean())) * 600**0.5 < 0.02
     assert float(numbers.var()) == pytest.approx(1 / 600, rel=0.02)
-    codes = codes_of(weight, torch.arange(301)).flatten()
+    codes = unpack_codes(weight, torch.arange(301)).flatten()
     counts = torch.unique(codes, return_counts=True)[1]
     assert len(counts) == 1 << form.bits
     assert (counts / counts.double().mean() - 1).abs().max() < 0.2

@@ -11,7 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.kernels import AttentionCall, KeyRanges, KVPages, bind
+from windlass.kernels import AttentionCall, KeyRanges, KVPages, select_backend
 from windlass.kernels.torch import batched, reference, rowwise
 
 BLOCK, DIM, VALUE_DIM = 4, 6, 5
@@ -114,7 +114,7 @@ def test_every_form(attention, seed, shapes, options):  # type: ignore[no-untype
 )
 def test_whoever_asks_for_attention_gets_it_whatever_the_fields(options: dict[str, Any]) -> None:
     case = Case([(9, 3), (14, 1), (0, 8)], **options)
-    found = bind("cpu").paged_attention(*case.operands())
+    found = select_backend("cpu").paged_attention(*case.operands())
     torch.testing.assert_close(found.double(), case.expected(), rtol=1e-5, atol=5e-6)
 
 
@@ -123,14 +123,14 @@ def test_parts_of_a_call() -> None:
     ends = torch.tensor([[5, 12], [0, 15], [8, 8], [4, 4]])
     firsts, reaches = torch.tensor([[0, 13], [-1, 3], [4, -1], [12, 16]]), torch.full((4, 2), 9)
     call = replace(plain, ranges=KeyRanges(ends, firsts, reaches, gaps=ends + 7), alibi_slopes=torch.ones(1))
-    assert (call.batch_size, call.num_tokens, call.only_single_tokens, call.has_ranges) == (4, 13, False, True)
+    assert (call.batch_size, call.num_tokens, call.is_decode, call.has_ranges) == (4, 13, False, True)
     assert not plain.has_ranges
     whole = torch.randn(17, 1, 1)
     assert call.queries(whole, slice(0, 2)) is whole and len(plain.queries(whole, slice(0, 2))) == 2
-    found = call.single_tokens()
+    found = call.decode_part()
     assert found is not None
     rows, singles = found
-    assert rows.tolist() == [3, 12] and singles.only_single_tokens and singles.query_start.tolist() == [0, 1, 2]
+    assert rows.tolist() == [3, 12] and singles.is_decode and singles.query_start.tolist() == [0, 1, 2]
     assert torch.equal(singles.block_tables, call.block_tables[[1, 3]]) and singles.seq_lens.tolist() == [15, 4]
     assert torch.equal(singles.score_scale, call.score_scale[[3, 12]])
     assert singles.ranges is not None and singles.ranges.gaps is not None
@@ -142,10 +142,8 @@ def test_parts_of_a_call() -> None:
         assert own.batch_size == 1 and own.num_tokens == rows.stop - rows.start and own.seq_lens.tolist() == [length]
         assert torch.equal(own.block_tables[0], call.block_tables[b])
         assert own.query_start.tolist() == [0, own.num_tokens]
-        alone = own.token_by_token()
-        assert alone.only_single_tokens and alone.seq_lens.tolist() == list(
-            range(length - own.num_tokens + 1, length + 1)
-        )
+        alone = own.as_single_tokens()
+        assert alone.is_decode and alone.seq_lens.tolist() == list(range(length - own.num_tokens + 1, length + 1))
         assert torch.equal(alone.block_tables, call.block_tables[b].expand(own.num_tokens, -1))
         assert alone.ranges is not None and alone.ranges.gaps is not None
         wanted = [[r if r < 0 else r + i for r in firsts[b].tolist()] for i in range(own.num_tokens)]
@@ -153,21 +151,21 @@ def test_parts_of_a_call() -> None:
             alone.ranges.rows.tolist() == wanted and alone.ranges.ends.tolist() == [ends[b].tolist()] * own.num_tokens
         )
         assert torch.equal(alone.ranges.gaps, alone.ranges.ends + 7) and (alone.ranges.reaches == 9).all()
-        some = own.some_tokens(1, 3)
+        some = own.slice_tokens(1, 3)
         assert (some.num_tokens, some.seq_lens.tolist()) == (2, [length - own.num_tokens + 3])
         assert some.ranges is not None and some.ranges.rows.tolist() == wanted[1:2]
     with pytest.raises(ValueError, match="token by token"):
-        call.token_by_token()
+        call.as_single_tokens()
     with pytest.raises(ValueError, match="token by token"):
-        replace(next(plain.sequences(fewest=2))[2], causal=False).token_by_token()
-    assert Case([(9, 3), (0, 8)]).operands()[2].single_tokens() is None
+        replace(next(plain.sequences(fewest=2))[2], causal=False).as_single_tokens()
+    assert Case([(9, 3), (0, 8)]).operands()[2].decode_part() is None
 
 
 @pytest.mark.parametrize("chosen", [[0], [2], [0, 3], [1, 2, 3], [0, 1, 2, 3]])
 def test_a_call_for_some_sequences_gives_their_rows(chosen: list[int]) -> None:
     case = Case([(3, 2), (9, 1), (0, 5), (6, 3)], window=4)
     q, pages, call = case.operands()
-    tokens, own = call.some_sequences(torch.tensor(chosen))
+    tokens, own = call.select_sequences(torch.tensor(chosen))
     starts = [0, 2, 3, 8, 11]
     assert tokens.tolist() == [t for b in chosen for t in range(starts[b], starts[b + 1])]
     got = reference.paged_attention(q[tokens], pages, own)

@@ -7,7 +7,7 @@ import torch
 from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import choose
 
-from windlass.kernels import FORMS, BlockForm, bind
+from windlass.kernels import FORMS, BlockForm, select_backend
 from windlass.kernels.torch import blocks
 
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
@@ -24,7 +24,7 @@ def test_the_product_is_that_of_what_was_rounded(form: BlockForm, rows: int, col
         scale = part.abs().amax(1, keepdim=True) / 127
         rounded[:, begin : begin + form.group] = (part / scale).round() * scale
     numbers = weight.dequantize().double()
-    error = (blocks.linear(x, weight, bias).double() - (rounded @ numbers.T + bias)).abs()
+    error = (blocks.linear_blocks(x, weight, bias).double() - (rounded @ numbers.T + bias)).abs()
     assert (error <= 2e-6 * (rounded.abs() @ numbers.abs().T + bias.abs() + 1)).all()
 
 
@@ -36,7 +36,7 @@ def test_float32_activations_are_not_rounded(
     choose(monkeypatch, "off")
     monkeypatch.setattr(blocks, "_WIDENED", 1000)  # several pieces
     x, weight, bias = torch.randn(7, 300), random_blocks(21, 300, form), torch.randn(21)
-    backend = bind("cpu", activations="float32", deterministic=deterministic)
+    backend = select_backend("cpu", activations="float32", deterministic=deterministic)
     found = backend.linear(x, weight, bias)
     torch.testing.assert_close(found.double(), x.double() @ weight.dequantize().double().T + bias, rtol=1e-5, atol=1e-4)
     if deterministic:
@@ -46,7 +46,7 @@ def test_float32_activations_are_not_rounded(
 def test_a_group_that_is_no_number_spoils_its_row_alone() -> None:
     x, weight = torch.randn(4, 70), random_blocks(9, 70, FORMS["q4_1"])
     x[1, 69], x[2] = torch.inf, 1e-38
-    found = blocks.linear(x, weight)
+    found = blocks.linear_blocks(x, weight)
     assert found[1].isnan().all() and not found[[0, 3]].isnan().any() and not found[2].any()
 
 
@@ -54,7 +54,7 @@ def test_a_group_that_is_no_number_spoils_its_row_alone() -> None:
 def test_rows_of_several_storages_are_one_weight(compiled: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     if not compiled:
         choose(monkeypatch, "off")
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     plain = backend.matrix(8, 96, torch.float32)
     assert isinstance(plain, torch.Tensor)
     plain.copy_(torch.randn(8, 96))
@@ -74,11 +74,11 @@ def test_rows_of_several_storages_are_one_weight(compiled: bool, monkeypatch: py
 
 @pytest.mark.parametrize("storage", [torch.float32, torch.bfloat16, FORMS["q4_k"], FORMS["q8_0"]], ids=str)
 def test_backends_make_weights_of_every_storage(storage: torch.dtype | BlockForm) -> None:
-    backend = bind("cpu")
+    backend = select_backend("cpu")
     for weight in (
         backend.matrix(20, 64, storage),
         backend.table(20, 64, storage),
-        backend.table_and_head(20, 64, storage),
+        backend.tied_embedding(20, 64, storage),
     ):
         assert weight.shape == (20, 64)
         assert (weight.form if isinstance(storage, BlockForm) else weight.dtype) == storage
@@ -87,5 +87,5 @@ def test_backends_make_weights_of_every_storage(storage: torch.dtype | BlockForm
 @EVERY_FORM
 def test_tables_in_blocks_are_gathered_from(form: BlockForm) -> None:
     table, ids = random_blocks(40, 70, form), torch.tensor([39, 0, 0, 17])
-    found = bind("cpu").embed(table, ids, 3.0)
+    found = select_backend("cpu").embed(table, ids, 3.0)
     assert torch.equal(found, table.dequantize()[ids] * 3.0)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from windlass.kernels import Filters
-from windlass.kernels.torch.draw import draw
+from windlass.kernels.torch.draw import sample
 
 
 @pytest.mark.parametrize("top_p", [1 - 2**-53, 1 - 1e-15, 1 - 1e-13])
@@ -17,7 +17,7 @@ def test_top_p_a_hair_below_one_draws(top_p: float) -> None:
         for _ in range(40):
             logits = torch.randn(2, 1000, generator=generator) * scale
             likely = logits.argmax(-1).tolist()
-            assert draw(logits.clone(), [Filters(top_p=top_p), Filters(temperature=1e-3, top_p=top_p)], [0.5, 0.5])[
+            assert sample(logits.clone(), [Filters(top_p=top_p), Filters(temperature=1e-3, top_p=top_p)], [0.5, 0.5])[
                 1
             ] in (
                 likely[1],

@@ -69,7 +69,7 @@ def test_rows_have_the_bits_they_have_alone() -> None:
     for rows, _, own in call.sequences():
         assert torch.equal(rowwise.paged_attention(q, pages, own), whole[rows])
         for i in range(own.num_tokens):
-            assert torch.equal(rowwise.paged_attention(q, pages, own.some_tokens(i, i + 1))[0], whole[rows][i])
+            assert torch.equal(rowwise.paged_attention(q, pages, own.slice_tokens(i, i + 1))[0], whole[rows][i])
 
 
 def test_blocks_of_queries_change_nothing_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:

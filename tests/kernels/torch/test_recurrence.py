@@ -55,9 +55,9 @@ def test_state_space(dtype: torch.dtype) -> None:
 def test_heads_of_keys_met_in_turns() -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
-    turned, order = own.in_turns()
+    turned, order = own.tiled_heads()
     expected = recurrence.gated_delta_rule(*own.operands(rows))
-    found = recurrence.gated_delta_rule(*turned.operands(rows), in_turns=True)
+    found = recurrence.gated_delta_rule(*turned.operands(rows), tiled_heads=True)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 

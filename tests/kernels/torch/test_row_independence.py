@@ -10,7 +10,7 @@ import torch
 from helpers.cpu_kernels import FORMS, choose
 from helpers.cpu_kernels import kernels as form_of
 
-from windlass.kernels import AttentionCall, Backend, KVPages, bind
+from windlass.kernels import AttentionCall, Backend, KVPages, select_backend
 from windlass.kernels.torch import reference, rowwise
 
 ROWS = 37
@@ -27,7 +27,7 @@ def form(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
 
 @pytest.fixture
 def backend(form: str) -> Backend:
-    return bind("cpu", deterministic=True)
+    return select_backend("cpu", deterministic=True)
 
 
 def assert_rows_stand_alone(operation: Operation, x: torch.Tensor) -> torch.Tensor:
@@ -50,7 +50,7 @@ def assert_rows_stand_alone(operation: Operation, x: torch.Tensor) -> torch.Tens
     ],
 )
 def test_linear(form: str, x_type: torch.dtype, w_type: torch.dtype) -> None:
-    backend = bind("cpu", x_type, w_type, deterministic=True)
+    backend = select_backend("cpu", x_type, w_type, deterministic=True)
     for inner, columns in ((64, 96), (1031, 77), (5, 1)):
         weight, bias = torch.randn(columns, inner).to(w_type), torch.randn(columns).to(x_type)
         x = torch.randn(ROWS, inner).to(x_type)
@@ -71,7 +71,7 @@ def xielu(x: torch.Tensor, alpha_p: float, alpha_n: float) -> torch.Tensor:
 @pytest.mark.parametrize("type_", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("dim", [7, 64, 1023])
 def test_norm_activations_and_soft_cap(form: str, type_: torch.dtype, dim: int) -> None:
-    backend = bind("cpu", type_, deterministic=True)
+    backend = select_backend("cpu", type_, deterministic=True)
     x, weight = torch.randn(ROWS, 2 * dim).to(type_), torch.randn(2 * dim)
     got = assert_rows_stand_alone(lambda x: backend.rms_norm(x, weight, 1e-5), x)
     torch.testing.assert_close(got, reference.rms_norm(x, weight, 1e-5))

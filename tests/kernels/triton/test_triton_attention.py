@@ -131,7 +131,7 @@ def test_ranges_of_heads_of_512_of_which_some_pairs_stay() -> None:
 
 def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """However long the sequences beside it are, and whether it came as a prompt's part or by itself."""
-    monkeypatch.setattr(attention, "KEY_CUT", 64)  # two splits beside one
+    monkeypatch.setattr(attention, "KEY_SPLIT", 64)  # two splits beside one
     case = PrefillCase([(15, 3), (70, 1)], heads=2, kv_heads=1, dim=16)
     call = call_of(case, sink_logits=torch.randn(2))
     whole = paged_attention(case.q, case.all_pages, call, deterministic=True)
@@ -139,14 +139,14 @@ def test_a_row_has_the_bits_it_has_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         narrow = replace(own, block_tables=own.block_tables[:, : -(-length // 16)])
         assert torch.equal(paged_attention(case.q[rows], case.all_pages, narrow, deterministic=True), whole[rows])
     rows, _, own = next(call.sequences())
-    last = own.some_tokens(2, 3)
+    last = own.slice_tokens(2, 3)
     assert torch.equal(paged_attention(case.q[2:3], case.all_pages, last, deterministic=True)[0], whole[2])
 
 
 @pytest.mark.parametrize("ranged", [False, True])
 def test_tokens_by_themselves_take_little_memory_at_once(ranged: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """Some after the others, with the bits of all at once: also where a sequence brings none, and where keys come in ranges."""
-    monkeypatch.setattr(attention, "KEY_CUT", 64)
+    monkeypatch.setattr(attention, "KEY_SPLIT", 64)
     if ranged:
         shapes = [(50, 1), (20, 7), (0, 3)]
         parts = [random_parts(old, new, 3, random.Random(1)) for old, new in shapes]
@@ -174,7 +174,7 @@ def test_tokens_by_themselves_take_little_memory_at_once(ranged: bool, monkeypat
 
 def test_a_row_keeps_its_bits_where_keys_move_by_whole_cuts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Behind kept ones, as where a window lets go of those between."""
-    monkeypatch.setattr(attention, "KEY_CUT", 64)
+    monkeypatch.setattr(attention, "KEY_SPLIT", 64)
     q, pages, call = RangeCase([(330, 1)], [[Part(10), Part(64, hole=True), Part(400)]]).operands()
     stay = paged_attention(q, pages, call, deterministic=True)
     assert call.ranges is not None
@@ -260,5 +260,5 @@ def test_nothing_in_nothing_out() -> None:
     case = PrefillCase([(3, 2)], dim=16)
     empty = AttentionCall(case.table[:0], torch.zeros(1).long(), case.lengths[:0], case.temperature[:0], 1.0)
     assert paged_attention(case.q[:0], case.all_pages, empty).shape == (0, 4, 16)
-    none = AttentionCall.of_single_tokens(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)
+    none = AttentionCall.for_decode(case.table, torch.zeros(1).long(), torch.ones(1), 1.0)
     assert torch.equal(paged_attention(case.q[:1], case.all_pages, none), torch.zeros(1, 4, 16))

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from windlass.kernels import Filters, LogitsChanges, Penalties
 from windlass.kernels.torch import draw
-from windlass.kernels.torch.drawer import TorchDrawer
+from windlass.kernels.torch.drawer import TorchSampler
 from windlass.kernels.triton import drawing
-from windlass.kernels.triton.drawing import TritonDrawer, row_maxima
+from windlass.kernels.triton.drawing import TritonSampler, row_maxima
 
 pytestmark = ON_THE_DEVICE
 VOCAB = 300
@@ -84,16 +84,16 @@ def check(filters: tuple[Filters, ...], rows: list[int], seed: int) -> None:
             uniform = rng.choice([0.0, 1 - 2**-53, rng.random(), rng.random(), rng.random()])
             plans.append((own, row, uniform, changes(rng) if rng.random() < 0.5 else None))
     found = []
-    for drawer in (TorchDrawer(), TritonDrawer()):
+    for token_sampler in (TorchSampler(), TritonSampler()):
         draws = []
         for own, row, uniform, changed in plans:
-            one = drawer.new(own, Penalties(1.3, 0.2, 0.1))
+            one = token_sampler.new(own, Penalties(1.3, 0.2, 0.1))
             one.row, one.uniform = row, uniform
             if changed is not None:
                 one.change(changed)
             draws.append(one)
         before = x.clone()
-        drawer.draw(x, draws)
+        token_sampler.draw(x, draws)
         assert torch.equal(x.nan_to_num(), before.nan_to_num())
         found.append([(one.token, one.status) for one in draws])
     assert found[1] == found[0]
@@ -151,14 +151,14 @@ def test_the_least_likely_that_stay() -> None:
         Filters(top_k=299, top_p=0.9),
         Filters(top_k=7, min_p=0.05),
     ]
-    drawer, draws = TritonDrawer(), []
+    token_sampler, draws = TritonSampler(), []
     for row in range(len(x)):
         for own in kept:
-            one = drawer.new(own, Penalties())
+            one = token_sampler.new(own, Penalties())
             one.row, one.uniform = row, 1 - 2**-53
             draws.append(one)
-    drawer.draw(x, draws)
-    expected = draw.draw(x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws))
+    token_sampler.draw(x, draws)
+    expected = draw.sample(x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws))
     assert [one.token for one in draws] == expected
     assert len(set(expected)) > 15
 
@@ -171,14 +171,14 @@ def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.Mo
         started(kernel, *operands, **sizes)
 
     monkeypatch.setattr(drawing, "launch", counted)
-    drawer = TritonDrawer()
+    token_sampler = TritonSampler()
     for filters, turns in (
         ([Filters(), Filters(min_p=0.1), Filters(temperature=0.0, top_k=3, top_p=0.5)], 0),
         ([Filters(top_k=300), Filters(top_p=0.5)], 3),
         ([Filters(top_k=3, top_p=0.5), Filters()], 5),
     ):
         names.clear()
-        drawer.draw(torch.randn(1, VOCAB), [drawer.new(one, Penalties()) for one in filters])
+        token_sampler.draw(torch.randn(1, VOCAB), [token_sampler.new(one, Penalties()) for one in filters])
         assert names.count("narrow_draws") == turns
 
 
@@ -186,24 +186,26 @@ def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.Mo
 def test_small_vocabularies(vocabulary: int) -> None:
     torch.manual_seed(vocabulary)
     x, tokens = torch.randn(1, vocabulary), []
-    for drawer in (TorchDrawer(), TritonDrawer()):
-        draws = [drawer.new(own, Penalties()) for own in (Filters(top_k=2, top_p=0.7), Filters(top_k=40), Filters())]
+    for token_sampler in (TorchSampler(), TritonSampler()):
+        draws = [
+            token_sampler.new(own, Penalties()) for own in (Filters(top_k=2, top_p=0.7), Filters(top_k=40), Filters())
+        ]
         for one in draws:
             one.uniform = 0.9
-        drawer.draw(x, draws)
+        token_sampler.draw(x, draws)
         tokens.append([one.token for one in draws])
     assert tokens[0] == tokens[1]
 
 
 def test_nothing_left_and_an_id_alone() -> None:
-    drawer, none = TritonDrawer(), torch.zeros(0)
+    token_sampler, none = TritonSampler(), torch.zeros(0)
     draws = []
     for allowed in (torch.tensor([17]), torch.tensor([], dtype=torch.int64)):
-        one = drawer.new(Filters(temperature=0.7, top_p=0.5), Penalties())
+        one = token_sampler.new(Filters(temperature=0.7, top_p=0.5), Penalties())
         one.uniform = 0.99
         one.change(LogitsChanges(allowed, none.long(), none.long(), none, none.long(), none, none.long(), none))
         draws.append(one)
-    drawer.draw(torch.randn(1, VOCAB), draws)
+    token_sampler.draw(torch.randn(1, VOCAB), draws)
     assert [(one.token, one.status) for one in draws] == [(17, 0), (-1, 2)]
 
 

@@ -36,10 +36,10 @@ def check(
     directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[tuple[str, int], Finished]:
     """Returns what was found."""
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {})
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {})
     plain = results(directory, requests, **options)
-    own = binding._Own(lambda options: None, binding._triton, narrow=False)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {KIND: own})
+    own = binding._NativeBackend(lambda options: None, binding._triton, narrow=False)
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {KIND: own})
     found = results(directory, requests, **options)
     assert found.pop(("backend", 0)).outputs == [TritonBackend]
     for key, one in found.items():

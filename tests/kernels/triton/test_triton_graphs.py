@@ -24,8 +24,8 @@ from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.graphs_on_demand import StepKind
-from windlass.kernels import Filters, Graphs, Penalties, RowDraws, binding, filter_numbers
+from windlass.engine.execution.graphs_on_demand import GraphKey
+from windlass.kernels import Filters, Graphs, Penalties, SamplingTensors, binding, encode_filters
 from windlass.kernels.triton import drawing, launch
 from windlass.kernels.triton.backend import TritonBackend
 
@@ -34,19 +34,21 @@ PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0))
 
 
 class _TritonGraphs(PlayedGraphs):
-    def draw_rows(self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: RowDraws) -> tuple[Tensor, Tensor]:
-        return drawing.draw_rows(logits, maxima, draws)
+    def sample_rows(
+        self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
+        return drawing.sample_rows(logits, maxima, draws)
 
 
 class _Played(TritonBackend):
-    def make_graphs(self) -> Graphs | None:
+    def make_graph_runner(self) -> Graphs | None:
         return _TritonGraphs()
 
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = binding._Own(lambda options: None, _Played, narrow=False)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    own = binding._NativeBackend(lambda options: None, _Played, narrow=False)
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
     started = launch.launch
 
     def captured(kernel: Any, grid: tuple[int, ...], on: Any, *operands: Any, **sizes: Any) -> None:
@@ -94,7 +96,7 @@ def test_ranges_are_those_without(tmp_path: Path) -> None:
     core = make_core(directory, **options)
     graphs = captures(core, [4])
     same(run(core, sent, every_logit=False), want, 1e-5)
-    assert graphs.on_demand.captured == [StepKind(4, 2)] and graphs.num_replayed >= 7
+    assert graphs.lazy_graphs.captured == [GraphKey(4, 2)] and graphs.num_replayed >= 7
 
 
 @pytest.mark.slow
@@ -108,7 +110,7 @@ def test_adapters_are_those_without(tmp_path: Path) -> None:
     options: dict[str, Any] = {"max_model_len": 32, "max_num_seqs": 2, "max_loras": 2}
     plain, core = make_core(directory, cuda_graphs=False, **options), make_core(directory, **options)
     graphs, found = captures(core, [2]), list[list[int]]()
-    graphs.capture_further(StepKind(2, adapted=True))
+    graphs.capture_key(GraphKey(2, adapted=True))
     for own in ((sources[0], sources[1]), (sources[2], sources[1])):
         for one in (plain, core):
             held = {info.adapter_id for info in one.adapters.loaded.infos}
@@ -124,7 +126,7 @@ def test_adapters_are_those_without(tmp_path: Path) -> None:
         got = run(core, sent, every_logit=False)
         same(got, run(plain, sent), 1e-5)
         found += [one.token_ids for one in got.values()]
-    assert graphs.num_replayed == 8 and graphs.on_demand.captured == [StepKind(2, adapted=True)]
+    assert graphs.num_replayed == 8 and graphs.lazy_graphs.captured == [GraphKey(2, adapted=True)]
     assert found[0] != found[2]
 
 
@@ -164,8 +166,8 @@ def test_steps_of_every_kind_of_layer_can_be_captured(family: str, options: dict
     make = make_unrotated if family == "bloom" else make_model
     core = make_core(make(family, tmp_path / "m"), max_model_len=32, max_num_seqs=1, **options)
     graphs = captures(core, [1])
-    graphs.capture_further(StepKind(1, 2))
-    assert graphs.on_demand.obstacle is None
+    graphs.capture_key(GraphKey(1, 2))
+    assert graphs.lazy_graphs.obstacle is None
 
 
 def test_rows_draw_what_a_drawer_draws() -> None:
@@ -180,19 +182,19 @@ def test_rows_draw_what_a_drawer_draws() -> None:
         Filters(),
         Filters(temperature=2.0, min_p=0.2),
     ]
-    drawer = drawing.TritonDrawer()
-    draws = [drawer.new(one, Penalties()) for one in filters]
+    token_sampler = drawing.TritonSampler()
+    draws = [token_sampler.new(one, Penalties()) for one in filters]
     for row, one in enumerate(draws):
         one.row, one.uniform = row, 0.17 * (row + 1) % 1
-    drawer.draw(logits, draws)
-    numbers = torch.tensor([filter_numbers(one, 300) for one in filters], dtype=torch.float64)
-    told = RowDraws(
+    token_sampler.sample(logits, draws)
+    numbers = torch.tensor([encode_filters(one, 300) for one in filters], dtype=torch.float64)
+    told = SamplingTensors(
         numbers[:, 0].float(),
         numbers[:, 1].int(),
         numbers[:, 2].int(),
         numbers[:, 3].contiguous(),
         torch.tensor([one.uniform for one in draws], dtype=torch.float64),
     )
-    tokens, statuses = drawing.draw_rows(logits, drawing.row_maxima(logits), told)
+    tokens, statuses = drawing.sample_rows(logits, drawing.row_maxima(logits), told)
     assert tokens.tolist() == [one.token for one in draws]
     assert statuses.tolist() == [one.status for one in draws] and statuses[4] == 1

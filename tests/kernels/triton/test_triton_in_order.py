@@ -10,10 +10,10 @@ import torch
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 
-from windlass.kernels import AttentionCall, Prompts
+from windlass.kernels import AttentionCall, PrefillTotals
 from windlass.kernels.triton import in_order
 from windlass.kernels.triton.attention import paged_attention
-from windlass.kernels.triton.in_order import PromptTiles
+from windlass.kernels.triton.in_order import PrefillTile
 from windlass.kernels.triton.launch import Device
 
 pytestmark = ON_THE_DEVICE
@@ -27,10 +27,10 @@ def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
     return AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk, **options)
 
 
-def attended(case: PrefillCase, call: AttentionCall, sizes: PromptTiles) -> torch.Tensor:
+def attended(case: PrefillCase, call: AttentionCall, sizes: PrefillTile) -> torch.Tensor:
     """Rows of the sequence of one token as they were: NaN."""
     out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
-    in_order.attend(case.q, case.all_pages, call, out, sizes)
+    in_order.prefill_attention(case.q, case.all_pages, call, out, sizes)
     return out
 
 
@@ -55,7 +55,7 @@ def test_prompts(name: str) -> None:
     with_sinks = options.pop("sinks", False)
     case = PrefillCase(options.pop("shapes", SHAPES), **options)
     sinks = torch.randn(case.q.shape[1]) if with_sinks else None
-    found = attended(case, call_of(case, sink_logits=sinks), PromptTiles(16, 16, 4, 2))
+    found = attended(case, call_of(case, sink_logits=sinks), PrefillTile(16, 16, 4, 2))
     assert found[OTHER].isnan().all()
     expected = case.expected(sinks)
     found[OTHER] = expected[OTHER].to(found.dtype)
@@ -66,20 +66,20 @@ def test_scores_may_be_turned_round() -> None:
     """Scales below 0 make the least product the largest score."""
     case = PrefillCase(SHAPES[2:], dim=16, spread=10.0)
     case.scale = -case.scale
-    assert_near(attended(case, call_of(case), PromptTiles(64, 32, 4, 2)).double(), case.expected())
+    assert_near(attended(case, call_of(case), PrefillTile(64, 32, 4, 2)).double(), case.expected())
 
 
 def test_a_block_that_is_none_shows() -> None:
     """In the rows of its sequence that see it, and nowhere else; a block of no keys does not matter."""
     case = PrefillCase([(70, 3), (20, 30)], dim=16)
     call = call_of(case)
-    sound = attended(case, call, PromptTiles(16, 32, 4, 2))
+    sound = attended(case, call, PrefillTile(16, 32, 4, 2))
     assert sound.isfinite().all()
     for block in (-1, case.all_pages.key.shape[0]):
         tables = call.block_tables.clone()
         tables[0, 1] = block
         tables[1, 2] = block  # keys 32 to 47, of which queries 20 to 31 see none
-        found = attended(case, replace(call, block_tables=tables), PromptTiles(16, 32, 4, 2))
+        found = attended(case, replace(call, block_tables=tables), PrefillTile(16, 32, 4, 2))
         assert found[:3].isnan().all() and found[3 + 12 :].isnan().all()
         assert torch.equal(found[3 : 3 + 12], sound[3 : 3 + 12])
 
@@ -88,20 +88,20 @@ def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many new tokens of 16 bits on Hopper; scores are not bent, and keys and values in order have room."""
     case = PrefillCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
     q, pages, call = case.q, case.all_pages, call_of(case)
-    assert in_order.takes(q, pages, call, HOPPER)
-    assert not in_order.takes(q.float(), pages, call, HOPPER)
-    assert not in_order.takes(q, pages, replace(call, soft_cap=3.0), HOPPER)
+    assert in_order.takes_prefill(q, pages, call, HOPPER)
+    assert not in_order.takes_prefill(q.float(), pages, call, HOPPER)
+    assert not in_order.takes_prefill(q, pages, replace(call, soft_cap=3.0), HOPPER)
     for capability in ((8, 0), (8, 9), (12, 0)):
-        assert not in_order.takes(q, pages, call, HOPPER._replace(capability=capability))
+        assert not in_order.takes_prefill(q, pages, call, HOPPER._replace(capability=capability))
     short = PrefillCase([(3, 130), (0, 100)], q_type=torch.float16)
-    assert not in_order.takes(short.q, short.all_pages, call_of(short), HOPPER)
+    assert not in_order.takes_prefill(short.q, short.all_pages, call_of(short), HOPPER)
     wide = PrefillCase([(3, 130)], q_type=torch.float16, dim=136)
-    assert not in_order.takes(wide.q, wide.all_pages, call_of(wide), HOPPER)
-    known = replace(call, prompts=Prompts(2, 270, 273))
+    assert not in_order.takes_prefill(wide.q, wide.all_pages, call_of(wide), HOPPER)
+    known = replace(call, prompts=PrefillTotals(2, 270, 273))
     monkeypatch.setattr(in_order, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2)  # rows, heads of keys, a key and a value
-    assert in_order.takes(q, pages, known, HOPPER)
+    assert in_order.takes_prefill(q, pages, known, HOPPER)
     monkeypatch.setattr(in_order, "MOST_BYTES", in_order.MOST_BYTES - 1)
-    assert not in_order.takes(q, pages, known, HOPPER)
+    assert not in_order.takes_prefill(q, pages, known, HOPPER)
 
 
 def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -110,10 +110,10 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
     case = PrefillCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
     q, pages, call = case.q, case.all_pages, call_of(case)
-    known = replace(call, prompts=Prompts(2, 60, 203))
-    assert in_order.takes(q, pages, known, HOPPER) and not in_order.takes(q, pages, call, HOPPER)
+    known = replace(call, prompts=PrefillTotals(2, 60, 203))
+    assert in_order.takes_prefill(q, pages, known, HOPPER) and not in_order.takes_prefill(q, pages, call, HOPPER)
     out = torch.full((len(q), 2, 16), torch.nan)
-    in_order.attend(q.float(), pages, known, out, PromptTiles(16, 16, 4, 2))
+    in_order.prefill_attention(q.float(), pages, known, out, PrefillTile(16, 16, 4, 2))
     prompts = torch.tensor([new > 1 for _, new in shapes for _ in range(new)])
     assert_near(out[prompts].double(), case.expected()[prompts])
     assert out[~prompts].isnan().all()
@@ -124,7 +124,7 @@ def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(in_order, "_LEAST_TOKENS", 1)
     case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()
-    real = in_order.attend
+    real = in_order.prefill_attention
     monkeypatch.setattr(in_order, "attend", lambda *given: taken.append(1) or real(*given))
     found = paged_attention(case.q, case.all_pages, call_of(case), device=HOPPER)
     assert_near(found.double(), case.expected(), 2e-3)

@@ -12,11 +12,11 @@ from helpers.interpreted import ON_THE_DEVICE
 from helpers.low_rank import change, expected
 from torch import Tensor
 
-from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, RowSlots
+from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate
 from windlass.kernels.backend import BackendOptions
 from windlass.kernels.triton.backend import TritonBackend
 from windlass.kernels.triton.launch import Device
-from windlass.kernels.triton.low_rank import AddressedLowRankTable, add_low_rank
+from windlass.kernels.triton.low_rank import DeviceLowRankTable, add_low_rank
 
 pytestmark = ON_THE_DEVICE
 MANY = Device(processors=24)  # enough for parts of K
@@ -27,14 +27,14 @@ FULL, HALF, BRAIN = (
 )  # tiles of the last are not multiplied in the interpreter
 
 
-def table_of(changes: list[LowRank | None], matrix: ChangedMatrix) -> AddressedLowRankTable:
-    table = AddressedLowRankTable(len(changes), matrix, torch.device(DEVICE))
+def table_of(changes: list[LowRankUpdate | None], matrix: LowRankTarget) -> DeviceLowRankTable:
+    table = DeviceLowRankTable(len(changes), matrix, torch.device(DEVICE))
     for slot, own in enumerate(changes):
         table.put(slot, own)
     return table
 
 
-def added(x: Tensor, out: Tensor, table: AddressedLowRankTable, slots: Tensor, *, fixed: bool = False) -> Tensor:
+def added(x: Tensor, out: Tensor, table: DeviceLowRankTable, slots: Tensor, *, fixed: bool = False) -> Tensor:
     found = out.clone()
     add_low_rank(found, x, table, slots, fixed=fixed, device=MANY)
     return found
@@ -63,9 +63,9 @@ def test_mixed_slots_of_parts_with_their_own_ranks(
     """Over columns and numbers that nothing divides; two slots are empty, and rows may have none."""
     columns, inner = [300, 33, 20], 777
     ranks = [[4, 0, 9], [0, 3, 0], [1, 1, 1], [70, 8, 5]]
-    changes: list[LowRank | None] = [change(columns, inner, own, down=kept, up=kept) for own in ranks]
+    changes: list[LowRankUpdate | None] = [change(columns, inner, own, down=kept, up=kept) for own in ranks]
     changes[1:1] = [None, None]
-    table = table_of(changes, ChangedMatrix(tuple(columns), inner, 90, kept))
+    table = table_of(changes, LowRankTarget(tuple(columns), inner, 90, kept))
     slots = some_slots(rows, len(changes))
     x = (torch.randn(rows, inner + 3)[:, :inner] / 16).to(dtype)
     out = torch.randn(rows, sum(columns)).to(dtype)
@@ -82,7 +82,7 @@ def test_mixed_slots_of_parts_with_their_own_ranks(
 @pytest.mark.parametrize("fixed", [False, True])
 def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
     """Nor, with tiles of one size, on how many there are."""
-    changes: list[LowRank | None] = [change([40], 130, [rank], down=FULL, up=FULL) for rank in (3, 17)]
+    changes: list[LowRankUpdate | None] = [change([40], 130, [rank], down=FULL, up=FULL) for rank in (3, 17)]
     rows = 40
     slots, x, out = some_slots(rows, 2), torch.randn(rows, 130), torch.zeros(rows, 40)
     if DEVICE == "cpu" or not fixed:
@@ -92,7 +92,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
             assert own is not None
             own.down.mul_(4).round_()
             own.parts[0].up.mul_(4).round_()
-    table = table_of(changes, ChangedMatrix((40,), 130, 20))
+    table = table_of(changes, LowRankTarget((40,), 130, 20))
     whole = added(x, out, table, slots, fixed=fixed)
     assert whole.any()
     for first, last in ((0, 1), (39, 40), (3, 20)):
@@ -103,7 +103,7 @@ def test_rows_do_not_depend_on_each_other(fixed: bool) -> None:
 
 @pytest.mark.parametrize("rows", [2, 130])
 def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
-    table = table_of([change([40], 24, [3], down=FULL, up=FULL)], ChangedMatrix((40,), 24, 4))
+    table = table_of([change([40], 24, [3], down=FULL, up=FULL)], LowRankTarget((40,), 24, 4))
     x, out = torch.randn(rows, 24), torch.randn(rows, 40)
     for wrong in (1, -2):
         slots = torch.full((rows,), -1)
@@ -115,13 +115,13 @@ def test_a_slot_that_is_none_gives_nan_to_its_row_alone(rows: int) -> None:
 def test_a_table_changes_between_steps_and_stays_where_it_is() -> None:
     """As captured work finds it: what is put is used from then on, and what was dropped is not read."""
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
-    table = backend.low_rank_table(2, ChangedMatrix((40,), 24, 8))
-    assert isinstance(table, AddressedLowRankTable)
+    table = backend.low_rank_table(2, LowRankTarget((40,), 24, 8))
+    assert isinstance(table, DeviceLowRankTable)
     x, zeros, slots, address = torch.randn(2, 24), torch.zeros(2, 40), torch.tensor([1, 0]), table.entries.data_ptr()
 
     def now() -> Tensor:
         out = zeros.clone()
-        backend.add_low_rank(out, x, table, RowSlots(slots))
+        backend.add_low_rank(out, x, table, AdapterSlots(slots))
         return out
 
     assert not now().any()
@@ -141,8 +141,8 @@ def test_nothing_is_read_past_the_ends(rows: int) -> None:
     for columns, inner, rank in ((33, 17, 3), (130, 31, 5), (7, 5, 1)):
         own = change([columns], inner, [rank], down=HALF, up=HALF)
         part = LowRankPart(0, columns, 0, at_the_end_of_memory(own.parts[0].up), 2.0)
-        own = LowRank(rank, inner, at_the_end_of_memory(own.down), (part,))
-        table = table_of([own], ChangedMatrix((columns,), inner, rank, HALF))
+        own = LowRankUpdate(rank, inner, at_the_end_of_memory(own.down), (part,))
+        table = table_of([own], LowRankTarget((columns,), inner, rank, HALF))
         x, out = at_the_end_of_memory(torch.randn(rows, inner)), at_the_end_of_memory(torch.randn(rows, columns))
         slots = at_the_end_of_memory(torch.zeros(rows, dtype=torch.int64))
         wanted, size = expected(out, x, [own], [0] * rows)
@@ -151,7 +151,7 @@ def test_nothing_is_read_past_the_ends(rows: int) -> None:
 
 
 def test_what_does_not_fit_is_refused() -> None:
-    table = table_of([None], ChangedMatrix((40,), 24, 4))
+    table = table_of([None], LowRankTarget((40,), 24, 4))
     for columns, inner, ranks in (([41], 24, [3]), ([40], 25, [3]), ([40], 24, [5]), ([20, 20], 24, [1, 1])):
         with pytest.raises(ValueError, match="low rank"):
             table.put(0, change(columns, inner, ranks, down=FULL, up=FULL))

@@ -45,8 +45,8 @@ class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every forward pass but the first is watched; the rows of each."""
-    own = binding._Own(lambda options: None, binding._triton, narrow=False)
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": own})
+    own = binding._NativeBackend(lambda options: None, binding._triton, narrow=False)
+    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
     started, layers, seen = launch.launch, Decoder.run_layers, list[int]()
 
     def outside(*operands: Any, **sizes: Any) -> None:

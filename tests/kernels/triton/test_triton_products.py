@@ -16,7 +16,7 @@ from windlass.kernels.operations.routing import Routed
 from windlass.kernels.torch import blocks, latent, reference, routed
 from windlass.kernels.triton import grouped, products
 from windlass.kernels.triton.launch import SMALL, Device
-from windlass.kernels.triton.products import AddressedExperts
+from windlass.kernels.triton.products import PointerTableExperts
 
 pytestmark = ON_THE_DEVICE
 
@@ -24,7 +24,7 @@ pytestmark = ON_THE_DEVICE
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
     weight, x, bias = random_blocks(35, 300, FORMS[name]), torch.randn(3, 300), torch.randn(35)
-    assert_near(products.linear(x, weight, bias), blocks.linear_widened(x, weight, bias))
+    assert_near(products.linear(x, weight, bias), blocks.linear_blocks_widened(x, weight, bias))
     ids = torch.tensor([34, 0, 17])
     assert_near(products.embed(weight, ids, torch.float32, 1.0), weight.dequantize(ids))
     scaled = weight.dequantize(ids).half() * torch.tensor(7.3).half()
@@ -35,7 +35,7 @@ def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
 @pytest.mark.parametrize("name", ["q4_k", "q8_0"])
 def test_blocks_meet_many_rows(name: str) -> None:
     weight, x = random_blocks(20, 64, FORMS[name]), torch.randn(260, 64).half()
-    assert_near(products.linear(x, weight).float(), blocks.linear_widened(x.float(), weight, None), 2**-9)
+    assert_near(products.linear(x, weight).float(), blocks.linear_blocks_widened(x.float(), weight, None), 2**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -56,15 +56,15 @@ def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> 
 def test_products_by_head() -> None:
     up, q, attended = torch.randn(3, 10, 24), torch.randn(4, 3, 8)[:, :, 2:], torch.randn(4, 3, 24)
     for fixed in (False, True):
-        assert_near(products.by_head(q, up[:, :6], fixed=fixed), latent._by_head(q, up[:, :6]))
+        assert_near(products.by_head(q, up[:, :6], fixed=fixed), latent.head_products(q, up[:, :6]))
         values = up[:, 6:].transpose(1, 2)
-        assert_near(products.by_head(attended, values, fixed=fixed), latent._by_head(attended, values))
+        assert_near(products.by_head(attended, values, fixed=fixed), latent.head_products(attended, values))
 
 
 def plain(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight, bias)
-    return blocks.linear_widened(x, weight, bias)
+    return blocks.linear_blocks_widened(x, weight, bias)
 
 
 @pytest.mark.parametrize("form", ["float32", "q4_k", "q8_0"])
@@ -76,7 +76,7 @@ def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(25)])
     chosen[4, 0] = 5
     x = torch.randn(50 // per_row, 64)
-    experts = AddressedExperts(weights, biases)
+    experts = PointerTableExperts(weights, biases)
     expected = routed.linear_of_experts(x, experts, chosen, plain)
     for fixed in (False, True):
         assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
@@ -87,7 +87,7 @@ def test_few_rows_meet_many_experts() -> None:
     weights = [torch.randn(20, 64) for _ in range(30)]
     chosen = torch.full((10, 2), 7)
     chosen[3, 0], chosen[8, 1] = 29, 0
-    x, experts = torch.randn(10, 64), AddressedExperts(weights)
+    x, experts = torch.randn(10, 64), PointerTableExperts(weights)
     expected = routed.linear_of_experts(x, experts, chosen, plain)
     for fixed in (False, True):
         assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
@@ -106,7 +106,7 @@ def test_more_tiles_of_rows_than_a_device_counts_behind_the_first(monkeypatch: p
 
     monkeypatch.setattr(products, "launch", watched)
     x, weight, bias, up = torch.randn(90, 48), torch.randn(70, 48), torch.randn(70), torch.randn(2, 24, 20)
-    experts = AddressedExperts([torch.randn(70, 48) for _ in range(3)])
+    experts = PointerTableExperts([torch.randn(70, 48) for _ in range(3)])
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(90)])
 
     def found() -> list[Tensor]:
@@ -133,17 +133,17 @@ def test_experts_whose_rows_are_stored_in_two_ways() -> None:
     def parts(x: Tensor, weight: StackedWeight, bias: Tensor) -> Tensor:
         return torch.cat([plain(x, part, bias[first:end]) for part, first, end in weight.spans()], dim=1)
 
-    experts = AddressedExperts(weights, biases)
+    experts = PointerTableExperts(weights, biases)
     assert len(experts.parts) == 2
     assert_near(products.linear_of_experts(x, experts, chosen), routed.linear_of_experts(x, experts, chosen, parts))
     other = StackedWeight((torch.randn(16, 64), torch.randn(20, 64)))
-    assert not AddressedExperts([*weights, other]).parts
+    assert not PointerTableExperts([*weights, other]).parts
 
 
 def test_experts_of_several_kinds_have_no_tables() -> None:
     several = [torch.randn(4, 32), torch.randn(4, 32).half()], [torch.randn(4, 32), random_blocks(4, 32, FORMS["q8_0"])]
     for weights in several:
-        experts = AddressedExperts(weights)
+        experts = PointerTableExperts(weights)
         assert not experts.parts
         with pytest.raises(ValueError, match="several kinds"):
             products.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())
@@ -160,8 +160,8 @@ def ragged(experts: int, places: int) -> Tensor:
     return chosen
 
 
-def wide(weights: list[Tensor], biases: list[Tensor] | None = None) -> AddressedExperts:
-    return AddressedExperts(
+def wide(weights: list[Tensor], biases: list[Tensor] | None = None) -> PointerTableExperts:
+    return PointerTableExperts(
         [one.float() for one in weights], None if biases is None else [one.float() for one in biases]
     )
 
@@ -177,8 +177,8 @@ def test_many_rows_meet_their_experts(tile: grouped.Tile, per_row: int, columns:
     x = torch.randn(90 // per_row, inner).half()
     expected = routed.linear_of_experts(x.float(), wide(weights, biases), chosen, plain)
     order, ends = products.by_expert(chosen, 5)
-    experts = AddressedExperts(weights, biases)
-    found = grouped.product(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
+    experts = PointerTableExperts(weights, biases)
+    found = grouped.multiply_grouped(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
     assert found.dtype == torch.float16
     assert_near(found.float(), expected, 2**-9)
 
@@ -187,8 +187,8 @@ def test_many_rows_meet_their_experts(tile: grouped.Tile, per_row: int, columns:
 def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None:
     gate_up, down = [torch.randn(48, 40).half() for _ in range(4)], [torch.randn(40, 24).half() for _ in range(4)]
     x, chosen, weights = torch.randn(120, 40).half(), ragged(4, 240), torch.rand(120, 2)
-    both = AddressedExperts(gate_up), AddressedExperts(down)
-    assert grouped.takes(x, chosen.numel(), *both)
+    both = PointerTableExperts(gate_up), PointerTableExperts(down)
+    assert grouped.takes_grouped(x, chosen.numel(), *both)
     found = grouped.feed_forward_of_experts(x, *both, Routed(chosen, weights), activation, SMALL)
     opened = reference.gated_activation(routed.linear_of_experts(x.float(), wide(gate_up), chosen, plain), activation)
     expected = routed.weighted_sum(routed.linear_of_experts(opened, wide(down), chosen, plain), weights)
@@ -197,15 +197,17 @@ def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None
 
 def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
     x, weights = torch.ones(3, 64).half(), [torch.ones(8, 64).half()] * 2
-    assert grouped.takes(x, 64, AddressedExperts(weights)) and not grouped.takes(x, 63, AddressedExperts(weights))
+    assert grouped.takes_grouped(x, 64, PointerTableExperts(weights)) and not grouped.takes_grouped(
+        x, 63, PointerTableExperts(weights)
+    )
     for other in (
         [one.float() for one in weights],
         [one.bfloat16() for one in weights],
         [torch.ones(64, 8).half().T] * 2,
     ):
-        assert not grouped.takes(x, 96, AddressedExperts(other))
-    assert not grouped.takes(x, 96, AddressedExperts([random_blocks(8, 64, FORMS["q8_0"])] * 2))
-    assert not grouped.takes(x, 96, AddressedExperts([torch.ones(8 * 64 + 1).half()[1:].view(8, 64)] * 2))
+        assert not grouped.takes_grouped(x, 96, PointerTableExperts(other))
+    assert not grouped.takes_grouped(x, 96, PointerTableExperts([random_blocks(8, 64, FORMS["q8_0"])] * 2))
+    assert not grouped.takes_grouped(x, 96, PointerTableExperts([torch.ones(8 * 64 + 1).half()[1:].view(8, 64)] * 2))
 
 
 def test_tiles_fit_the_device() -> None:

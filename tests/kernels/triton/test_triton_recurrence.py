@@ -98,10 +98,10 @@ def test_states_are_kept_behind_tokens(which: int) -> None:
 def test_heads_of_keys_met_in_turns() -> None:
     rows = rows_of_a_step()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
-    turned, order = own.in_turns()
+    turned, order = own.tiled_heads()
     backend = TritonBackend(BackendOptions(torch.device(DEVICE)))
     expected = backend.gated_delta_rule(*own.operands(rows))
-    found = backend.gated_delta_rule(*turned.operands(rows), in_turns=True)
+    found = backend.gated_delta_rule(*turned.operands(rows), tiled_heads=True)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 

@@ -8,7 +8,7 @@ from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
-from windlass.kernels import KVPages, plane_shapes
+from windlass.kernels import KVPages, page_tensor_shapes
 from windlass.kernels.torch import reference
 from windlass.kernels.triton import rotary
 
@@ -22,7 +22,7 @@ SHAPES = ((16, 8, 16), (10, 3, 6), (12, 0, 4), (80, 16, 80), (96, 48, 96), (512,
 
 
 def pages_of(kind: torch.dtype, dim: int, value_dim: int, heads: int = 2, device: str = DEVICE) -> KVPages:
-    shapes = plane_shapes(3, 16, heads, dim, value_dim, kind)
+    shapes = page_tensor_shapes(3, 16, heads, dim, value_dim, kind)
     return KVPages(*[torch.zeros(shape, dtype=dtype, device=device) for shape, dtype in shapes])
 
 
@@ -101,11 +101,11 @@ def test_slots_outside_are_refused_before_anything_is_written() -> None:
 def test_versions_of_queries(dim: int, half: int) -> None:
     q = torch.randn(3, 2, dim + 5)[:, :, :dim]
     rows, angles = torch.tensor([2, 0]), torch.randn(2, half)
-    found = rotary.turn_queries(q, rows, angles.cos(), angles.sin())
-    assert_near(found, reference.turn_queries(q, rows, angles.cos(), angles.sin()), 1e-6)
+    found = rotary.rotate_queries(q, rows, angles.cos(), angles.sin())
+    assert_near(found, reference.rotate_queries(q, rows, angles.cos(), angles.sin()), 1e-6)
     assert found.is_contiguous()
     for row in (-1, 3):
-        wrong = rotary.turn_queries(q, torch.tensor([row, 0]), angles.cos(), angles.sin())
+        wrong = rotary.rotate_queries(q, torch.tensor([row, 0]), angles.cos(), angles.sin())
         assert wrong[3].isnan().all() and torch.equal(wrong[4:], found[4:])
     with pytest.raises(ValueError, match="cosines"):
-        rotary.turn_queries(q, rows, angles[:1].cos(), angles.sin())
+        rotary.rotate_queries(q, rows, angles[:1].cos(), angles.sin())

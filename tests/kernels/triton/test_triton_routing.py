@@ -37,7 +37,7 @@ def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
     for tokens in (1, 5):
         logits = (torch.randn(tokens, experts, generator=generator, device="cpu") * 3).to(DEVICE)
         for bias in (None, (torch.randn(experts, generator=generator, device="cpu") / 4).to(DEVICE)):
-            assert routes.takes(logits, routing)
+            assert routes.takes_routing(logits, routing)
             found, wanted = routes.route(logits, routing, bias), routed.route(logits, routing, bias)
             assert torch.equal(found.chosen, wanted.chosen)
             assert_near(found.weights, wanted.weights)
@@ -73,8 +73,8 @@ def test_what_is_no_number_shows_and_names_experts_that_there_are() -> None:
 
 
 def test_what_is_left_to_torch() -> None:
-    assert not routes.takes(torch.ones(1, 8), Routing(2, "sparsemixer"))
-    assert not routes.takes(torch.ones(1, 1025), Routing(2))
+    assert not routes.takes_routing(torch.ones(1, 8), Routing(2, "sparsemixer"))
+    assert not routes.takes_routing(torch.ones(1, 1025), Routing(2))
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts"), [(1, 8, 128), (1, 1, 3), (70, 2, 5), (9, 8, 160), (0, 2, 5)])

@@ -33,7 +33,7 @@ from windlass.engine.api.config import (
     SpeculationConfig,
 )
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import LadderStep
+from windlass.engine.rotary.ladder import ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.cli import entry
 from windlass.server.cli import main as cli
@@ -175,8 +175,8 @@ ENGINE_CONFIG = EngineConfig(
         scaling=RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}),
         update="rotate",
         ladder=(
-            LadderStep(8192),
-            LadderStep(32768, RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), "long"),
+            ScalingThreshold(8192),
+            ScalingThreshold(32768, RopeScaling.from_dict({"rope_type": "yarn", "factor": 4}), "long"),
         ),
     ),
 )

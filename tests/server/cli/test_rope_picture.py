@@ -22,7 +22,7 @@ from windlass.server.cli.rope.gallery.attending import choose_heads, draw_attent
 from windlass.server.cli.rope.gallery.distances import draw_scalings
 from windlass.server.cli.rope.gallery.encodings import read_learned
 from windlass.server.cli.rope.gallery.kinds import KINDS
-from windlass.server.cli.rope.gallery.style import write
+from windlass.server.cli.rope.gallery.style import save_figure
 from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -51,7 +51,7 @@ def test_scores_are_those_of_rotation_matrices() -> None:
     q, k = RNG.standard_normal((2, 6))
     for m, n in ((0, 0), (7, 2), (1005, 1000), (40, 3)):
         wanted = brute_score(q, k, m, n)
-        assert numbers.turned(q, m, W) @ numbers.turned(k, n, W) == pytest.approx(wanted, abs=1e-9)
+        assert numbers.rotated(q, m, W) @ numbers.rotated(k, n, W) == pytest.approx(wanted, abs=1e-9)
         assert numbers.scores(q, k, np.array([float(m - n)]), W)[0] == pytest.approx(wanted, abs=1e-9)
     ones = np.ones(6)
     assert curves.mean_cosine(np.array([9.0]), W)[0] == pytest.approx(brute_score(ones, ones, 12, 3) / 6)
@@ -130,7 +130,7 @@ def test_every_kind_is_drawn_as_both(kind: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_options_name_the_kinds_there_are() -> None:
-    assert list(KINDS) == list(command.NAMES)
+    assert list(KINDS) == list(command.PICTURE_KINDS)
 
 
 def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,7 +160,7 @@ def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture
 
 def test_dollars_are_no_mathematics(tmp_path: Path) -> None:
     out = tmp_path / "a.svg"
-    write(draw_attention("a $$b$$", 0, ["$x$", "\\$$y"], np.tril(np.full((1, 2, 2), 0.5)), [0]), out)
+    save_figure(draw_attention("a $$b$$", 0, ["$x$", "\\$$y"], np.tril(np.full((1, 2, 2), 0.5)), [0]), out)
     text = out.read_text(encoding="utf-8")
     assert ">$x$<" in text and ">\\$$y<" in text and "Layer 0 of a $$b$$" in text
 

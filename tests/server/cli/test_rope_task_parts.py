@@ -97,8 +97,8 @@ def test_the_least_length_that_is_named_does(tokenizer: Tokenizer) -> None:
 @pytest.mark.parametrize("task", TASKS)
 def test_what_a_task_draws_is_drawn_once(task: str) -> None:
     assert len(set(THINGS)) == len(THINGS)
-    chance = random.Random(3)
-    hidden = TASKS[task](Materials(chance, iter(THINGS)))
+    rng = random.Random(3)
+    hidden = TASKS[task](Materials(rng, iter(THINGS)))
     for question in hidden.questions:
         assert question.answer not in question.wrong and len(set(question.wrong)) == 3
         assert 0 <= question.depth <= 1

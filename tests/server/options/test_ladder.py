@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import LadderStep
+from windlass.engine.rotary.ladder import ScalingThreshold
 from windlass.engine.rotary.scaling import RopeScaling
 from windlass.server.options.ladder import parse_ladder
 
@@ -14,7 +14,7 @@ PROFILES = {"long": LONG, "longer": RopeScaling.from_dict({"rope_type": "yarn", 
 
 
 def test_steps_are_repeated_or_stand_between_commas() -> None:
-    wanted = (LadderStep(8192), LadderStep(32768, LONG, "long"))
+    wanted = (ScalingThreshold(8192), ScalingThreshold(32768, LONG, "long"))
     for values in (["8192=none,32768=long"], ["8192=none", " 32768 = long "], ["8192=none,", ",32768=long"]):
         assert parse_ladder(values, PROFILES) == wanted
     assert parse_ladder(None, PROFILES) == parse_ladder([], {}) == ()

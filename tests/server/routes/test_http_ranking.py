@@ -141,7 +141,7 @@ def test_only_coheres_path_answers_with_its_meta(live: Live) -> None:
 
 @pytest.mark.parametrize("encoder", [False, True])
 def test_joined_pairs_are_bounded_together_as_a_body_is(encoder: bool) -> None:
-    info = model_info(classifier=ClassifierInfo(("fits",), "sigmoid"), generates=False, sees_whole_texts=encoder)
+    info = model_info(classifier=ClassifierInfo(("fits",), "sigmoid"), generates=False, is_bidirectional=encoder)
     with live_server(ScriptedEngine(info=info), max_body_bytes=20_000) as live:
         query = "".join(chr(33 + n % 90) for n in range(150))
         tokens = len(live.tokenizer.backend.encode(query).ids)

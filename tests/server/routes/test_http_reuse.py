@@ -12,8 +12,8 @@ from helpers.live_server import Live, live_server
 from helpers.real_server import RealServer, serve
 
 from windlass.clients.rotary_types import ContextUse
-from windlass.engine.api.context import PassageReuse
-from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, SHORTEST_PASSAGE
+from windlass.engine.api.context import NonPrefixReuseParams
+from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, MIN_PASSAGE_TOKENS
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"
@@ -31,17 +31,19 @@ def live(shared: Live) -> Live:
     return shared
 
 
-def asked(live: Live, **fields: Any) -> PassageReuse | None:
+def asked(live: Live, **fields: Any) -> NonPrefixReuseParams | None:
     live.complete("a b c", max_tokens=3, **fields)
     return live.engine.requests[-1].reuse
 
 
 def test_fields_reach_the_engine(live: Live) -> None:
-    assert asked(live) == PassageReuse(0, (), 0.15, "")  # it can be taken from
-    assert asked(live, cache_reuse=64) == PassageReuse(64, (), 0.15, "")
-    assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == PassageReuse(64, (), 0.3, "salt s")
+    assert asked(live) == NonPrefixReuseParams(0, (), 0.15, "")  # it can be taken from
+    assert asked(live, cache_reuse=64) == NonPrefixReuseParams(64, (), 0.15, "")
+    assert asked(live, cache_reuse=64, cache_reuse_recompute=0.3, cache_salt="s") == NonPrefixReuseParams(
+        64, (), 0.3, "salt s"
+    )
     spans = [{"start": 0, "end": 2}, {"start": 2, "end": 3}]
-    assert asked(live, passages=spans, cache_reuse_recompute=8) == PassageReuse(0, ((0, 2), (2, 3)), 8.0, "")
+    assert asked(live, passages=spans, cache_reuse_recompute=8) == NonPrefixReuseParams(0, ((0, 2), (2, 3)), 8.0, "")
 
 
 def test_passages_are_shared_among_requests_of_one_key() -> None:
@@ -88,7 +90,7 @@ def test_openapi_describes_what_is_asked_and_what_is_told_of_contexts(live: Live
         of = schemas[request]["properties"]
         for name in asked:  # each says where its default is told, and that is really there
             assert f"`context.{name}`" in of[name]["description"], (request, name)
-        assert f" {SHORTEST_PASSAGE} or more" in of["cache_reuse"]["description"]
+        assert f" {MIN_PASSAGE_TOKENS} or more" in of["cache_reuse"]["description"]
         assert of["cache_reuse_recompute"]["description"].endswith(f"Default: {DEFAULT_RECOMPUTE}.")
         assert "completions only" in of["passages"]["description"]
     told = schemas["ContextUse"]["properties"]

@@ -22,7 +22,7 @@ from windlass.engine.errors import (
     EngineDeadError,
     QueueFullError,
     RequestError,
-    SlowReaderError,
+    SlowConsumerError,
 )
 
 COMPLETION = ("/v1/completions", {"prompt": "a", "max_tokens": 100})
@@ -47,7 +47,7 @@ FAILURES: list[tuple[Exception, int, str | None]] = [
     (QueueFullError("the queue is full", retry_after=2.5), 429, "queue_full"),
     (EngineDeadError("the engine died"), 503, "engine_unavailable"),
     (DeviceMemoryError("no memory"), 503, "out_of_memory"),
-    (SlowReaderError("too slow"), 408, "slow_reader"),
+    (SlowConsumerError("too slow"), 408, "slow_reader"),
     (DeadlineError("too late"), 504, "deadline_exceeded"),
     (KeyError("a defect"), 500, "internal"),
 ]

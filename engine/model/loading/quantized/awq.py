@@ -7,29 +7,35 @@ torch.
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.quantization import StoredQuantization
-from windlass.engine.model.loading.quantized.files import Located, are_halves, holds_only
+from windlass.engine.model.config_json.quantization import QuantizationConfig
+from windlass.engine.model.loading.quantized.files import Located, fits_float16, is_repeated
 from windlass.engine.model.loading.quantized.plan import QuantizedTensor, choose_storage
-from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, WantedTensor, check_shape, find, size_of_groups
+from windlass.engine.model.loading.quantized.shapes import (
+    SCALE_TYPES,
+    ExpectedTensor,
+    check_shape,
+    find_tensor,
+    size_of_groups,
+)
 
-_BITS = 4
+_AWQ_BITS = 4
 
 
-def describe_awq(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+def describe_awq(located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig) -> QuantizedTensor | None:
     """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.qweight" not in located:
         return None
     rows, columns = wanted.rows, wanted.columns
-    codes, zeros = (find(located, wanted, end, ("I32",)) for end in ("qweight", "qzeros"))
-    scales = find(located, wanted, "scales", SCALE_TYPES)
-    check_shape(codes, (columns, -(-rows * _BITS // 32)))
+    codes, zeros = (find_tensor(located, wanted, end, ("I32",)) for end in ("qweight", "qzeros"))
+    scales = find_tensor(located, wanted, "scales", SCALE_TYPES)
+    check_shape(codes, (columns, -(-rows * _AWQ_BITS // 32)))
     groups = scales.shape[0] if scales.shape else 0
-    group_size = size_of_groups(scales, groups, columns, told.group_size)
+    group_size = size_of_groups(scales, groups, columns, quant_config.group_size)
     check_shape(scales, (groups, rows))
-    check_shape(zeros, (groups, -(-rows * _BITS // 32)))
-    symmetric = holds_only(zeros, b"\x88")
+    check_shape(zeros, (groups, -(-rows * _AWQ_BITS // 32)))
+    symmetric = is_repeated(zeros, b"\x88")
     storage, reason = choose_storage(
-        _BITS, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=True
+        _AWQ_BITS, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=True
     )
     sources = {"codes": codes.name, "zeros": zeros.name, "scales": scales.name}
     return QuantizedTensor(
@@ -38,7 +44,7 @@ def describe_awq(located: Located, wanted: WantedTensor, told: StoredQuantizatio
         columns,
         "awq",
         sources,
-        _BITS,
+        _AWQ_BITS,
         group_size,
         symmetric=symmetric,
         storage=storage,

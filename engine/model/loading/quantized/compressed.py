@@ -11,43 +11,51 @@ perhaps `weight_zero_point` int8 of the same shape. Imports no torch.
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import StoredQuantization
-from windlass.engine.model.loading.quantized.files import Located, are_halves, counts_up, holds_only, read_integers
+from windlass.engine.model.config_json.quantization import QuantizationConfig
+from windlass.engine.model.loading.quantized.files import (
+    Located,
+    fits_float16,
+    has_consecutive_groups,
+    is_repeated,
+    read_integers,
+)
 from windlass.engine.model.loading.quantized.floats import describe_floats
 from windlass.engine.model.loading.quantized.plan import QuantizedTensor, choose_storage
 from windlass.engine.model.loading.quantized.shapes import (
     SCALE_TYPES,
-    WantedTensor,
+    ExpectedTensor,
     check_shape,
     code_bits,
-    find,
+    find_tensor,
     num_words,
     size_of_groups,
 )
 
 
-def describe_compressed(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+def describe_compressed(
+    located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
+) -> QuantizedTensor | None:
     """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     if f"{wanted.module}.weight_packed" in located:
-        return _packed(located, wanted, told.bits)
+        return _describe_packed(located, wanted, quant_config.bits)
     stored = located.get(wanted.name)
     if stored is not None and stored.dtype == "I8":
-        return _plain(located, wanted)
-    return describe_floats(located, wanted, told)
+        return _describe_plain(located, wanted)
+    return describe_floats(located, wanted, quant_config)
 
 
-def _packed(located: Located, wanted: WantedTensor, told: tuple[int, ...]) -> QuantizedTensor:
+def _describe_packed(located: Located, wanted: ExpectedTensor, quant_config: tuple[int, ...]) -> QuantizedTensor:
     rows, columns = wanted.rows, wanted.columns
-    codes = find(located, wanted, "weight_packed", ("I32",))
-    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
-    shape = find(located, wanted, "weight_shape", ("I64", "I32"))
+    codes = find_tensor(located, wanted, "weight_packed", ("I32",))
+    scales = find_tensor(located, wanted, "weight_scale", SCALE_TYPES)
+    shape = find_tensor(located, wanted, "weight_shape", ("I64", "I32"))
     if read_integers(shape) != (rows, columns):
         raise LoadError(
             f"tensor {shape.name!r} says {list(read_integers(shape))} where config.json asks for {[rows, columns]}: take the "
             "config.json that belongs to the checkpoint"
         )
     words = codes.shape[1] if len(codes.shape) == 2 else 0
-    bits, padded = code_bits(codes, words, columns, told or range(1, 9), padded=True)
+    bits, padded = code_bits(codes, words, columns, quant_config or range(1, 9), padded=True)
     check_shape(codes, (rows, words))
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     group_size = size_of_groups(scales, groups, columns, None)
@@ -55,19 +63,19 @@ def _packed(located: Located, wanted: WantedTensor, told: tuple[int, ...]) -> Qu
     sources = {"codes": codes.name, "scales": scales.name}
     symmetric = f"{wanted.module}.weight_zero_point" not in located
     if not symmetric:
-        zeros = find(located, wanted, "weight_zero_point", ("I32",))
+        zeros = find_tensor(located, wanted, "weight_zero_point", ("I32",))
         check_shape(zeros, (num_words(rows, bits, padded=padded), groups))
         sources["zeros"] = zeros.name
     ordered = True
     if f"{wanted.module}.weight_g_idx" in located:
-        order = find(located, wanted, "weight_g_idx", ("I32", "I64"))
+        order = find_tensor(located, wanted, "weight_g_idx", ("I32", "I64"))
         check_shape(order, (columns,))
         numbers = read_integers(order)
         if -1 not in numbers:
             sources["order"] = order.name
-            ordered = order.dtype == "I32" and counts_up(order, group_size)
+            ordered = order.dtype == "I32" and has_consecutive_groups(order, group_size)
     storage, reason = choose_storage(
-        bits, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=ordered
+        bits, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=ordered
     )
     return QuantizedTensor(
         wanted.name,
@@ -83,11 +91,11 @@ def _packed(located: Located, wanted: WantedTensor, told: tuple[int, ...]) -> Qu
     )
 
 
-def _plain(located: Located, wanted: WantedTensor) -> QuantizedTensor:
+def _describe_plain(located: Located, wanted: ExpectedTensor) -> QuantizedTensor:
     rows, columns = wanted.rows, wanted.columns
-    codes = find(located, wanted, "weight", ("I8",))
+    codes = find_tensor(located, wanted, "weight", ("I8",))
     check_shape(codes, (rows, columns))
-    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
+    scales = find_tensor(located, wanted, "weight_scale", SCALE_TYPES)
     groups = scales.shape[1] if len(scales.shape) == 2 else 1
     group_size = size_of_groups(scales, groups, columns, None)
     shapes = [(rows, groups), *([(rows,), (1, 1), (1,), ()] if groups == 1 else [])]
@@ -95,13 +103,13 @@ def _plain(located: Located, wanted: WantedTensor) -> QuantizedTensor:
     sources = {"codes": codes.name, "scales": scales.name}
     symmetric = True
     if f"{wanted.module}.weight_zero_point" in located:
-        zeros = find(located, wanted, "weight_zero_point", ("I8",))
+        zeros = find_tensor(located, wanted, "weight_zero_point", ("I8",))
         check_shape(zeros, *shapes)
-        symmetric = holds_only(zeros, b"\0")
+        symmetric = is_repeated(zeros, b"\0")
         if not symmetric:
             sources["zeros"] = zeros.name
     storage, reason = choose_storage(
-        8, group_size, columns, symmetric=symmetric, scales_fit=are_halves(scales), ordered=True
+        8, group_size, columns, symmetric=symmetric, scales_fit=fits_float16(scales), ordered=True
     )
     return QuantizedTensor(
         wanted.name, rows, columns, "bytes", sources, 8, group_size, symmetric=symmetric, storage=storage, reason=reason

@@ -24,7 +24,7 @@ _AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
 
 
 @dataclass(frozen=True, slots=True)
-class Blocks:
+class BlockData:
     """Rows as `blocks.store` takes them."""
 
     codes: Tensor
@@ -34,9 +34,9 @@ class Blocks:
     def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
         return self.codes, self.scales, self.supers
 
-    def __getitem__(self, rows: Tensor) -> Blocks:
+    def __getitem__(self, rows: Tensor) -> BlockData:
         """Some of them, in another order."""
-        return Blocks(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
+        return BlockData(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +55,7 @@ class _Integers:
 
 def decode_blocks(
     tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
-) -> Iterator[tuple[int, Blocks]]:
+) -> Iterator[tuple[int, BlockData]]:
     """Rows of a tensor that has a storage, in its form: (first row, rows), in order.
 
     sources: by what they are. whole: all rows at once.
@@ -234,7 +234,7 @@ def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
     return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
 
 
-def _blocks(tensor: QuantizedTensor, integers: _Integers) -> Blocks:
+def _blocks(tensor: QuantizedTensor, integers: _Integers) -> BlockData:
     name, _, supers = str(tensor.storage).partition(":")
     form, span = FORMS[name], min(tensor.group_size, tensor.columns)
     groups = -(-tensor.columns // form.group)
@@ -244,12 +244,12 @@ def _blocks(tensor: QuantizedTensor, integers: _Integers) -> Blocks:
     if not form.minimum:
         codes = _shifted(integers, tensor, form.offset, signed=form.bits == 8)
         if not supers:
-            return Blocks(codes, scales.repeat_interleave(repeats, dim=1)[:, :groups, None], None)
+            return BlockData(codes, scales.repeat_interleave(repeats, dim=1)[:, :groups, None], None)
         bytes_ = torch.ones((len(codes), groups, 1), dtype=torch.int8)
-        return Blocks(codes, bytes_, scales[:, :, None])
+        return BlockData(codes, bytes_, scales[:, :, None])
     assert integers.zeros is not None
     zeros = integers.zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups]
-    return Blocks(
+    return BlockData(
         integers.codes, torch.stack((torch.ones_like(zeros), zeros), dim=2), torch.stack((scales, scales), dim=2)
     )
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import read_quantization
+from windlass.engine.model.config_json.quantization import read_quantization_config
 from windlass.engine.model.config_json.values import Config
 from windlass.engine.model.loading.quantized.awq import describe_awq
 from windlass.engine.model.loading.quantized.compressed import describe_compressed
@@ -20,7 +20,7 @@ from windlass.engine.model.loading.quantized.floats import describe_floats
 from windlass.engine.model.loading.quantized.gptq import describe_gptq
 from windlass.engine.model.loading.quantized.mxfp4 import describe_mxfp4
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint, QuantizedTensor
-from windlass.engine.model.loading.quantized.shapes import WantedTensor
+from windlass.engine.model.loading.quantized.shapes import ExpectedTensor
 from windlass.engine.model.loading.quantized.ternary import describe_ternary
 from windlass.engine.model.spec import ModelSpec
 
@@ -33,7 +33,15 @@ _DESCRIBE = {
     "BitNet": describe_ternary,
 }
 # Beside the weights of a module: what some writers add to them.
-_BESIDE = ("g_idx", "weight_shape", "weight_g_idx", "weight_zero_point", "weight_scale", "weight_scale_inv", "qzeros")
+_ADDITIONAL = (
+    "g_idx",
+    "weight_shape",
+    "weight_g_idx",
+    "weight_zero_point",
+    "weight_scale",
+    "weight_scale_inv",
+    "qzeros",
+)
 # How activations, keys and values were rounded where the checkpoint was tried out; here that is decided by options.
 _ACTIVATIONS = re.compile(r"\.(input|output|activation|prob|kv|[qkv])_(scale|scale_ub|global_scale|zero_point)$")
 
@@ -44,8 +52,8 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
     Reads headers, and scales, zero points and orders of columns where those decide. Raises LoadError for a checkpoint that is
     incomplete or does not fit its config.json.
     """
-    told = read_quantization(config)
-    if told is None:
+    quant_config = read_quantization_config(config)
+    if quant_config is None:
         return None
     located = locate(directory)
     tensors: dict[str, QuantizedTensor] = {}
@@ -58,9 +66,9 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
             continue
         for stored in weight.stored:
             count = stacked[stored.name.rpartition("[")[0]] or 1
-            wanted = WantedTensor(stored.name.removesuffix(".weight"), stored.rows, weight.shape[1], count)
+            wanted = ExpectedTensor(stored.name.removesuffix(".weight"), stored.rows, weight.shape[1], count)
             try:
-                found = _DESCRIBE[told.method](located, wanted, told)
+                found = _DESCRIBE[quant_config.method](located, wanted, quant_config)
             except LoadError as error:
                 raise LoadError(f"{directory}: {error}") from None
             if found is None:
@@ -68,10 +76,10 @@ def describe_quantized_weights(config: Config, spec: ModelSpec, directory: Path)
             tensors[stored.name] = found
             for name in found.sources.values():
                 sources |= {one.name: one for one in _found(located, name)}
-            sources |= {name: located[name] for end in _BESIDE if (name := f"{wanted.module}.{end}") in located}
+            sources |= {name: located[name] for end in _ADDITIONAL if (name := f"{wanted.module}.{end}") in located}
             biases |= {f"{wanted.module}.bias"} & located.keys() - expected
     sources |= {name: one for name, one in located.items() if _ACTIVATIONS.search(name)}
-    return QuantizedCheckpoint(told.method, tensors, sources, frozenset(biases))
+    return QuantizedCheckpoint(quant_config.method, tensors, sources, frozenset(biases))
 
 
 def _found(located: Located, name: str) -> Iterator[LocatedTensor]:

@@ -74,7 +74,7 @@ def locate(directory: Path) -> dict[str, LocatedTensor]:
 _SURE = bytes(byte | sign for byte in range(55, 71) for sign in (0, 0x80))
 
 
-def are_halves(tensor: LocatedTensor) -> bool:
+def fits_float16(tensor: LocatedTensor) -> bool:
     """Whether all numbers are float16 numbers."""
     if tensor.dtype == "F16":
         return True
@@ -100,13 +100,13 @@ def _is_half(value: float) -> bool:
         return False
 
 
-def holds_only(tensor: LocatedTensor, pattern: bytes) -> bool:
+def is_repeated(tensor: LocatedTensor, pattern: bytes) -> bool:
     """Whether its data is `pattern` over and over."""
     data = tensor.read()
     return len(data) % len(pattern) == 0 and data == pattern * (len(data) // len(pattern))
 
 
-def counts_up(tensor: LocatedTensor, group_size: int) -> bool:
+def has_consecutive_groups(tensor: LocatedTensor, group_size: int) -> bool:
     """Whether int32 numbers, one a column, say that groups are consecutive columns."""
     numbers = _numbers("i", tensor.read())
     return numbers == array("i", (column // group_size for column in range(len(numbers))))

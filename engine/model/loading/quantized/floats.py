@@ -8,26 +8,28 @@ no torch.
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.config_json.quantization import QuantizationConfig
 from windlass.engine.model.loading.quantized.files import Located
 from windlass.engine.model.loading.quantized.plan import FLOATS, QuantizedTensor
-from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, WantedTensor, check_shape, find
+from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, ExpectedTensor, check_shape, find_tensor
 
-_FLOATS = ("F8_E4M3", "F8_E5M2")
+_FP8_TYPES = ("F8_E4M3", "F8_E5M2")
 
 
-def describe_floats(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+def describe_floats(
+    located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
+) -> QuantizedTensor | None:
     """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     codes = located.get(wanted.name)
-    if codes is None or codes.dtype not in _FLOATS:
+    if codes is None or codes.dtype not in _FP8_TYPES:
         return None
     rows, columns = wanted.rows, wanted.columns
     check_shape(codes, (rows, columns))
     end = "weight_scale_inv" if f"{wanted.module}.weight_scale_inv" in located else "weight_scale"
-    scales = find(located, wanted, end, SCALE_TYPES)
+    scales = find_tensor(located, wanted, end, SCALE_TYPES)
     block = None
     if scales.shape not in ((), (1,), (1, 1), (rows,), (rows, 1)):
-        block = _block(scales.name, scales.shape, rows, columns, told.block)
+        block = _fp8_block(scales.name, scales.shape, rows, columns, quant_config.block)
     return QuantizedTensor(
         wanted.name,
         rows,
@@ -41,11 +43,13 @@ def describe_floats(located: Located, wanted: WantedTensor, told: StoredQuantiza
     )
 
 
-def _block(name: str, shape: tuple[int, ...], rows: int, columns: int, told: tuple[int, int] | None) -> tuple[int, int]:
+def _fp8_block(
+    name: str, shape: tuple[int, ...], rows: int, columns: int, quant_config: tuple[int, int] | None
+) -> tuple[int, int]:
     """Rows and columns of a block. told: what config.json says."""
-    if told is not None:
-        if shape == (-(-rows // told[0]), -(-columns // told[1])):
-            return told
+    if quant_config is not None:
+        if shape == (-(-rows // quant_config[0]), -(-columns // quant_config[1])):
+            return quant_config
     elif len(shape) == 2 and min(shape) and rows % shape[0] == 0 and columns % shape[1] == 0:
         return rows // shape[0], columns // shape[1]
     raise LoadError(

@@ -8,15 +8,17 @@ those of the tensor that they stand for. Imports no torch.
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.config_json.quantization import QuantizationConfig
 from windlass.engine.model.loading.quantized.files import Located
 from windlass.engine.model.loading.quantized.plan import BLOCK, QuantizedTensor
-from windlass.engine.model.loading.quantized.shapes import WantedTensor, check_shape
+from windlass.engine.model.loading.quantized.shapes import ExpectedTensor, check_shape
 
-_BYTES = 16  # of a block's floats
+_MXFP4_BLOCK_BYTES = 16  # of a block's floats
 
 
-def describe_mxfp4(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+def describe_mxfp4(
+    located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
+) -> QuantizedTensor | None:
     """What the weight of an expert is made of; None for one that is not quantized. Raises LoadError."""
     stack, bracket, place = wanted.module.partition("[")
     codes = located.get(f"{stack}_blocks")
@@ -28,7 +30,7 @@ def describe_mxfp4(located: Located, wanted: WantedTensor, told: StoredQuantizat
     rows, columns = wanted.rows, wanted.columns
     if columns % BLOCK:
         raise LoadError(f"{stack!r} has rows of {columns} numbers, which are no whole blocks of {BLOCK}")
-    check_shape(codes, (wanted.stacked, rows, columns // BLOCK, _BYTES))
+    check_shape(codes, (wanted.stacked, rows, columns // BLOCK, _MXFP4_BLOCK_BYTES))
     check_shape(scales, (wanted.stacked, rows, columns // BLOCK))
     for tensor in (codes, scales):
         if tensor.dtype != "U8":

@@ -79,7 +79,7 @@ class QuantizedCheckpoint:
         """Whether weights of integers are among them, which cannot be quantized once more."""
         return any(tensor.packing != "floats" for tensor in self.tensors.values())
 
-    def kept(self) -> dict[str, str]:
+    def storages(self) -> dict[str, str]:
         """The storages of those that lie in memory as they are stored, by name."""
         return {name: tensor.storage for name, tensor in self.tensors.items() if tensor.storage is not None}
 

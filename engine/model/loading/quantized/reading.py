@@ -16,7 +16,7 @@ from torch import Tensor
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint, QuantizedTensor
 from windlass.engine.model.loading.safetensors_file import read_layout
-from windlass.engine.model.loading.tensor_stream import Entry, read_entries
+from windlass.engine.model.loading.tensor_stream import TensorEntry, read_entries
 
 
 def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedTensor, dict[str, Tensor]]]:
@@ -44,7 +44,7 @@ def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedT
             raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
 
 
-def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[Entry]:
+def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:
     """What lies in this file, weight by weight in the order of their codes."""
     layout, _ = read_layout(file)
     in_order = sorted(checkpoint.tensors.values(), key=lambda t: checkpoint.sources[t.sources["codes"]].header.begin)
@@ -53,4 +53,4 @@ def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[Entry]:
             located = checkpoint.sources[source]
             if located.file == file:
                 dtype = layout[source.partition("[")[0]][0]  # "name[3]": one of those that a tensor holds
-                yield Entry(source, dtype, list(located.shape), located.header.begin)
+                yield TensorEntry(source, dtype, list(located.shape), located.header.begin)

@@ -12,7 +12,7 @@ SCALE_TYPES = ("F16", "BF16", "F32", "F8_E8M0")
 
 
 @dataclass(frozen=True, slots=True)
-class WantedTensor:
+class ExpectedTensor:
     """A tensor of the unquantized model. module: its name without ".weight". stacked: how many the tensor holds whose name stands
     in front of a bracket, in "name[3]"."""
 
@@ -26,7 +26,7 @@ class WantedTensor:
         return f"{self.module}.weight"
 
 
-def find(located: Located, wanted: WantedTensor, end: str, dtypes: Collection[str]) -> LocatedTensor:
+def find_tensor(located: Located, wanted: ExpectedTensor, end: str, dtypes: Collection[str]) -> LocatedTensor:
     """The tensor `module.end`. Raises LoadError where there is none or it is of another type."""
     found = located.get(f"{wanted.module}.{end}")
     if found is None:
@@ -73,10 +73,10 @@ def code_bits(
     )
 
 
-def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, told: int | None) -> int:
+def size_of_groups(tensor: LocatedTensor, groups: int, columns: int, expected_size: int | None) -> int:
     """Columns of a group where a row has so many groups. told: what config.json says. Raises LoadError."""
-    if told is not None and groups == -(-columns // told):
-        return min(told, columns)
+    if expected_size is not None and groups == -(-columns // expected_size):
+        return min(expected_size, columns)
     if groups < 1 or columns % groups:
         raise LoadError(
             f"tensor {tensor.name!r} has {groups} groups for {columns} columns: take the config.json that belongs to the "

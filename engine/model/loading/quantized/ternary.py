@@ -8,29 +8,38 @@ reciprocal is no float16 number as a rule: it is rounded to one, by at most 2^-1
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import StoredQuantization
-from windlass.engine.model.loading.quantized.files import Located, are_halves
+from windlass.engine.model.config_json.quantization import QuantizationConfig
+from windlass.engine.model.loading.quantized.files import Located, fits_float16
 from windlass.engine.model.loading.quantized.plan import Packing, QuantizedTensor, choose_storage
-from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, WantedTensor, check_shape, find
+from windlass.engine.model.loading.quantized.shapes import SCALE_TYPES, ExpectedTensor, check_shape, find_tensor
 
-_BITS = 2
-_EACH = 4  # rows in a byte
+_TERNARY_BITS = 2
+_ROWS_PER_BYTE = 4  # rows in a byte
 
 
-def describe_ternary(located: Located, wanted: WantedTensor, told: StoredQuantization) -> QuantizedTensor | None:
+def describe_ternary(
+    located: Located, wanted: ExpectedTensor, quant_config: QuantizationConfig
+) -> QuantizedTensor | None:
     """What a weight is made of; None for one that is not quantized. Raises LoadError."""
     codes = located.get(wanted.name)
     if codes is None or codes.dtype != "U8":
         return None
     rows, columns = wanted.rows, wanted.columns
-    check_shape(codes, (-(-rows // _EACH), columns))
-    scales = find(located, wanted, "weight_scale", SCALE_TYPES)
+    check_shape(codes, (-(-rows // _ROWS_PER_BYTE), columns))
+    scales = find_tensor(located, wanted, "weight_scale", SCALE_TYPES)
     check_shape(scales, (1,), ())
     if not any(scales.read()):
         raise LoadError(f"tensor {scales.name!r} is zero: the checkpoint is damaged: download or copy it again")
     storage, reason = choose_storage(
-        _BITS, columns, columns, symmetric=True, scales_fit=told.divided or are_halves(scales), ordered=True
+        _TERNARY_BITS,
+        columns,
+        columns,
+        symmetric=True,
+        scales_fit=quant_config.divides_by_scale or fits_float16(scales),
+        ordered=True,
     )
     sources = {"codes": codes.name, "scales": scales.name}
-    packing: Packing = "divided ternary" if told.divided else "ternary"
-    return QuantizedTensor(wanted.name, rows, columns, packing, sources, _BITS, columns, storage=storage, reason=reason)
+    packing: Packing = "divided ternary" if quant_config.divides_by_scale else "ternary"
+    return QuantizedTensor(
+        wanted.name, rows, columns, packing, sources, _TERNARY_BITS, columns, storage=storage, reason=reason
+    )

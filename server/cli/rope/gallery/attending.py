@@ -10,7 +10,7 @@ import numpy as np
 
 from windlass.engine.errors import LoadError
 from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, plain
+from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, style_axes
 from windlass.server.cli.rope.gallery.subject import Numbers
 from windlass.server.cli.rope.pictures import literal
 from windlass.server.cli.rope.texts import Encoder
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 TEXT = "The cat sat on the mat. The dog sat on the rug. The cat sat on the"
-_LONGEST = 512
-_LABELLED = 40  # tokens that have room for their names
+_MAX_TEXT_TOKENS = 512
+_MAX_LABELLED_TOKENS = 40  # tokens that have room for their names
 
 
 def read_pattern(
@@ -32,8 +32,8 @@ def read_pattern(
 
     tokenizer = load_tokenizer(directory)
     ids = tokenizer.encode(text, add_special_tokens=True)
-    if not 2 <= len(ids) <= _LONGEST:
-        raise LoadError(f"--text has {len(ids)} tokens: between 2 and {_LONGEST} can be shown")
+    if not 2 <= len(ids) <= _MAX_TEXT_TOKENS:
+        raise LoadError(f"--text has {len(ids)} tokens: between 2 and {_MAX_TEXT_TOKENS} can be shown")
     weights = attention_weights(Scorer.load(directory), ids, layer, scaling)
     names = [tokenizer.decode([one], skip_special_tokens=False) for one in ids]
     return [name.replace("\n", "⏎").strip() or "␣" for name in names], weights.double().numpy()
@@ -56,7 +56,7 @@ def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, h
         image = axes.imshow(np.sqrt(weights[head]), cmap="viridis", vmin=0, vmax=1, interpolation="nearest")
         axes.set_title(f"head {head}", fontsize=10)
         axes.set_xlabel("key")
-        if len(tokens) <= _LABELLED:
+        if len(tokens) <= _MAX_LABELLED_TOKENS:
             names = [literal(token) for token in tokens]
             axes.set_xticks(range(len(tokens)), names, rotation=90, fontsize=7)
             axes.set_yticks(range(len(tokens)), names if head == heads[0] else [""] * len(tokens), fontsize=7)
@@ -66,6 +66,6 @@ def draw_attention(name: str, layer: int, tokens: list[str], weights: Numbers, h
     for index, head in enumerate(heads):
         by_distance = [float(np.diagonal(weights[head], -back).mean()) for back in range(max(2, len(tokens) - 4))]
         panels[-1].plot(by_distance, color=COLOURS[index + 1], label=f"head {head}", marker=".", linewidth=1)
-    plain(panels[-1], x="distance in tokens", title="mean weight by distance")
+    style_axes(panels[-1], x="distance in tokens", title="mean weight by distance")
     panels[-1].legend(fontsize=8, frameon=False, loc="upper center")
     return figure

@@ -13,7 +13,7 @@ from windlass.server.cli.rope.parsing import parse_json
 from windlass.server.options.spelling import option
 
 # Options know no kinds, whose module brings numpy: a test compares this list with them.
-NAMES = (
+PICTURE_KINDS = (
     "rotation",
     "angles",
     "cos-sin",
@@ -27,7 +27,7 @@ NAMES = (
 
 
 def picture(
-    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(NAMES)}.")],
+    kind: Annotated[str, typer.Argument(metavar="KIND", help=f"One of {', '.join(PICTURE_KINDS)}.")],
     out: Annotated[Path, typer.Option("--out", metavar="FILE", help="A .png or .svg file to write.")],
     model: Annotated[
         str | None,
@@ -65,15 +65,15 @@ def picture(
     text: Annotated[str | None, typer.Option("--text", help="attention: what is read.")] = None,
 ) -> None:
     """Draw one of the pictures by which rotary embeddings are explained, of any model or parameters."""
-    if kind not in NAMES:
-        raise LoadError(f"there is no picture {kind!r}{did_you_mean(kind, NAMES)}: {', '.join(NAMES)}")
+    if kind not in PICTURE_KINDS:
+        raise LoadError(f"there is no picture {kind!r}{did_you_mean(kind, PICTURE_KINDS)}: {', '.join(PICTURE_KINDS)}")
     from windlass.clients.terminal.outputs import check_outputs
     from windlass.server.cli.rope.pictures import require_matplotlib
 
     require_matplotlib()
     from windlass.server.cli.rope.gallery.kinds import Extras, draw
-    from windlass.server.cli.rope.gallery.style import check_suffix, write
-    from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject, of_parameters
+    from windlass.server.cli.rope.gallery.style import check_suffix, save_figure
+    from windlass.server.cli.rope.gallery.subject import LLAMA_2, base_from_parameters, make_subject
     from windlass.server.startup.choice import choose_model
     from windlass.server.startup.tokenizer_directory import with_tokenizer
     from windlass.server.text.tokenizer import Tokenizer
@@ -91,7 +91,7 @@ def picture(
     name, directory = choose_model(model) if model is not None or kind == "attention" else ("", None)
     base = None
     if given:
-        base = of_parameters(
+        base = base_from_parameters(
             theta if theta is not None else LLAMA_2.rope_theta,
             dim if dim is not None else LLAMA_2.rotary_dim,
             trained_len if trained_len is not None else LLAMA_2.trained_len,
@@ -107,4 +107,4 @@ def picture(
         text=text,
         scaling=scalings[0] if scalings else None,
     )
-    write(draw(kind, subject, extras), out)
+    save_figure(draw(kind, subject, extras), out)

@@ -9,7 +9,7 @@ import numpy as np
 
 from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
-from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, TRAINED, new_figure, plain, thousands
+from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, TRAINED, new_figure, style_axes, thousands
 from windlass.server.cli.rope.gallery.subject import Numbers, Subject
 from windlass.server.cli.rope.pictures import HIGHEST
 
@@ -38,7 +38,9 @@ def draw_decay(subject: Subject) -> Figure:
         dashes=DASHES[1],
         label="shape of the bound, drawn from 1",
     )
-    plain(left, x="distance in tokens", y="score over its largest", title="near: scores, and the shape of the bound")
+    style_axes(
+        left, x="distance in tokens", y="score over its largest", title="near: scores, and the shape of the bound"
+    )
     left.axhline(0, color="#999999", linewidth=0.6)
     left.legend(fontsize=8, frameon=False)
     far = _log_places(subject.length)
@@ -48,7 +50,7 @@ def draw_decay(subject: Subject) -> Figure:
     right.set_xscale("log")
     right.axhline(0, color="#999999", linewidth=0.6)
     thousands(right)
-    plain(right, x="distance in tokens (logarithmic)", title="far: what is left never dies away")
+    style_axes(right, x="distance in tokens (logarithmic)", title="far: what is left never dies away")
     return figure
 
 
@@ -72,11 +74,11 @@ def draw_scalings(subject: Subject) -> Figure:
         left.axhline(length, color=colour, linewidth=1)
         left.annotate(text, (0, length), xytext=(2, 3), textcoords="offset points", fontsize=8, color=colour)
     thousands(left, "y")
-    plain(left, x="pair", y="tokens per turn (logarithmic)", title="which pairs turn slower")
+    style_axes(left, x="pair", y="tokens per turn (logarithmic)", title="which pairs turn slower")
     right.set_xscale("log")
     thousands(right)
     _trained(right, subject)
-    plain(
+    style_axes(
         right,
         x="distance in tokens (logarithmic)",
         y="score of equal vectors, smoothed",
@@ -112,7 +114,7 @@ def draw_extrapolation(subject: Subject) -> Figure:
     )
     left.set_ylim(0, 1)
     left.set_xlim(0, subject.pairs - 1)
-    plain(left, x="pair", y="part of the circle", title="unscaled: slow pairs reach new angles")
+    style_axes(left, x="pair", y="part of the circle", title="unscaled: slow pairs reach new angles")
     left.legend(fontsize=9, loc="lower left")
     known = int((seen >= 1).sum())
     for index, (label, scaling) in enumerate(subject.compared):
@@ -124,7 +126,7 @@ def draw_extrapolation(subject: Subject) -> Figure:
     right.set_xlim(0, subject.pairs - 1)
     right.set_yscale("log")
     thousands(right, "y")
-    plain(
+    style_axes(
         right,
         x="pair",
         y="largest angle over that of training",

@@ -183,8 +183,8 @@ def draw(kind: str, subject: Subject, extras: Extras) -> Figure:
     """One picture of `KINDS`; raises LoadError and RequestError, one line."""
     if kind == "encodings" and extras.learned is not None:
         return draw_encodings(subject, read_learned(extras.learned))
-    drawer = KINDS[kind].draw
-    return drawer(subject) if drawer is not None else _draw_attention(subject, extras)
+    token_sampler = KINDS[kind].draw
+    return token_sampler(subject) if token_sampler is not None else _draw_attention(subject, extras)
 
 
 def _draw_attention(subject: Subject, extras: Extras) -> Figure:

@@ -14,7 +14,7 @@ from windlass.engine.rotary.curves import angles
 from windlass.server.cli.rope.gallery.subject import Numbers
 
 
-def turned(vectors: Numbers, position: float, frequencies: Numbers) -> Numbers:
+def rotated(vectors: Numbers, position: float, frequencies: Numbers) -> Numbers:
     """Half-split vectors [..., 2 * pairs] at a position: pair j is (x_j, x_{j + pairs}) (RoFormer, arXiv 2104.09864)."""
     half = len(frequencies)
     cos, sin = np.cos(position * frequencies), np.sin(position * frequencies)
@@ -80,14 +80,16 @@ def invariance_errors(
     found: dict[str, list[float]] = {"float64": [], "float32": [], "bfloat16": []}
     for start in starts:
         for name in found:
-            ends = [_turned_in(name, x, place, frequencies) for x, place in ((q, start + distance), (k, start))]
+            ends = [
+                _rotated_at_precision(name, x, place, frequencies) for x, place in ((q, start + distance), (k, start))
+            ]
             found[name].append(abs(float(ends[0] @ ends[1]) - exact) / size)
     return {name: np.array(errors) for name, errors in found.items()}
 
 
-def _turned_in(precision: str, x: Numbers, position: float, frequencies: Numbers) -> Numbers:
+def _rotated_at_precision(precision: str, x: Numbers, position: float, frequencies: Numbers) -> Numbers:
     if precision == "float64":
-        return turned(x, position, frequencies)
+        return rotated(x, position, frequencies)
     angle = (np.float32(position) * frequencies.astype(np.float32)).astype(np.float64)
     cos, sin = np.cos(angle), np.sin(angle)
     if precision == "bfloat16":

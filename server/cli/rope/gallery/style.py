@@ -27,7 +27,7 @@ def new_figure(title: str, size: tuple[float, float]) -> Figure:
     return figure
 
 
-def plain(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
+def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
     """Labels, and no frame above and at the right."""
     axes.set_xlabel(x)
     axes.set_ylabel(y)
@@ -42,7 +42,7 @@ def thousands(axes: Axes, which: str = "x") -> None:
     axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if 1 <= value < 1e12 else f"{value:g}"))
 
 
-def write(figure: Figure, path: Path) -> None:
+def save_figure(figure: Figure, path: Path) -> None:
     """By its suffix: .png or .svg, the same bytes from the same numbers. Raises LoadError where it cannot be written."""
     write_figure(figure, path, check_suffix(path), dpi=100)
 

@@ -20,8 +20,8 @@ from windlass.server.cli.rope.inspection import read_groups
 
 Numbers = NDArray[np.float64]
 
-_MOST_DIM = 4096  # of a head; pictures of more would take gigabytes
-_LONGEST = 10_000_000  # tokens that are looked at
+_MAX_DIM = 4096  # of a head; pictures of more would take gigabytes
+_MAX_LENGTH = 10_000_000  # tokens that are looked at
 LLAMA_2 = RotaryBase(rope_theta=10000.0, head_dim=128, rotary_dim=128, trained_len=4096)
 
 
@@ -52,12 +52,12 @@ class Subject:
         return np.array(resolve(scaling or self.scaling, self.base, self.length).inv_freq)
 
 
-def of_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase:
+def base_from_parameters(theta: float, dim: int, trained_len: int) -> RotaryBase:
     """Raises LoadError for what no model has."""
     if not 1 < theta < math.inf:
         raise LoadError(f"--theta must be a number above 1, got {theta:g}")
-    if not 4 <= dim <= _MOST_DIM or dim % 2:
-        raise LoadError(f"--dim must be even and lie between 4 and {_MOST_DIM:,}, got {dim}")
+    if not 4 <= dim <= _MAX_DIM or dim % 2:
+        raise LoadError(f"--dim must be even and lie between 4 and {_MAX_DIM:,}, got {dim}")
     if trained_len < 2:
         raise LoadError(f"--trained-len must be at least 2, got {trained_len}")
     return RotaryBase(rope_theta=theta, head_dim=dim, rotary_dim=dim, trained_len=trained_len)
@@ -77,9 +77,9 @@ def make_subject(
         base, own = group.base, group.scaling
     base = base or LLAMA_2
     if length is None:
-        length = 100_000 if base == LLAMA_2 else min(24 * base.trained_len, _LONGEST)
-    elif not 2 <= length <= _LONGEST:
-        raise LoadError(f"--length must lie between 2 and {_LONGEST:,}, got {length}")
+        length = 100_000 if base == LLAMA_2 else min(24 * base.trained_len, _MAX_LENGTH)
+    elif not 2 <= length <= _MAX_LENGTH:
+        raise LoadError(f"--length must lie between 2 and {_MAX_LENGTH:,}, got {length}")
     chosen = scalings[0] if scalings else own
     compared = [(_label(scaling), scaling) for scaling in scalings] or usual_scalings(base, length)
     subject = Subject(

@@ -9,7 +9,7 @@ import numpy as np
 
 from windlass.engine.rotary import curves
 from windlass.server.cli.rope.gallery import numbers
-from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, plain, thousands
+from windlass.server.cli.rope.gallery.style import COLOURS, new_figure, style_axes, thousands
 from windlass.server.cli.rope.gallery.subject import Subject
 
 if TYPE_CHECKING:
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from matplotlib.patches import Patch
 
 _POSITIONS = 8
-_APART = 0.22  # radians that two labels need between them
+_MIN_LABEL_ANGLE = 0.22  # radians that two labels need between them
 
 
 def draw_rotation(subject: Subject) -> Figure:
@@ -38,7 +38,7 @@ def _arrows(axes: Axes, frequency: float, pair: int) -> None:
     axes.add_patch(_circle())
     labels = _labels(frequency)
     for position in range(_POSITIONS):
-        x, y = numbers.turned(np.array([1.0, 0.0]), position, np.array([frequency]))
+        x, y = numbers.rotated(np.array([1.0, 0.0]), position, np.array([frequency]))
         axes.annotate(
             "", (x, y), (0, 0), arrowprops={"arrowstyle": "-|>", "color": colours[position], "lw": 1.6, "shrinkB": 0}
         )
@@ -56,13 +56,15 @@ def _arrows(axes: Axes, frequency: float, pair: int) -> None:
 def _labels(frequency: float) -> dict[int, str]:
     """The positions whose labels have room: those of arrows that nearly coincide would hide each other."""
     last = _POSITIONS - 1
-    if last * frequency < _APART:
+    if last * frequency < _MIN_LABEL_ANGLE:
         return {0: f"0–{last}"}
-    kept = [last]
+    labelled = [last]
     for position in range(last):
-        if all(abs(math.remainder((position - other) * frequency, 2 * math.pi)) > _APART for other in kept):
-            kept.append(position)
-    return {position: str(position) for position in kept}
+        if all(
+            abs(math.remainder((position - other) * frequency, 2 * math.pi)) > _MIN_LABEL_ANGLE for other in labelled
+        ):
+            labelled.append(position)
+    return {position: str(position) for position in labelled}
 
 
 def _circle() -> Patch:
@@ -84,8 +86,8 @@ def draw_angles(subject: Subject) -> Figure:
         colour = colormaps["viridis"]((position - 1) / 7)
         for axes in (left, right):
             axes.plot(pairs, row, color=colour, linewidth=1.4, label=str(position))
-    plain(left, x="pair", y="angle in radians", title="the first pairs turn far")
-    plain(right, x="pair", y="angle in radians (logarithmic)", title="all pairs: straight lines, one step apart")
+    style_axes(left, x="pair", y="angle in radians", title="the first pairs turn far")
+    style_axes(right, x="pair", y="angle in radians (logarithmic)", title="all pairs: straight lines, one step apart")
     right.set_yscale("log")
     for turns in range(1, int(7 / (2 * math.pi)) + 1):
         left.axhline(2 * math.pi * turns, color="#999999", linewidth=0.8, linestyle=":")
@@ -116,8 +118,8 @@ def draw_invariance(subject: Subject) -> Figure:
     frequencies = subject.frequencies()
     q, k = np.random.default_rng(5).standard_normal((2, 2 * subject.pairs))
     places = np.arange(48)
-    turned = [np.stack([numbers.turned(x, float(place), frequencies) for place in places]) for x in (q, k)]
-    matrix = turned[0] @ turned[1].T / (np.linalg.norm(q) * np.linalg.norm(k))
+    rotated = [np.stack([numbers.rotated(x, float(place), frequencies) for place in places]) for x in (q, k)]
+    matrix = rotated[0] @ rotated[1].T / (np.linalg.norm(q) * np.linalg.norm(k))
     largest = float(np.abs(matrix).max())
     image = left.imshow(matrix, cmap="PuOr", vmin=-largest, vmax=largest, interpolation="nearest")
     left.set(xlabel="place of the key", ylabel="place of the query")
@@ -137,7 +139,7 @@ def draw_invariance(subject: Subject) -> Figure:
     right.set_yscale("log")
     right.set_ylim(1e-17, 20)
     thousands(right)
-    plain(
+    style_axes(
         right,
         x="place of the key, the query 5 behind it",
         y="change of the score / |q||k|",

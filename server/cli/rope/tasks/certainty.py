@@ -17,7 +17,7 @@ from windlass.clients.loadtest.intervals import Interval
 from windlass.server.cli.rope.sweep_results import CONFIDENCE
 
 RESAMPLES = 10_000
-FEWEST_UNITS = 6  # fewer give no interval worth its name
+MIN_UNITS = 6  # fewer give no interval worth its name
 _SEED = 20260101
 
 
@@ -45,11 +45,11 @@ def paired_bootstrap(differences: Sequence[Sequence[float]]) -> PairedDifference
     if not units:
         return PairedDifference(math.nan, None)
     mean = float(sums.sum() / sizes.sum())
-    if len(units) < FEWEST_UNITS:
+    if len(units) < MIN_UNITS:
         return PairedDifference(mean, None)
     generator = np.random.default_rng(_SEED)
-    drawn = generator.multinomial(len(units), np.full(len(units), 1 / len(units)), size=RESAMPLES)  # [R, U]
-    means = (drawn @ sums) / (drawn @ sizes)
+    resamples = generator.multinomial(len(units), np.full(len(units), 1 / len(units)), size=RESAMPLES)  # [R, U]
+    means = (resamples @ sums) / (resamples @ sizes)
     rest = (1 - CONFIDENCE) / 2
     low, high = np.quantile(means, [rest, 1 - rest])
     return PairedDifference(mean, Interval(float(low), float(high)))

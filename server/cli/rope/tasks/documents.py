@@ -11,15 +11,15 @@ from dataclasses import dataclass
 from itertools import chain
 
 from windlass.engine.errors import LoadError
-from windlass.server.cli.rope.tasks.kinds import TASKS, Asked, Fact, Materials
+from windlass.server.cli.rope.tasks.kinds import TASKS, Fact, Materials, TaskQuestion
 from windlass.server.cli.rope.tasks.prose import paragraphs
 from windlass.server.cli.rope.tasks.vocabulary import THINGS
 from windlass.server.cli.rope.texts import Encoder
 
 _HEAD = "Below is a long text. Facts are hidden in it: remember them, they are asked for at the end."
-_LONGEST_SEGMENT = 512
+_MAX_SEGMENT = 512
 _SENTENCE_TOKENS = 20  # of generated prose, about
-_MOST_FACTS = 0.5  # of a document
+_MAX_FACT_SHARE = 0.5  # of a document
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,8 +77,8 @@ class DocumentMaker:
 
     def make(self, length: int, number: int) -> Document:
         """Raises LoadError where the facts have no room in such a length, or the text is too short for it."""
-        chance = random.Random(f"{self._seed} {length} {number}")
-        materials = Materials(chance, iter(chance.sample(THINGS, len(THINGS))))
+        rng = random.Random(f"{self._seed} {length} {number}")
+        materials = Materials(rng, iter(rng.sample(THINGS, len(THINGS))))
         facts: list[Fact] = []
         questions: list[Question] = []
         for task in self._tasks:
@@ -87,24 +87,24 @@ class DocumentMaker:
                 facts += hidden.facts
                 questions += [self._question(task, asked) for asked in hidden.questions]
         facts.sort(key=lambda fact: fact.depth)
-        told = [self._encode(self._space + fact.text) for fact in facts]
+        encoded_facts = [self._encode(self._space + fact.text) for fact in facts]
         head = [*self._encoder.encode(""), *self._encode(_HEAD)]
         longest = max(map(_tail, questions), default=0)
-        room = length - longest - len(head)
-        taken = sum(map(len, told))
-        segment = min(_LONGEST_SEGMENT, length // 8)
-        if room - segment < taken / _MOST_FACTS:
-            least = int((longest + len(head) + taken / _MOST_FACTS) * 8 / 7) + 8
+        available = length - longest - len(head)
+        fact_tokens = sum(map(len, encoded_facts))
+        segment = min(_MAX_SEGMENT, length // 8)
+        if available - segment < fact_tokens / _MAX_FACT_SHARE:
+            least = int((longest + len(head) + fact_tokens / _MAX_FACT_SHARE) * 8 / 7) + 8
             raise LoadError(
                 f"--lengths {length}: the facts of {', '.join(self._tasks)} need documents of about {least} tokens and more"
             )
-        body = self._body(room - taken, length, number, chance)
-        ids = tuple(chain(head, _hide(told, [fact.depth for fact in facts], body, segment)))
+        body = self._body(available - fact_tokens, length, number, rng)
+        ids = tuple(chain(head, _hide(encoded_facts, [fact.depth for fact in facts], body, segment)))
         seen = json.dumps([ids, segment, [(q.ending, q.choices) for q in questions]])
         digest = hashlib.sha256(seen.encode()).hexdigest()
         return Document(length, number, ids, len(head), segment, tuple(questions), digest)
 
-    def _question(self, task: str, asked: Asked) -> Question:
+    def _question(self, task: str, asked: TaskQuestion) -> Question:
         """Endings and answers are tokenized together, as a text is; where the choices part, the ending ends."""
         text = "\n\n" + asked.text
         alone = self._encode(text)
@@ -114,11 +114,11 @@ class DocumentMaker:
             same += 1
         return Question(task, asked.depth, tuple(whole[0][:same]), tuple(tuple(ids[same:]) for ids in whole))
 
-    def _body(self, needed: int, length: int, number: int, chance: random.Random) -> list[list[int]]:
+    def _body(self, needed: int, length: int, number: int, rng: random.Random) -> list[list[int]]:
         """Sentences of exactly `needed` tokens together; the last one is cut."""
         found: list[list[int]] = []
         total = 0
-        for sentence in self._stream(length, number, chance):
+        for sentence in self._stream(length, number, rng):
             ids = self._encode(sentence)
             found.append(ids[: needed - total])
             total += len(found[-1])
@@ -130,15 +130,15 @@ class DocumentMaker:
             "text, or smaller --lengths"
         )
 
-    def _stream(self, length: int, number: int, chance: random.Random) -> Iterator[str]:
+    def _stream(self, length: int, number: int, rng: random.Random) -> Iterator[str]:
         if not self._texts:
             # People come back after a third of the longest distance that the model knows, on average.
             cast = max(8, min(length, self._trained_len) // 3 // _SENTENCE_TOKENS)
-            return (self._lead(s) for paragraph in paragraphs(chance, cast) for s in _sentences(paragraph))
+            return (self._lead(s) for paragraph in paragraphs(rng, cast) for s in _sentences(paragraph))
         name = list(self._texts)[number % len(self._texts)]
         sentences = self._texts[name]
         # Documents of one text begin at other places: in its first half, at random.
-        start = chance.randrange(max(1, len(sentences) // 2)) if number >= len(self._texts) else 0
+        start = rng.randrange(max(1, len(sentences) // 2)) if number >= len(self._texts) else 0
         return (self._lead(s) for s in sentences[start:])
 
     def _lead(self, sentence: str) -> str:
@@ -154,14 +154,14 @@ def _sentences(text: str) -> list[str]:
     return found
 
 
-def _hide(told: list[list[int]], depths: list[float], body: list[list[int]], segment: int) -> Iterator[int]:
+def _hide(encoded_facts: list[list[int]], depths: list[float], body: list[list[int]], segment: int) -> Iterator[int]:
     """The body's tokens with each fact behind the sentence at its depth of what stands before the segment."""
-    room = sum(map(len, body)) - segment
-    waiting = list(zip(depths, told, strict=True))[::-1]
+    available = sum(map(len, body)) - segment
+    waiting = list(zip(depths, encoded_facts, strict=True))[::-1]
     passed = 0
     for sentence in body:
         # A fact comes before a sentence that begins at its depth or would bring the text past it into the segment.
-        while waiting and (passed >= waiting[-1][0] * room or passed + len(sentence) > room):
+        while waiting and (passed >= waiting[-1][0] * available or passed + len(sentence) > available):
             yield from waiting.pop()[1]
         yield from sentence
         passed += len(sentence)

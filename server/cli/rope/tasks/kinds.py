@@ -32,7 +32,7 @@ class Fact:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class TaskQuestion:
     """One question. text: what follows the document, up to the answer. wrong: answers of the same kind.
 
     depth: of the fact that has the answer.
@@ -45,16 +45,16 @@ class Asked:
 
 
 @dataclass(frozen=True, slots=True)
-class Hidden:
+class TaskContent:
     facts: list[Fact]
-    questions: list[Asked]
+    questions: list[TaskQuestion]
 
 
 class Materials:
     """What one document's tasks draw from: things and numbers, each handed out once."""
 
-    def __init__(self, chance: random.Random, things: Iterator[str]) -> None:
-        self.chance, self._things = chance, things
+    def __init__(self, rng: random.Random, things: Iterator[str]) -> None:
+        self.rng, self._things = rng, things
         self._numbers: set[str] = set()
 
     def thing(self) -> str:
@@ -62,7 +62,7 @@ class Materials:
 
     def number(self) -> str:
         while True:
-            number = str(self.chance.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+            number = str(self.rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
             if number not in self._numbers:
                 self._numbers.add(number)
                 return number
@@ -70,32 +70,34 @@ class Materials:
     def wrong(self, among: list[str], right: str) -> tuple[str, ...]:
         """Other values of the document, then numbers that it does not have."""
         others = [value for value in among if value != right]
-        chosen = self.chance.sample(others, min(len(others), CHOICES - 1))
+        chosen = self.rng.sample(others, min(len(others), CHOICES - 1))
         return (*chosen, *(self.number() for _ in range(CHOICES - 1 - len(chosen))))
 
 
-def passkey(materials: Materials) -> Hidden:
-    key, depth = materials.number(), materials.chance.random()
+def passkey(materials: Materials) -> TaskContent:
+    key, depth = materials.number(), materials.rng.random()
     others = [materials.number() for _ in _OTHER_NUMBERS]
     facts = [Fact(depth, f"The pass key is {key}. Remember it. {key} is the pass key.")]
     for name, number in zip(_OTHER_NUMBERS, others, strict=True):
-        facts.append(Fact(materials.chance.random(), f"The {name} number is {number}."))
-    return Hidden(facts, [Asked(depth, "What is the pass key? The pass key is", key, materials.wrong(others, key))])
+        facts.append(Fact(materials.rng.random(), f"The {name} number is {number}."))
+    return TaskContent(
+        facts, [TaskQuestion(depth, "What is the pass key? The pass key is", key, materials.wrong(others, key))]
+    )
 
 
-def needle(materials: Materials) -> Hidden:
+def needle(materials: Materials) -> TaskContent:
     needles = [(place / (_NEEDLES - 1), materials.thing(), materials.number()) for place in range(_NEEDLES)]
     values = [value for _, _, value in needles]
 
-    def told(key: str) -> str:
+    def statement(key: str) -> str:
         return f"The special magic number for {key} is:"
 
-    return Hidden(
-        [Fact(depth, f"{told(key)} {value}.") for depth, key, value in needles],
+    return TaskContent(
+        [Fact(depth, f"{statement(key)} {value}.") for depth, key, value in needles],
         [
-            Asked(
+            TaskQuestion(
                 depth,
-                f"What is the special magic number for {key} mentioned in the text above? {told(key)}",
+                f"What is the special magic number for {key} mentioned in the text above? {statement(key)}",
                 value,
                 materials.wrong(values, value),
             )
@@ -104,13 +106,13 @@ def needle(materials: Materials) -> Hidden:
     )
 
 
-def recall(materials: Materials) -> Hidden:
-    records = [(materials.chance.random(), materials.thing(), materials.thing()) for _ in range(_RECORDS)]
+def recall(materials: Materials) -> TaskContent:
+    records = [(materials.rng.random(), materials.thing(), materials.thing()) for _ in range(_RECORDS)]
     (_, *example), asked, values = records[0], records[1 : 1 + _ASKED_RECORDS], [value for *_, value in records[1:]]
-    return Hidden(
+    return TaskContent(
         [Fact(depth, f"Entry: {key} means {value}.") for depth, key, value in records],
         [
-            Asked(
+            TaskQuestion(
                 depth,
                 f"Entry: {example[0]} means {example[1]}.\nEntry: {key} means",
                 value,
@@ -121,10 +123,10 @@ def recall(materials: Materials) -> Hidden:
     )
 
 
-def multihop(materials: Materials) -> Hidden:
+def multihop(materials: Materials) -> TaskContent:
     facts, ends = [], []
     for _ in range(_CHAINS):
-        depths = sorted(materials.chance.random() for _ in range(_HOPS + 1))
+        depths = sorted(materials.rng.random() for _ in range(_HOPS + 1))
         names, value = [materials.thing() for _ in depths], materials.number()
         facts += _chain(names, value, depths)
         ends.append((depths[0], names[-1], value))
@@ -132,22 +134,22 @@ def multihop(materials: Materials) -> Hidden:
     names, shown = [materials.thing() for _ in range(_HOPS + 1)], materials.number()
     example = " ".join(fact.text for fact in _chain(names, shown, [0.0] * len(names)))
     example += f" So the value of {names[-1]} is {shown}.\n"
-    return Hidden(
+    return TaskContent(
         facts,
         [
-            Asked(depth, f"{example}So the value of {name} is", value, materials.wrong(values, value))
+            TaskQuestion(depth, f"{example}So the value of {name} is", value, materials.wrong(values, value))
             for depth, name, value in ends
         ],
     )
 
 
 def _chain(names: list[str], value: str, depths: list[float]) -> list[Fact]:
-    said = [f"Let {names[0]} be {value}."]
-    said += [f"Let {name} be the same as {before}." for before, name in pairwise(names)]
-    return [Fact(depth, text) for depth, text in zip(depths, said, strict=True)]
+    sentences = [f"Let {names[0]} be {value}."]
+    sentences += [f"Let {name} be the same as {before}." for before, name in pairwise(names)]
+    return [Fact(depth, text) for depth, text in zip(depths, sentences, strict=True)]
 
 
-TASKS: dict[str, Callable[[Materials], Hidden]] = {
+TASKS: dict[str, Callable[[Materials], TaskContent]] = {
     "passkey": passkey,
     "needle": needle,
     "recall": recall,

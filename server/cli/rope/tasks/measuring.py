@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from windlass.engine.api.context import ContextRule
-from windlass.server.cli.rope.kept_lines import KeptLines, pass_key
+from windlass.server.cli.rope.kept_lines import ResultLog, result_key
 from windlass.server.cli.rope.sweep_progress import SweepProgress
 from windlass.server.cli.rope.tasks.candidates import TaskCandidate
 from windlass.server.cli.rope.tasks.documents import Document
@@ -34,12 +34,12 @@ class Reading:
     segment: tuple[float, ...]
 
 
-class KeptReadings:
+class ReadingLog:
     """Readings known so far; where `path` is given, they are kept in that file."""
 
     def __init__(self, path: Path | None = None) -> None:
         self._known: dict[str, Reading] = {}
-        self._lines = KeptLines(path, self._take)
+        self._lines = ResultLog(path, self._take)
 
     def _take(self, entry: Any) -> None:
         choices = tuple(tuple(float(value) for value in row) for row in entry["choices"])
@@ -79,7 +79,7 @@ class _Layout:
         return first + sum(len(text.token_ids) - text.first + 24 for text in self.texts[1:])
 
 
-class TaskMeasure:
+class RetrievalRunner:
     """Readings of documents under candidates. with_segment: whether the loss of segments is wanted."""
 
     def __init__(
@@ -87,13 +87,13 @@ class TaskMeasure:
         scorer: BatchScorer,
         candidates: Sequence[TaskCandidate],
         trained_len: int,
-        kept: KeptReadings,
+        result_log: ReadingLog,
         progress: SweepProgress,
         *,
         with_segment: bool,
     ) -> None:
         self._scorer, self._candidates, self._trained_len = scorer, candidates, trained_len
-        self._kept, self._progress, self._with_segment = kept, progress, with_segment
+        self._result_log, self._progress, self._with_segment = result_log, progress, with_segment
         self._plain = next(candidate for candidate in candidates if candidate.kind == "none")
 
     def announce(self, document: Document) -> None:
@@ -116,7 +116,7 @@ class TaskMeasure:
         return found, short
 
     def _known(self, key: str) -> Reading:
-        reading = self._kept.find(key)
+        reading = self._result_log.find(key)
         if reading is None:
             raise RuntimeError(f"reading {key} was not made")
         return reading
@@ -126,7 +126,7 @@ class TaskMeasure:
         if self._with_segment:
             wanted.append(self._short(document))
         by_key = {layout.key: layout for layout in reversed(wanted)}  # of equal ones the first gives its name
-        return [layout for key, layout in reversed(by_key.items()) if self._kept.find(key) is None]
+        return [layout for key, layout in reversed(by_key.items()) if self._result_log.find(key) is None]
 
     def _run(self, document: Document, layouts: list[_Layout]) -> None:
         owners = [(layout, index) for layout in layouts for index in range(len(layout.texts))]
@@ -161,10 +161,10 @@ class TaskMeasure:
             choices.append(tuple(sum(logprob for logprob, _ in entries) for entries in own))
             exact.append(all(first for _, first in own[0]))
         reading = Reading(tuple(choices), tuple(exact), segment)
-        self._kept.add(layout.key, reading, scaling=layout.name, length=document.length, document=document.number)
+        self._result_log.add(layout.key, reading, scaling=layout.name, length=document.length, document=document.number)
         right = sum(row[0] == max(row) for row in choices)
-        told = f"{right} of {len(choices)} answers chosen, {sum(exact)} written" if choices else "segment read"
-        self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {told}")
+        summary = f"{right} of {len(choices)} answers chosen, {sum(exact)} written" if choices else "segment read"
+        self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {summary}")
 
     def _layout(self, document: Document, candidate: TaskCandidate) -> _Layout:
         from windlass.engine.offline.batch_scoring import TextToScore
@@ -196,7 +196,7 @@ class TaskMeasure:
         return _Layout(self._key(document, ["short", before, _VERSION]), "a short context", [text], True)
 
     def _key(self, document: Document, what: list[Any]) -> str:
-        return pass_key(self._scorer.identity, document.digest, what)
+        return result_key(self._scorer.identity, document.digest, what)
 
 
 def _rule_key(rule: ContextRule) -> list[int | None]:

@@ -14,16 +14,14 @@ from windlass.server.cli.rope.tasks.vocabulary import EVENTS, FIRST_NAMES, LAST_
 _SENTENCES_EACH = 5  # a paragraph's
 
 
-def paragraphs(chance: random.Random, cast: int) -> Iterator[str]:
+def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
     """Paragraphs without end. cast: people who take turns at random, so one comes back after as many sentences or so."""
     names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
-    people = [
-        (name, chance.choice(TRADES), chance.choice(TOWNS)) for name in chance.sample(names, min(cast, len(names)))
-    ]
+    people = [(name, rng.choice(TRADES), rng.choice(TOWNS)) for name in rng.sample(names, min(cast, len(names)))]
     while True:
         sentences = []
         for _ in range(_SENTENCES_EACH):
-            name, trade, town = chance.choice(people)
-            event = " ".join(chance.choice(EVENTS).split())
+            name, trade, town = rng.choice(people)
+            event = " ".join(rng.choice(EVENTS).split())
             sentences.append(f"{name}, the {trade} from {town}, {event}.")
         yield " ".join(sentences)

@@ -21,10 +21,10 @@ from windlass.server.cli.rope.tasks.kinds import CHOICES, TASKS
 from windlass.server.cli.rope.tasks.measuring import Reading
 
 # Right: the right answer is likelier than those it is told from, or greedy decoding writes it.
-Measure = Literal["chosen", "written"]
-MEASURES: tuple[Measure, ...] = ("chosen", "written")
+Metric = Literal["chosen", "written"]
+METRICS: tuple[Metric, ...] = ("chosen", "written")
 # Key tokens (LongPPL, 2410.23771): a long context makes them this many nats likelier than a short one, and likely enough.
-KEY_GAIN, KEY_LEAST = 2.0, -2.0
+KEY_GAIN, KEY_MIN_LOGPROB = 2.0, -2.0
 _CLUSTER_DOCUMENTS = 8  # so many documents of a length make documents, not questions, the units of resampling
 
 
@@ -87,7 +87,7 @@ class TaskSweep:
         """What differences are resampled by."""
         return "document" if len(self.of_length(length)) >= _CLUSTER_DOCUMENTS else "question"
 
-    def right(self, name: str, length: int, task: str | None, measure: Measure) -> list[list[bool]]:
+    def right(self, name: str, length: int, task: str | None, measure: Metric) -> list[list[bool]]:
         """By document, whether each question of a task was answered; task None: of all tasks."""
         return [
             [
@@ -98,15 +98,15 @@ class TaskSweep:
             for read in self.of_length(length)
         ]
 
-    def share(self, name: str, length: int, task: str | None, measure: Measure) -> Share:
+    def share(self, name: str, length: int, task: str | None, measure: Metric) -> Share:
         answers = [right for document in self.right(name, length, task, measure) for right in document]
         return Share(sum(answers), len(answers))
 
-    def overall(self, name: str, length: int, measure: Measure = "chosen") -> float:
+    def overall(self, name: str, length: int, measure: Metric = "chosen") -> float:
         """The share over the questions of all tasks, which `difference` with task None tells the certainty of."""
         return self.share(name, length, None, measure).value
 
-    def difference(self, first: str, second: str, length: int, task: str | None, measure: Measure) -> PairedDifference:
+    def difference(self, first: str, second: str, length: int, task: str | None, measure: Metric) -> PairedDifference:
         """Share of `second` less that of `first`, over the same questions."""
         a, b = (self.right(name, length, task, measure) for name in (first, second))
         apart = [[float(y) - float(x) for x, y in zip(xs, ys, strict=True)] for xs, ys in zip(a, b, strict=True)]
@@ -116,7 +116,7 @@ class TaskSweep:
         flat = [[right for document in side for right in document] for side in (a, b)]
         return PairedDifference(found.mean, found.interval, mcnemar(*flat))
 
-    def by_depth(self, name: str, length: int, task: str, measure: Measure) -> dict[float, Share]:
+    def by_depth(self, name: str, length: int, task: str, measure: Metric) -> dict[float, Share]:
         found: dict[float, list[bool]] = {}
         for read in self.of_length(length):
             for index, question in enumerate(read.document.questions):
@@ -129,7 +129,7 @@ class TaskSweep:
         found = []
         for read in self.of_length(length):
             long, short = (np.array(values) for values in (read.readings[self.judge].segment, read.short))
-            key = (long - short > KEY_GAIN) & (long > KEY_LEAST)
+            key = (long - short > KEY_GAIN) & (long > KEY_MIN_LOGPROB)
             found.append(-np.array(read.readings[name].segment)[key])
         return found
 
@@ -178,7 +178,7 @@ class TaskSweep:
                     **_share_json(self.share(name, length, task, measure)),
                     "above_no_scaling": _difference_json(self.difference(plain, name, length, task, measure)),
                 }
-                for measure in MEASURES
+                for measure in METRICS
             }
         if "needle" in tasks:
             tasks["needle"]["chosen_by_depth"] = {
@@ -195,7 +195,7 @@ class TaskSweep:
         return {"name": name, "request": candidate.body(), "tasks": tasks, "key_tokens": keys}
 
 
-def _is_right(reading: Reading, index: int, measure: Measure) -> bool:
+def _is_right(reading: Reading, index: int, measure: Metric) -> bool:
     if measure == "written":
         return reading.exact[index]
     right, *wrong = reading.choices[index]
@@ -212,7 +212,7 @@ def _document_json(read: DocumentReadings) -> dict[str, Any]:
         "right": {
             name: {
                 measure: [int(_is_right(reading, i, measure)) for i in range(len(document.questions))]
-                for measure in MEASURES
+                for measure in METRICS
             }
             for name, reading in read.readings.items()
         },

@@ -31,7 +31,7 @@ from windlass.server.cli.rope.tasks.candidates import (
 )
 from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.cli.rope.tasks.kinds import ALL_TASKS, KEY_TOKENS
-from windlass.server.cli.rope.tasks.measuring import KeptReadings, TaskMeasure
+from windlass.server.cli.rope.tasks.measuring import ReadingLog, RetrievalRunner
 from windlass.server.cli.rope.tasks.results import DocumentReadings, TaskSweep
 from windlass.server.cli.rope.texts import Encoder, find_files, read_text
 from windlass.server.startup.display import LoadingDisplay
@@ -39,8 +39,8 @@ from windlass.server.startup.display import LoadingDisplay
 if TYPE_CHECKING:
     from windlass.engine.offline.batch_scoring import BatchScorer
 
-_MOST_DOCUMENTS = 10_000
-_MOST_TOKENS = 1 << 26  # of all documents, which are made before one is read
+_MAX_DOCUMENTS = 10_000
+_MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are made before one is read
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -101,8 +101,8 @@ def parse_lengths(given: Sequence[str]) -> tuple[int, ...]:
 
 def run_tasks(options: TaskOptions) -> TaskSweep:
     """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
-    if not 1 <= options.documents <= _MOST_DOCUMENTS:
-        raise LoadError(f"--documents must lie between 1 and {_MOST_DOCUMENTS:,}, got {options.documents}")
+    if not 1 <= options.documents <= _MAX_DOCUMENTS:
+        raise LoadError(f"--documents must lie between 1 and {_MAX_DOCUMENTS:,}, got {options.documents}")
     if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
         raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
     if options.report_only and options.keep is None:
@@ -126,7 +126,7 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
     candidates = _candidates(options, group, trained, max(lengths))
     if any(c.cut_to is not None for c in candidates):
         _check_cut(documents, trained)
-    kept = KeptReadings(options.keep)
+    result_log = ReadingLog(options.keep)
 
     from windlass.engine.offline.batch_scoring import BatchScorer
 
@@ -143,7 +143,9 @@ def run_tasks(options: TaskOptions) -> TaskSweep:
         )
         display.stop()
         candidates, refused = _runnable(scorer, candidates, max(lengths))
-        measure = TaskMeasure(scorer, candidates, trained, kept, progress, with_segment=KEY_TOKENS in options.tasks)
+        measure = RetrievalRunner(
+            scorer, candidates, trained, result_log, progress, with_segment=KEY_TOKENS in options.tasks
+        )
         if options.report_only:
             documents, lengths = _known(measure, documents, lengths)
         for document in documents:
@@ -177,9 +179,9 @@ def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
     compute = ComputeConfig(device=options.device, dtype=options.dtype)
     if not options.report_only:
         check_start(EngineConfig(model=str(options.model), max_model_len=max(lengths), compute=compute, cache=cache))
-    if (tokens := sum(lengths) * options.documents) > _MOST_TOKENS:
+    if (tokens := sum(lengths) * options.documents) > _MAX_TOTAL_TOKENS:
         raise LoadError(
-            f"--lengths and --documents come to {tokens:,} tokens, at most {_MOST_TOKENS:,} are made: ask for fewer"
+            f"--lengths and --documents come to {tokens:,} tokens, at most {_MAX_TOTAL_TOKENS:,} are made: ask for fewer"
         )
 
 
@@ -205,7 +207,7 @@ def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest:
 
 
 def _known(
-    measure: TaskMeasure, documents: Sequence[Document], lengths: Sequence[int]
+    measure: RetrievalRunner, documents: Sequence[Document], lengths: Sequence[int]
 ) -> tuple[list[Document], tuple[int, ...]]:
     """The documents that were read whole, and their lengths. Raises LoadError where there are none."""
     found = [document for document in documents if measure.is_known(document)]
@@ -248,7 +250,7 @@ def _runnable(
 
 
 def _write(result: TaskSweep, options: TaskOptions) -> None:
-    from windlass.server.cli.rope.pictures import save, to_svg
+    from windlass.server.cli.rope.pictures import save_png, to_svg
     from windlass.server.cli.rope.tasks.pictures import draw_tasks
     from windlass.server.cli.rope.tasks.report import to_html, to_markdown
     from windlass.server.cli.rope.tasks.verdict import judge
@@ -260,7 +262,7 @@ def _write(result: TaskSweep, options: TaskOptions) -> None:
         payload = {"date": date, **result.to_json(), "verdicts": [verdict.to_json() for verdict in verdicts]}
         write_text(options.json, json.dumps(payload, indent=1) + "\n")
     if options.png is not None:
-        save(draw_tasks(result, ink="#222222"), options.png)
+        save_png(draw_tasks(result, ink="#222222"), options.png)
     if options.markdown is not None:
         picture = None if options.png is None else options.png.name
         write_text(options.markdown, to_markdown(result, verdicts, picture, date))

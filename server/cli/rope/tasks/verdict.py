@@ -55,11 +55,11 @@ def _verdict(result: TaskSweep, length: int) -> Verdict:
 
 def _overall(result: TaskSweep, chosen: TaskCandidate, length: int) -> str:
     mean, plain = result.overall(chosen.name, length), result.plain
-    text = f"Over all questions {chosen.name} chooses {_percent(mean)} of the right answers"
+    text = f"Over all questions {chosen.name} chooses {_percent_text(mean)} of the right answers"
     if chosen is plain:
         return text + ": no scaling is needed here."
     other = result.difference(plain.name, chosen.name, length, None, "chosen")
-    return f"{text}, no scaling {_percent(result.overall(plain.name, length))} ({_told(other)})."
+    return f"{text}, no scaling {_percent_text(result.overall(plain.name, length))} ({_difference_text(other)})."
 
 
 def _task(result: TaskSweep, task: str, length: int) -> str:
@@ -71,17 +71,17 @@ def _task(result: TaskSweep, task: str, length: int) -> str:
     share = result.share(best.name, length, task, "chosen")
     text = f"{task}: {best.name} chooses {share.hits} of {share.total}"
     if share.interval is not None:
-        text += f" ({_percent(share.interval.low)} to {_percent(share.interval.high)})"
+        text += f" ({_percent_text(share.interval.low)} to {_percent_text(share.interval.high)})"
     if best is not plain:
         none = result.share(plain.name, length, task, "chosen")
-        text += f", no scaling {none.hits}: {_told(result.difference(plain.name, best.name, length, task, 'chosen'))}"
+        text += f", no scaling {none.hits}: {_difference_text(result.difference(plain.name, best.name, length, task, 'chosen'))}"
     apart = [c.name for c in ranked[1:] if result.difference(c.name, best.name, length, task, "chosen").is_certain]
-    level = [c.name for c in ranked[1:] if c.name not in apart]
+    uncertain = [c.name for c in ranked[1:] if c.name not in apart]
     if not apart:
         return text + ". Its lead over no other is certain."
-    if not level:
+    if not uncertain:
         return text + ". Its lead over every other is certain."
-    return text + f". Its lead is not certain over {', '.join(level)}."
+    return text + f". Its lead is not certain over {', '.join(uncertain)}."
 
 
 def _key_tokens(result: TaskSweep, length: int) -> str:
@@ -94,11 +94,11 @@ def _key_tokens(result: TaskSweep, length: int) -> str:
         return text + "."
     plain = result.key_perplexity(result.plain.name, length)
     return (
-        text + f", no scaling {plain:,.2f}: {_told_nats(result.key_difference(result.plain.name, best.name, length))}."
+        text + f", no scaling {plain:,.2f}: {_nats_text(result.key_difference(result.plain.name, best.name, length))}."
     )
 
 
-def _told(found: PairedDifference) -> str:
+def _difference_text(found: PairedDifference) -> str:
     points = f"{100 * found.mean:+.0f} points"
     p_value = "" if found.p_value is None else f", p = {_p(found.p_value)}"
     sure = "certain" if found.is_certain else "not told apart"
@@ -107,7 +107,7 @@ def _told(found: PairedDifference) -> str:
     return f"{points}, {_span(found.interval, 100, '.0f')}{p_value}; {sure}"
 
 
-def _told_nats(found: PairedDifference) -> str:
+def _nats_text(found: PairedDifference) -> str:
     nats = f"{found.mean:+.2f} nats a token"
     if found.interval is None:
         return f"{nats}; too few for an interval"
@@ -122,5 +122,5 @@ def _p(value: float) -> str:
     return f"{value:.2f}" if value >= 0.1 else f"{value:.2g}"
 
 
-def _percent(value: float) -> str:
+def _percent_text(value: float) -> str:
     return f"{100 * value:.0f} %"

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.api.grammar_limits import MAX_CHARACTERS
+from windlass.engine.api.grammar_limits import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.schemas import held, names_all
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here
@@ -167,7 +167,7 @@ def pythonic(forced: Forced, begin: str = "", end: str = "") -> str | None:
     """
     call_rules = []
     heads = []
-    room = MAX_CHARACTERS
+    room = MAX_GRAMMAR_CHARACTERS
     for number, (name, schema) in enumerate(forced.schemas.items()):
         properties = schema.get("properties") or {}
         if (

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.engine.api.grammar_limits import MAX_CHARACTERS
+from windlass.engine.api.grammar_limits import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.finite import target
 from windlass.server.text.parsing.tools.forced import (
     MAX_MEMBERS,
@@ -77,7 +77,7 @@ class _Function:
         self._quote = forced.token(QUOTE)
         self._referred: dict[str, str] = {}
         self._made = self._members = 0
-        self._room = MAX_CHARACTERS // 2 // len(forced.schemas)
+        self._room = MAX_GRAMMAR_CHARACTERS // 2 // len(forced.schemas)
 
     def arguments(self) -> str:
         """The rule of the arguments."""

@@ -14,11 +14,11 @@ from helpers.played_copies import PlayedCopies
 from windlass.engine.cache.changes import LoadedBlock
 from windlass.engine.cache.persist import device_pages, tier
 from windlass.engine.cache.persist.block_file import BlockFormat
-from windlass.engine.cache.persist.counts import PersistCounts
-from windlass.engine.cache.persist.device_pages import DevicePages, staging_bytes
+from windlass.engine.cache.persist.counts import PersistCounters
+from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer, staging_bytes
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
-from windlass.engine.cache.persist.pages import PersistedPages, bytes_of_blocks
-from windlass.engine.cache.persist.rows import runs
+from windlass.engine.cache.persist.pages import CPUBlockTransfer, bytes_of_blocks
+from windlass.engine.cache.persist.rows import consecutive_runs
 from windlass.engine.cache.persist.tier import HostTier
 
 _BLOCKS, _LAYERS = 24, 3
@@ -43,16 +43,16 @@ class Pages:
             for group in SHAPES[kind]
         ]  # fmt: skip
         self.before = [[plane.view(torch.uint8).clone() for plane in group] for group in self.planes]
-        self.copies, self.counts = PlayedCopies(), PersistCounts()
+        self.copies, self.counts = PlayedCopies(), PersistCounters()
         self.tier = HostTier(slots, bytes_of_blocks(self.planes), 16, self.counts)
-        self.pages = DevicePages(self.planes, self.copies, self.tier)
+        self.pages = DeviceBlockTransfer(self.planes, self.copies, self.tier)
 
     def evict(self, group: int, blocks: range, first_key: int = 0) -> list[BlockKey]:
         """And overwrite them."""
         keys = [BlockKey(group, (first_key + number).to_bytes(32, "big")) for number in blocks]
         for key, block in zip(keys, blocks, strict=True):
             assert self.tier.admit(key, block, None)
-        self.pages.save(self.tier.take_leaving())
+        self.pages.save(self.tier.take_pending_saves())
         self.wipe(group, blocks)
         return keys
 
@@ -60,10 +60,10 @@ class Pages:
         for plane in self.planes[group]:
             plane.view(torch.uint8)[:, blocks.start : blocks.stop] = 0
 
-    def bring(self, keys: list[BlockKey], blocks: range) -> None:
-        for first in range(0, len(keys), self.pages.most_at_once):
-            held = [self.tier.acquire(key) for key in keys[first : first + self.pages.most_at_once]]
-            tickets = self.pages.bring([one for one in held if one is not None], lambda: False)
+    def load(self, keys: list[BlockKey], blocks: range) -> None:
+        for first in range(0, len(keys), self.pages.max_blocks_per_load):
+            held = [self.tier.acquire(key) for key in keys[first : first + self.pages.max_blocks_per_load]]
+            tickets = self.pages.load([one for one in held if one is not None], lambda: False)
             assert tickets is not None and len(tickets) == len(held)
             self.put(keys[0].group, tickets, blocks[first : first + len(held)])
             for one in held:
@@ -86,7 +86,7 @@ def test_every_byte_comes_back(kind: str) -> None:
     made = Pages(kind)
     for group in range(len(made.planes)):
         keys = made.evict(group, range(3, 14))
-        made.bring(list(reversed(keys)), range(23, 12, -1))
+        made.load(list(reversed(keys)), range(23, 12, -1))
         assert made.same(group, range(13, 2, -1), range(23, 12, -1))
         assert made.same(group, range(3), range(3)), "others are touched"
     assert made.counts.host_saved == 11 * len(made.planes)
@@ -96,20 +96,20 @@ def test_every_byte_comes_back(kind: str) -> None:
 def test_files_are_those_of_main_memory(kind: str) -> None:
     """What is written and what is read have the bytes that a CPU's pages have."""
     made = Pages(kind)
-    plain = PersistedPages(made.planes)
+    plain = CPUBlockTransfer(made.planes)
     assert made.pages.forms == plain.forms
     form = BlockFormat(b"\0" * 32, plain.forms)
     for group in range(len(made.planes)):
         key = BlockKey(group, b"x" * 32)
         files = [
-            b"".join(bytes(memoryview(piece).cast("B")) for piece in form.encode(key, None, pages.copy_of(group, 7, 0.0)))
+            b"".join(bytes(memoryview(piece).cast("B")) for piece in form.encode(key, None, pages.read_block(group, 7, 0.0)))
             for pages in (made.pages, plain)
         ]  # fmt: skip
         assert files[0] == files[1]
         (evicted,) = made.evict(group, range(7, 8))
         held = made.tier.acquire(evicted)
         assert held is not None
-        kept = form.encode(key, None, made.pages.in_host(held))
+        kept = form.encode(key, None, made.pages.read_host_block(held))
         assert b"".join(bytes(memoryview(piece).cast("B")) for piece in kept) == files[0]
         ticket = made.pages.stage(group, form.decode(key, bytearray(files[0])).planes, lambda: False)
         assert ticket is not None
@@ -122,13 +122,13 @@ def test_of_two_that_are_put_into_one_block_the_last_counts() -> None:
     made = Pages("bfloat16")
     keys = made.evict(0, range(4))
     held = [made.tier.acquire(key) for key in keys]
-    tickets = made.pages.bring([one for one in held if one is not None], lambda: False)
+    tickets = made.pages.load([one for one in held if one is not None], lambda: False)
     assert tickets is not None
     first, second, third, fourth = tickets
     blocks = ((second, 20), (first, 20), (third, 21), (fourth, 21))
     made.pages.put([LoadedBlock(0, block, ticket) for ticket, block in blocks])
     assert made.same(0, range(1), range(20, 21)) and made.same(0, range(3, 4), range(21, 22))
-    assert len(made.pages._free) == len(made.pages._arriving)
+    assert len(made.pages._free) == len(made.pages._incoming)
 
 
 @pytest.mark.parametrize("there_is", [0, 1])
@@ -147,10 +147,10 @@ def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypat
             scatter(blocks, row)
 
         monkeypatch.setattr(rows, "scatter", fails)
-        made.bring(keys, range(12, 20))
+        made.load(keys, range(12, 20))
         assert left[0] < 0 and made.same(group, range(3, 11), range(12, 20))
         assert made.same(group, range(3), range(3)) and made.same(group, range(20, 24), range(20, 24))
-    assert len(made.pages._free) == len(made.pages._arriving)
+    assert len(made.pages._free) == len(made.pages._incoming)
 
 
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -160,7 +160,7 @@ def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
     made = Pages("bfloat16")
     keys = made.evict(0, range(12))
     assert len(made.copies.queues[0].asked) == 4 and made.copies.queues[0].done == 2  # the first two, for their rows
-    made.bring(keys, range(12, 24))
+    made.load(keys, range(12, 24))
     assert made.same(0, range(12), range(12, 24))
 
 
@@ -170,14 +170,14 @@ def test_what_each_copy_comes_after() -> None:
     out, back, aside = made.copies.queues
     keys = made.evict(0, range(12))
     assert out.asked == [[made.copies.marks[-1]]]
-    made.bring(keys[:6], range(12, 18))
+    made.load(keys[:6], range(12, 18))
     left = made.tier.acquire(keys[0])
     assert left is not None and back.asked == [[left.mark]] and out.done == 1
     put = made.copies.marks[-1]
-    made.bring(keys[6:], range(18, 24))
+    made.load(keys[6:], range(18, 24))
     assert back.asked[1] in ([left.mark, put], [left.mark]), "rows that were never used wait for nothing"
-    made.pages.copy_of(0, 5, full_since=float("inf"))
-    made.pages.copy_of(0, 5, full_since=0.0)
+    made.pages.read_block(0, 5, full_since=float("inf"))
+    made.pages.read_block(0, 5, full_since=0.0)
     assert aside.asked[0] == aside.asked[1] == [made.copies.marks[-1]]
 
 
@@ -199,7 +199,7 @@ def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     made = Pages("bfloat16")
     made.tier.note_loaded(0, 5)
     assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, None)
-    assert made.tier.take_leaving() == [] and made.counts.host_lost == 0
+    assert made.tier.take_pending_saves() == [] and made.counts.host_lost == 0
     assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next plan
 
 
@@ -212,7 +212,7 @@ def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.Monkey
     found: list[object] = []
     thread = threading.Thread(target=lambda: found.append(made.tier.acquire(key)))
     thread.start()
-    made.pages.save(made.tier.take_leaving())
+    made.pages.save(made.tier.take_pending_saves())
     thread.join(30)
     assert found and found[0] is not None
 
@@ -225,7 +225,7 @@ def test_no_room_for_what_arrives_ends_with_who_waits(monkeypatch: pytest.Monkey
     for key in keys[:4]:
         held = made.tier.acquire(key)
         assert held is not None
-        tickets += made.pages.bring([held], lambda: False) or []
+        tickets += made.pages.load([held], lambda: False) or []
     asked: list[int] = []
 
     def stop() -> bool:
@@ -233,9 +233,9 @@ def test_no_room_for_what_arrives_ends_with_who_waits(monkeypatch: pytest.Monkey
         return len(asked) > 2
 
     held = made.tier.acquire(keys[4])
-    assert held is not None and made.pages.bring([held], stop) is None
+    assert held is not None and made.pages.load([held], stop) is None
     made.pages.drop(tickets[0])
-    assert made.pages.bring([held], lambda: True) is not None
+    assert made.pages.load([held], lambda: True) is not None
 
 
 def test_passages_are_known_whichever_group_goes_first() -> None:
@@ -245,15 +245,15 @@ def test_passages_are_known_whichever_group_goes_first() -> None:
         digest = bytes([order[0]]) * 32
         for group in order:  # the index of the cache forgets a passage with its first block
             assert made.tier.admit(BlockKey(group, digest), 3 + group, record if group == order[0] else None)
-        made.pages.save(made.tier.take_leaving())
+        made.pages.save(made.tier.take_pending_saves())
         held = made.tier.acquire(BlockKey(0, digest))
         assert held is not None and held.passage == record
 
 
 def test_runs() -> None:
-    assert list(runs([])) == []
-    assert list(runs([4])) == [(0, 1)]
-    assert list(runs([1, 2, 3, 7, 8, 6])) == [(0, 3), (3, 5), (5, 6)]
+    assert list(consecutive_runs([])) == []
+    assert list(consecutive_runs([4])) == [(0, 1)]
+    assert list(consecutive_runs([1, 2, 3, 7, 8, 6])) == [(0, 3), (3, 5), (5, 6)]
 
 
 @pytest.mark.parametrize("saves", [True, False])
@@ -267,6 +267,6 @@ def test_no_more_is_taken_of_the_device_than_is_said(saves: bool, monkeypatch: p
         made.clear()
         pages = Pages(kind)
         made.clear()
-        DevicePages(pages.planes, PlayedCopies(), pages.tier if saves else None)
+        DeviceBlockTransfer(pages.planes, PlayedCopies(), pages.tier if saves else None)
         largest = sum(bytes_of_blocks(pages.planes))
         assert 0 < sum(one.nbytes for one in made) <= staging_bytes(largest, saves=saves)

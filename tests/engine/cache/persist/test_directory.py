@@ -21,8 +21,8 @@ FORMS = [[PlaneForm((2, 512), "F32", 4096)]]
 PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2), (b"scope",))
 
 
-def directory(root: Path, most_bytes: int = 1 << 30, namespace: bytes = b"n" * 32) -> BlockDirectory:
-    return BlockDirectory(root, BlockFormat(namespace, FORMS), most_bytes)
+def directory(root: Path, max_bytes: int = 1 << 30, namespace: bytes = b"n" * 32) -> BlockDirectory:
+    return BlockDirectory(root, BlockFormat(namespace, FORMS), max_bytes)
 
 
 def key(number: int) -> BlockKey:
@@ -123,14 +123,14 @@ def test_the_longest_unused_go_and_of_one_text_the_tail(tmp_path: Path) -> None:
     hour = time.time_ns() - 3600 * 10**9
     for path in other.folder.iterdir():
         os.utime(path, ns=(hour, path.stat().st_mtime_ns - 3600 * 10**9))
-    other.use(key(1), 0)
+    other.touch(key(1), 0)
     (folder.folder / "notes.txt").write_bytes(b"x" * 10 * size)  # neither counted nor removed
-    left, removed, fault = folder.make_room()
+    left, removed, fault = folder.enforce_cap()
     assert fault is None and left <= 14 * size and removed == 20 - left // size
     kept = {found.digest[0] for found in other.present()}
     assert 2 < removed < 8 and kept == set(range(10 - removed))
     assert len(list(folder.present())) == 10 and (folder.folder / "notes.txt").exists()
-    assert folder.make_room() == (left, 0, None)
+    assert folder.enforce_cap() == (left, 0, None)
 
 
 def test_what_a_killed_writer_left_goes_after_a_while(tmp_path: Path) -> None:
@@ -139,7 +139,7 @@ def test_what_a_killed_writer_left_goes_after_a_while(tmp_path: Path) -> None:
     for part in (new, old):
         part.write_bytes(b"x" * 5000)
     os.utime(old, (time.time() - 1000, time.time() - 1000))
-    assert folder.make_room() == (8192, 0, None)
+    assert folder.enforce_cap() == (8192, 0, None)
     assert new.exists() and not old.exists()
 
 
@@ -149,7 +149,7 @@ def test_files_that_vanish_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyP
         put(folder, number)
     unlink = Path.unlink
     monkeypatch.setattr(Path, "unlink", lambda path, **_: (unlink(path), unlink(path)))
-    assert folder.make_room() == (0, 5, None) and list(folder.present()) == []
+    assert folder.enforce_cap() == (0, 5, None) and list(folder.present()) == []
 
 
 def test_files_that_cannot_be_removed_are_counted_as_what_they_are(
@@ -171,7 +171,7 @@ def test_files_that_cannot_be_removed_are_counted_as_what_they_are(
         unlink(path, **options)
 
     monkeypatch.setattr(Path, "unlink", limited)
-    left, removed, fault = folder.make_room()
+    left, removed, fault = folder.enforce_cap()
     files = list(folder.folder.iterdir())
     assert isinstance(fault, PermissionError) and kept <= {file.name for file in files}
     assert (left, removed) == (7 * 8192, 4) and sum(file.stat().st_blocks * 512 for file in files) == left

@@ -7,7 +7,7 @@ import torch
 from helpers.played_copies import PlayedCopies
 
 from windlass.engine.cache.persist import host_rows
-from windlass.engine.cache.persist.host_rows import HostRows, rows_within
+from windlass.engine.cache.persist.host_rows import PinnedRows, pinned_rows_within
 
 KIB = 1 << 10
 
@@ -29,9 +29,9 @@ class _Pinned(PlayedCopies):
 @pytest.mark.parametrize("sizes", [[1024], [520], [1000, 24], [1032, 2064, 8]], ids=repr)
 def test_no_more_is_pinned_than_was_asked_for(asked: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rows, "_PIECE", 64 * KIB)
-    copies, rows = _Pinned(), rows_within(asked, sizes)
+    copies, rows = _Pinned(), pinned_rows_within(asked, sizes)
     for size in sizes:
-        HostRows(copies, rows, size // 8, torch.int64)
+        PinnedRows(copies, rows, size // 8, torch.int64)
     assert sum(copies.taken) <= asked and max(copies.taken) <= 64 * KIB
     # In each piece less than a row is left over, and at the end what would be a smaller piece than one row's.
     wasted = sum(size * (asked // (64 * KIB) + 12) for size in sizes)
@@ -42,16 +42,16 @@ def test_no_more_is_pinned_than_was_asked_for(asked: int, sizes: list[int], monk
 def test_a_row_larger_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host_rows, "_PIECE", KIB)
     copies = _Pinned()
-    HostRows(copies, rows_within(17 * KIB, [5000]), 625, torch.int64)
+    PinnedRows(copies, pinned_rows_within(17 * KIB, [5000]), 625, torch.int64)
     assert copies.taken == [8 * KIB, 8 * KIB]
-    assert rows_within(7 * KIB, [5000]) == 0
+    assert pinned_rows_within(7 * KIB, [5000]) == 0
 
 
 def test_every_row_is_where_it_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, and many that lie side by side through several pieces."""
     monkeypatch.setattr(host_rows, "_PIECE", KIB)
     copies, words = _Pinned(), 13  # 9 rows in a piece, then 4, 2 and 1
-    rows = HostRows(copies, 34, words, torch.int64)
+    rows = PinnedRows(copies, 34, words, torch.int64)
     assert len(copies.taken) == 6 and sum(copies.taken) == 3 * KIB + 512 + 256 + 128
     numbers = torch.arange(34 * words).view(34, words)
     rows.receive(range(34), numbers)

@@ -9,11 +9,11 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.counts import PersistCounters
 from windlass.engine.cache.persist.fetch import WantedBlock
 from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import PersistedPages
+from windlass.engine.cache.persist.known import TierIndex
+from windlass.engine.cache.persist.pages import CPUBlockTransfer
 from windlass.engine.cache.persist.reader import BlockFileReader
 
 WANTED = [WantedBlock(BlockKey(0, bytes([number]) * 32), number) for number in range(4)]
@@ -22,10 +22,10 @@ WANTED = [WantedBlock(BlockKey(0, bytes([number]) * 32), number) for number in r
 class WaitingHost:
     """The host's memory has these blocks, and there is no room for them on the device until `stop` comes."""
 
-    def __init__(self, most_at_once: int) -> None:
-        self._most_at_once, self.asked = most_at_once, 0
+    def __init__(self, max_blocks_per_load: int) -> None:
+        self._most_at_once, self.asked = max_blocks_per_load, 0
 
-    def bring(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[Any]:
+    def load(self, wanted: deque[WantedBlock], stop: Callable[[], bool], *, skip_prefix: bool) -> list[Any]:
         for _ in range(self._most_at_once):
             wanted.popleft()
         self.asked += 1
@@ -33,14 +33,14 @@ class WaitingHost:
         return []
 
 
-@pytest.mark.parametrize("most_at_once", [len(WANTED), 2])
+@pytest.mark.parametrize("max_blocks_per_load", [len(WANTED), 2])
 def test_whoever_stops_while_blocks_come_from_the_host_is_left_alone(
-    most_at_once: int, caplog: pytest.LogCaptureFixture
+    max_blocks_per_load: int, caplog: pytest.LogCaptureFixture
 ) -> None:
-    host, opened = WaitingHost(most_at_once), list[int]()
-    pages = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
+    host, opened = WaitingHost(max_blocks_per_load), list[int]()
+    pages = CPUBlockTransfer([[torch.zeros(2, 8, 4, 3)]])
     reader_of: Any = BlockFileReader
-    reader = reader_of(lambda: opened.append(1), pages, KnownBlocks(4), PersistCounts(), host)
+    reader = reader_of(lambda: opened.append(1), pages, TierIndex(4), PersistCounters(), host)
     with caplog.at_level(logging.WARNING):
         fetch = reader.fetch(WANTED)
         eventually(lambda: host.asked, 30)

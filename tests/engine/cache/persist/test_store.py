@@ -10,15 +10,15 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.counts import PersistCounters
 from windlass.engine.cache.persist.host_source import HostSource
 from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
-from windlass.engine.cache.persist.pages import PersistedPages
-from windlass.engine.cache.persist.store import BlockOrigin, BlockStore, KeptFolder
+from windlass.engine.cache.persist.pages import CPUBlockTransfer
+from windlass.engine.cache.persist.store import BlockNamespace, BlockStore, PersistFolder
 from windlass.engine.cache.persist.tier import HostTier
 from windlass.engine.cache.persist.unwritten import EVICTED
 
-PAGES = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
+PAGES = CPUBlockTransfer([[torch.zeros(2, 8, 4, 3)]])
 
 
 def key(number: int) -> BlockKey:
@@ -32,8 +32,8 @@ def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore
     made: list[BlockStore] = []
 
     def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:
-        folder = KeptFolder(root, 1 << 30, BlockOrigin((weights,), "", is_current))
-        made.append(BlockStore(folder, PAGES, 4, PersistCounts(), host))
+        folder = PersistFolder(root, 1 << 30, BlockNamespace((weights,), "", is_current))
+        made.append(BlockStore(folder, PAGES, 4, PersistCounters(), host))
         return made[-1]
 
     yield make
@@ -56,7 +56,7 @@ def test_weights_that_have_changed_are_not_hashed_again_and_nothing_waits_for_th
     with caplog.at_level(logging.WARNING):
         store = opened(tmp_path, weights, is_current)
         store.offer(key(1), 1, 0)
-        store.wait_known(30)
+        store.wait_scanned(30)
         eventually(lambda: not store.stats().waiting_blocks, 30)
         assert store._writer is not None
         store._writer._thread.join(30)
@@ -83,9 +83,9 @@ class Host:
     """The host's memory, of so many blocks, beside a folder that cannot be opened before `open`."""
 
     def __init__(self, opened: Callable[..., BlockStore], root: Path, slots: int) -> None:
-        self.counts = PersistCounts()
+        self.counts = PersistCounters()
         self.tier = HostTier(slots, PAGES.block_bytes, 4, self.counts)
-        pages: Any = SimpleNamespace(in_host=lambda block: PAGES.copy_of(0, 0, 0.0))
+        pages: Any = SimpleNamespace(read_host_block=lambda block: PAGES.read_block(0, 0, 0.0))
         self._folder = root / "kept"
         (root / "weights").write_bytes(b"x")
         self.store = opened(self._folder, root / "weights", lambda: True, HostSource(self.tier, pages, self.counts))
@@ -96,7 +96,7 @@ class Host:
     def evict(self, number: int) -> None:
         """From the device."""
         self.store.withdraw(key(number), number % 8, None)
-        self.tier.filled(self.store.take_saved(), SimpleNamespace(wait=lambda: None))
+        self.tier.copy_started(self.store.take_saved(), SimpleNamespace(wait=lambda: None))
 
     def open(self) -> None:
         self._folder.mkdir()
@@ -113,7 +113,7 @@ def test_no_more_blocks_wait_to_be_written_than_there_are(opened: Callable[..., 
     assert stats.waiting_blocks == stats.host_blocks == 3 and stats.lost_blocks == 17
     host.open()
     eventually(lambda: host.store.stats().written_blocks == 3, 30)
-    assert all(key(number) in host.store._known for number in range(17, 20)) and host.store.stats().lost_blocks == 17
+    assert all(key(number) in host.store._index for number in range(17, 20)) and host.store.stats().lost_blocks == 17
 
 
 @pytest.mark.parametrize("again", ["before the host gives it up", "behind that"])
@@ -131,7 +131,7 @@ def test_a_block_that_is_computed_anew_is_written(
         host.compute(1)
     host.open()
     eventually(lambda: host.store.stats().written_blocks == 1, 30)
-    assert key(1) in host.store._known
+    assert key(1) in host.store._index
 
 
 PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
@@ -140,7 +140,7 @@ PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))
 def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
     """And is copied behind what put it there, however long before that it was offered."""
     host = Host(opened, tmp_path, 1)
-    store, waiting = host.store, host.store._unwritten._blocks
+    store, waiting = host.store, host.store._write_queue._blocks
     store.note_loaded(0, 1)
     for number in (1, 2):
         store.offer_passage(key(number), number, 0, PASSAGE)
@@ -148,11 +148,11 @@ def test_what_a_plan_brings_in_waits_until_it_is_followed(opened: Callable[..., 
     assert store.take_saved() == []
     store.offer_passage(key(3), 3, 0, PASSAGE)
     assert list(waiting) == [key(2), key(3)]
-    store.note_followed()
+    store.note_applied()
     assert list(waiting) == [key(2), key(3), key(1)]
     assert waiting[key(1)].full_since >= waiting[key(3)].full_since and waiting[key(1)].passage == PASSAGE
     store.offer_passage(key(1), 1, 0, PASSAGE)  # a later plan brings nothing into this block
-    assert not store._unwritten._coming
+    assert not store._write_queue._loading
 
 
 def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., BlockStore], tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_what_a_plan_brings_in_and_evicts_is_not_written(opened: Callable[..., B
         host.store.offer_passage(key(number), number, 0, PASSAGE)
         host.store.withdraw(key(number), number, PASSAGE)
     assert host.store.take_saved() == []
-    host.store.note_followed()
-    waiting = host.store._unwritten._blocks
+    host.store.note_applied()
+    waiting = host.store._write_queue._blocks
     assert list(waiting) == [key(2)] and waiting[key(2)].block == EVICTED and waiting[key(2)].passage == PASSAGE
     assert host.store.stats().lost_blocks == 1

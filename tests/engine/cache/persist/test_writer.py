@@ -14,15 +14,15 @@ from helpers.eventually import eventually
 
 from windlass.engine.cache.persist import writer
 from windlass.engine.cache.persist.block_file import BlockFormat
-from windlass.engine.cache.persist.counts import PersistCounts
+from windlass.engine.cache.persist.counts import PersistCounters
 from windlass.engine.cache.persist.directory import BlockDirectory
 from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.known import KnownBlocks
-from windlass.engine.cache.persist.pages import PersistedPages
-from windlass.engine.cache.persist.unwritten import UnwrittenBlock, UnwrittenBlocks
+from windlass.engine.cache.persist.known import TierIndex
+from windlass.engine.cache.persist.pages import CPUBlockTransfer
+from windlass.engine.cache.persist.unwritten import QueuedBlock, WriteQueue
 from windlass.engine.cache.persist.writer import BlockFileWriter
 
-PAGES = PersistedPages([[torch.zeros(2, 8, 4, 3)]])
+PAGES = CPUBlockTransfer([[torch.zeros(2, 8, 4, 3)]])
 
 
 def key(number: int) -> BlockKey:
@@ -32,26 +32,26 @@ def key(number: int) -> BlockKey:
 class Writing:
     """A writer of one folder, and all that it is told."""
 
-    def __init__(self, root: Path, most_bytes: int = 1 << 30) -> None:
-        self.counts, self.unwritten, self.known = PersistCounts(), UnwrittenBlocks(), KnownBlocks(4)
-        self.folder = BlockDirectory(root, BlockFormat(b"n" * 32, PAGES.forms), most_bytes)
-        self._most_bytes = most_bytes
+    def __init__(self, root: Path, max_bytes: int = 1 << 30) -> None:
+        self.counts, self.write_queue, self.known = PersistCounters(), WriteQueue(), TierIndex(4)
+        self.folder = BlockDirectory(root, BlockFormat(b"n" * 32, PAGES.forms), max_bytes)
+        self._max_bytes = max_bytes
 
     def start(self) -> None:
         self.writer = BlockFileWriter(
-            lambda _: self.folder, PAGES, self.unwritten, self.known, self.counts, self._most_bytes
+            lambda _: self.folder, PAGES, self.write_queue, self.known, self.counts, self._max_bytes
         )
 
     def offer(self, number: int) -> None:
-        self.unwritten.offer(UnwrittenBlock(key(number), number % 8, 0))
+        self.write_queue.offer(QueuedBlock(key(number), number % 8, 0))
 
 
 @pytest.fixture
 def writing(tmp_path: Path) -> Iterator[Callable[..., Writing]]:
     made: list[Writing] = []
 
-    def make(most_bytes: int = 1 << 30) -> Writing:
-        made.append(Writing(tmp_path, most_bytes))
+    def make(max_bytes: int = 1 << 30) -> Writing:
+        made.append(Writing(tmp_path, max_bytes))
         return made[-1]
 
     yield make

@@ -11,14 +11,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from windlass.engine.cache.prefix import HashChain
-from windlass.engine.client.replicas.choice import MOST_AHEAD, PrefixRouter
-from windlass.engine.client.replicas.prefix import chain
+from windlass.engine.client.replicas.choice import MAX_EXTRA_LOAD, PrefixRouter
+from windlass.engine.client.replicas.prefix import digest_chain
 
 BLOCK = 32
 
 
 def digests(*token_ids: int, root: bytes = b"root") -> list[bytes]:
-    return chain(root, list(token_ids), BLOCK)
+    return digest_chain(root, list(token_ids), BLOCK)
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -44,9 +44,9 @@ def test_a_replica_may_be_too_busy() -> None:
     assert router.choose(known, {"a": 4, "b": 0}) == "a"  # 256 tokens are worth four requests
     assert router.choose(known, {"a": 5, "b": 0}) == "b"
     router.sent("a", long := digests(*prompt(2, 64 * 100)))
-    assert router.choose(long, {"a": MOST_AHEAD, "b": 0}) == "a"
-    assert router.choose(long, {"a": MOST_AHEAD + 1, "b": 0}) == "b"
-    assert router.choose(long, {"a": MOST_AHEAD + 50, "b": 50}) == "a"  # it is the difference that counts
+    assert router.choose(long, {"a": MAX_EXTRA_LOAD, "b": 0}) == "a"
+    assert router.choose(long, {"a": MAX_EXTRA_LOAD + 1, "b": 0}) == "b"
+    assert router.choose(long, {"a": MAX_EXTRA_LOAD + 50, "b": 50}) == "a"  # it is the difference that counts
 
 
 def test_without_a_prefix_requests_are_spread() -> None:
@@ -67,8 +67,8 @@ def test_a_replica_that_began_again_has_nothing() -> None:
     router.forget("a")
     assert router.choose(known, {"a": 1, "b": 0}) == "b"
     router.sent("a", known)
-    router.keep_only(["b"])
-    assert router.choose(known, {"a": 1, "b": 0}) == "b" and router.num_remembered == 0
+    router.retain_only(["b"])
+    assert router.choose(known, {"a": 1, "b": 0}) == "b" and router.num_tracked_blocks == 0
 
 
 @given(st.lists(st.tuples(st.integers(0, 5), st.integers(0, 12), st.integers(0, 4)), max_size=60), st.integers(1, 20))
@@ -78,13 +78,13 @@ def test_what_is_remembered_is_bounded_and_begins_at_the_beginning(
     """A block is never remembered without those in front of it, which bisection takes for granted."""
     router: PrefixRouter[int] = PrefixRouter(1, most)
     for stem, shared, tail in prompts:
-        router.sent(0, chain(b"", [stem] * shared + [100 + stem] * tail, 1))
-        assert router.num_remembered <= most
+        router.sent(0, digest_chain(b"", [stem] * shared + [100 + stem] * tail, 1))
+        assert router.num_tracked_blocks <= most
         blocks = router._replicas[0]._blocks
         for stem, shared, tail in prompts:
-            found = [digest in blocks for digest in chain(b"", [stem] * shared + [100 + stem] * tail, 1)]
+            found = [digest in blocks for digest in digest_chain(b"", [stem] * shared + [100 + stem] * tail, 1)]
             assert found == sorted(found, reverse=True)
-            assert router._replicas[0].match(chain(b"", [stem] * shared + [100 + stem] * tail, 1)) == sum(found)
+            assert router._replicas[0].match(digest_chain(b"", [stem] * shared + [100 + stem] * tail, 1)) == sum(found)
 
 
 class Cache:

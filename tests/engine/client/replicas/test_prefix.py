@@ -11,7 +11,7 @@ from helpers.scripted_engine import model_info
 from windlass.engine.api.config import RotaryConfig
 from windlass.engine.api.context import ContextRule
 from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client.replicas.prefix import MOST_BLOCKS, PrefixKeys
+from windlass.engine.client.replicas.prefix import MAX_KEY_BLOCKS, PrefixKeys
 from windlass.engine.rotary.scaling import RopeScaling
 
 PROMPT = list(range(100))
@@ -74,7 +74,7 @@ def test_a_scaling_counts_by_what_it_does() -> None:
 def test_any_prompt_has_keys() -> None:
     ours = keys(max_model_len=1 << 20)
     assert ours.of(request([])) == ours.of(request(PROMPT[:31])) == []
-    assert len(ours.of(request([7] * (33 * MOST_BLOCKS)))) == MOST_BLOCKS
+    assert len(ours.of(request([7] * (33 * MAX_KEY_BLOCKS)))) == MAX_KEY_BLOCKS
     assert ours.of(request(["a"] * 64)) == ours.of(request([2**70] * 64)) == []
     refused = request(rope_scaling=RopeScaling("nothing"))
     assert len(ours.of(refused)) == 3

@@ -16,11 +16,11 @@ from helpers.scripted_core import BUG, FIRST_TOKEN, REFUSE
 from helpers.waiting_core import POISON
 
 from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.looks import CacheGroupPicture, CachePicture, CacheQuestion, CacheSequencePicture
+from windlass.engine.api.looks import CacheGroupSnapshot, CacheQuery, CacheSequenceSnapshot, CacheSnapshot
 from windlass.engine.api.request import EngineRequest, EngineStats, SamplingParams
 from windlass.engine.client.process import ProcessClient
 from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.sums import side_by_side, sum_stats
+from windlass.engine.client.replicas.sums import concat_cache_snapshots, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
 
 TESTS = Path(__file__).parents[3]
@@ -89,7 +89,7 @@ async def test_they_look_like_one():
         assert second.config.cache.memory == client.info.kv_cache_bytes and second.config.replicas == 1
         assert first.config == second.config
         again = asyncio.create_task(tokens(client, request("again", max_tokens=100_000)))
-        await until(lambda: "again" in client._where)
+        await until(lambda: "again" in client._replica_of)
         with pytest.raises(RequestError, match="already running"):
             await tokens(client, request("again"))
         with pytest.raises(RequestError, match="no such thing"):
@@ -178,7 +178,7 @@ async def test_ended_samples_and_abandoned_requests_leave_nothing():
             if len(seen) == 4:
                 client.end_sample("b", 0)
                 client.end_sample("b", 1)
-        assert [replica.in_flight for replica in client._replicas] == [0, 0] and client._where == {}
+        assert [replica.in_flight for replica in client._replicas] == [0, 0] and client._replica_of == {}
         for _ in range(20):
             if (await client.stats()).num_running == 0:
                 return
@@ -285,13 +285,13 @@ async def test_statistics_are_summed():
 
 
 async def test_pages_stand_side_by_side():
-    def picture(sequences: int, owners: tuple[int, ...]) -> CachePicture:
-        group = CacheGroupPicture(2, 2, 1, None, (1, 0), (0, 0), (0, 1), owners)
-        return CachePicture(16, (group,), (CacheSequencePicture(1, 1, 0, 1, 0, 0),) * sequences, 0.1)
+    def picture(sequences: int, owners: tuple[int, ...]) -> CacheSnapshot:
+        group = CacheGroupSnapshot(2, 2, 1, None, (1, 0), (0, 0), (0, 1), owners)
+        return CacheSnapshot(16, (group,), (CacheSequenceSnapshot(1, 1, 0, 1, 0, 0),) * sequences, 0.1)
 
-    found = side_by_side([(0, picture(2, (1, -1))), (2, picture(1, (0, -1)))])
+    found = concat_cache_snapshots([(0, picture(2, (1, -1))), (2, picture(1, (0, -1)))])
     assert [(group.engine, group.owners) for group in found.groups] == [(0, (1, -1)), (2, (2, -1))]
     assert len(found.sequences) == 3
     async with running() as client:
         with pytest.raises(RequestError, match="nothing to see"):
-            await client.look(CacheQuestion())
+            await client.inspect(CacheQuery())

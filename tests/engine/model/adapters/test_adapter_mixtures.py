@@ -13,7 +13,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import RequestError
 from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
-from windlass.kernels import ChangedMatrix, LowRank, LowRankPart, bind
+from windlass.kernels import LowRankPart, LowRankTarget, LowRankUpdate, select_backend
 
 PROMPT = list(range(3, 40))
 
@@ -86,12 +86,12 @@ def test_one_in_use_stays_until_its_request_has_ended(llama: Path, sources: tupl
 
 def test_one_that_comes_again_takes_its_own_place() -> None:
     """And leaves none behind in which the next one would find what it changed."""
-    backend = bind("cpu")
-    loaded = LoadedAdapters(2, [{"q": ChangedMatrix((8,), 8, 2), "v": ChangedMatrix((8,), 8, 2)}], backend)
+    backend = select_backend("cpu")
+    loaded = LoadedAdapters(2, [{"q": LowRankTarget((8,), 8, 2), "v": LowRankTarget((8,), 8, 2)}], backend)
 
     def adapter(adapter_id: int, *names: str) -> Adapter:
         part = LowRankPart.of(torch.ones(8, 2), 0, 0, 1.0)
-        layers = ({name: LowRank.of(torch.ones(2, 8), (part,)) for name in names},)
+        layers = ({name: LowRankUpdate.of(torch.ones(2, 8), (part,)) for name in names},)
         return Adapter(AdapterInfo(adapter_id, f"{adapter_id}", "", 2, names, 1, "d"), layers)
 
     for one in (adapter(1, "q", "v"), adapter(1, "q", "v"), adapter(2, "q")):
@@ -99,7 +99,7 @@ def test_one_that_comes_again_takes_its_own_place() -> None:
     rows = loaded.rows([2], [1])
     assert len(loaded) == 2 and rows is not None
     out = torch.zeros(1, 8)
-    rows.of_layer(0, backend).add("v", out, torch.ones(1, 8))
+    rows.for_layer(0, backend).add("v", out, torch.ones(1, 8))
     assert not out.any()
-    rows.of_layer(0, backend).add("q", out, torch.ones(1, 8))
+    rows.for_layer(0, backend).add("q", out, torch.ones(1, 8))
     assert (out == 16).all()

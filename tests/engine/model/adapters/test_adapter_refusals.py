@@ -22,7 +22,7 @@ from windlass.engine.core import adapter_shelf
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError, LoadError, RequestError
 from windlass.engine.model.loading import adapter_config
-from windlass.engine.model.loading.adapter_config import read_description
+from windlass.engine.model.loading.adapter_config import read_peft_config
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MODULE = A.removesuffix(".lora_A.weight")
@@ -140,7 +140,7 @@ def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: py
         r"^model\.layers\.\d+\.v_proj": 3,
         "[ou]_proj": 5,
     }
-    described = read_description(save_adapter(tmp_path / "adapter", model, rank_pattern=patterns, alpha=4.0), 8)
+    described = read_peft_config(save_adapter(tmp_path / "adapter", model, rank_pattern=patterns, alpha=4.0), 8)
     monkeypatch.setattr(adapter_config, "re", None)
     found = [described.rank_of(f"model.layers.7.{name}_proj") for name in "qkvou"]
     assert found == [8, 4, 3, 5, 5]

@@ -69,7 +69,7 @@ def test_the_bits_are_those_of_steps_run_one_by_one(family: str, options: dict[s
     core = make_core(model, **options)
     assert_same_bits(work(core), work(make_core(model, **options), repeat=False))
     if "dtype" not in options:
-        assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 40
+        assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 40
 
 
 @pytest.mark.parametrize("kind", ["Q4_K", "Q6_K", "Q8_0"])
@@ -81,7 +81,7 @@ def test_over_the_blocks_of_a_gguf_file(kind: str, tmp_path: Path) -> None:
     core = make_core(made.derived, **options)
     found = work(core)
     assert_same_bits(found, work(make_core(made.derived, **options), repeat=False))
-    assert core.runner.replay.num_repeated > 40
+    assert core.runner.replay.num_replayed > 40
     assert found["a1", 0].logits[0].ne(found["b2", 0].logits[0]).any()
 
 
@@ -113,11 +113,11 @@ def test_one_recording_serves_every_mix(llama: Path, sources: tuple[AdapterSourc
     core = make_core(llama, lora=sources)
     replay = core.runner.replay
     run(core, streams(1, 2, 3, 4))
-    plans = set(replay._plans)
+    plans = set(replay._recordings)
     for mix in ((4, 3, 2, 1), (1, 1, None, 1), (None, None, None, 2)):
-        before = replay.num_repeated
+        before = replay.num_replayed
         found = run(core, streams(*mix))
-        assert replay.num_repeated - before == 11 and set(replay._plans) == plans
+        assert replay.num_replayed - before == 11 and set(replay._recordings) == plans
         wanted = make_core(llama, lora=sources)
         wanted.runner.replay.max_rows = 0
         assert_same_bits(found, run(wanted, streams(*mix)))
@@ -128,7 +128,7 @@ def test_a_step_without_adapters_makes_no_calls_for_them(llama: Path, sources: t
     for lora, adapter in (((), None), (sources, None), (sources, 1)):
         core = make_core(llama, lora=lora)
         run(core, streams(adapter, None))
-        (plan,) = [plan for key, plan in core.runner.replay._plans.items() if key[0] == 2 and plan is not None]
+        (plan,) = [plan for key, plan in core.runner.replay._recordings.items() if key[0] == 2 and plan is not None]
         counts[bool(lora), adapter] = [name for name, _ in plan.recording.calls]
     assert counts[True, None] == counts[False, None]
     more = counts[True, 1]
@@ -156,10 +156,10 @@ def test_what_is_loaded_between_steps_is_used_by_the_next(llama: Path, sources: 
     steps(10)
     core.add_adapter(core.read_adapter(sources[2]).result(30))
     core.add(greedy("three", PROMPT, 15, adapter=3))
-    repeated = core.runner.replay.num_repeated
+    repeated = core.runner.replay.num_replayed
     while core.has_work():
         steps(1)
-    assert core.runner.replay.num_repeated > repeated + 12
+    assert core.runner.replay.num_replayed > repeated + 12
     assert tokens == {
         "one": wanted[1].token_ids,
         "two": wanted[2].token_ids[:15],
@@ -176,7 +176,7 @@ def test_the_bits_do_not_depend_on_the_threads(threads: int, llama: Path, source
         torch.set_num_threads(threads)
         core = make_core(llama, lora=sources, deterministic=True)
         assert_same_bits(run(core, streams(*mix)), wanted)
-        assert core.runner.replay.num_repeated >= 8
+        assert core.runner.replay.num_replayed >= 8
     finally:
         torch.set_num_threads(before)
 

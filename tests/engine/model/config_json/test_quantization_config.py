@@ -7,42 +7,42 @@ from typing import Any
 import pytest
 from helpers.quantized_checkpoints import AWQ, FP8, GPTQ, compressed
 
-from windlass.engine.model.config_json.quantization import StoredQuantization, read_quantization
+from windlass.engine.model.config_json.quantization import QuantizationConfig, read_quantization_config
 from windlass.engine.model.config_json.unsupported import describe_quantized
 
-READ: list[tuple[dict[str, Any], StoredQuantization]] = [
-    (GPTQ, StoredQuantization("GPTQ", 32, zeros_less_one=True)),
-    ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, StoredQuantization("GPTQ")),
-    ({**GPTQ, "checkpoint_format": "gptq", "pack_dtype": "int32"}, StoredQuantization("GPTQ", 32, zeros_less_one=True)),
-    (AWQ, StoredQuantization("AWQ", 32)),
-    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, StoredQuantization("AWQ", 128)),
-    (FP8, StoredQuantization("FP8")),
-    ({**FP8, "weight_block_size": [128, 64]}, StoredQuantization("FP8", block=(128, 64))),
-    ({"quant_method": "fbgemm_fp8"}, StoredQuantization("FP8")),
-    (compressed("pack-quantized"), StoredQuantization("compressed-tensors", bits=(4,))),
+READ: list[tuple[dict[str, Any], QuantizationConfig]] = [
+    (GPTQ, QuantizationConfig("GPTQ", 32, zeros_less_one=True)),
+    ({**GPTQ, "checkpoint_format": "gptq_v2", "group_size": -1}, QuantizationConfig("GPTQ")),
+    ({**GPTQ, "checkpoint_format": "gptq", "pack_dtype": "int32"}, QuantizationConfig("GPTQ", 32, zeros_less_one=True)),
+    (AWQ, QuantizationConfig("AWQ", 32)),
+    ({"quant_method": "awq", "w_bit": 4, "q_group_size": 128, "version": "GEMM"}, QuantizationConfig("AWQ", 128)),
+    (FP8, QuantizationConfig("FP8")),
+    ({**FP8, "weight_block_size": [128, 64]}, QuantizationConfig("FP8", block=(128, 64))),
+    ({"quant_method": "fbgemm_fp8"}, QuantizationConfig("FP8")),
+    (compressed("pack-quantized"), QuantizationConfig("compressed-tensors", bits=(4,))),
     (
         compressed("float-quantized", num_bits=8, type="float", block_structure="128x64"),
-        StoredQuantization("compressed-tensors", block=(128, 64), bits=(8,)),
+        QuantizationConfig("compressed-tensors", block=(128, 64), bits=(8,)),
     ),
     (  # a width that is not said is 8
         {
             **compressed("pack-quantized"),
             "config_groups": {"a": {"weights": {"num_bits": 4, "type": "int"}}, "b": {"weights": {"type": "int"}}},
         },
-        StoredQuantization("compressed-tensors", bits=(4, 8)),
+        QuantizationConfig("compressed-tensors", bits=(4, 8)),
     ),
     (  # as releases left it that had stored the codes
         {**compressed("naive-quantized", num_bits=8, type="float"), "quantization_status": "frozen"},
-        StoredQuantization("compressed-tensors", bits=(8,)),
+        QuantizationConfig("compressed-tensors", bits=(8,)),
     ),
     # What is no number of bits says nothing.
     *(
-        (compressed("pack-quantized", num_bits=told), StoredQuantization("compressed-tensors"))
+        (compressed("pack-quantized", num_bits=told), QuantizationConfig("compressed-tensors"))
         for told in ([4], {}, True, "4", 4.0, 0, None)
     ),
     (
         {**compressed("dense"), "sparsity_config": {"format": "dense"}, "transform_config": {}},
-        StoredQuantization("compressed-tensors", bits=(4,)),
+        QuantizationConfig("compressed-tensors", bits=(4,)),
     ),
 ]  # fmt: skip
 
@@ -70,8 +70,8 @@ UNREAD: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("config", "told"), READ)
 @pytest.mark.parametrize("key", ["quantization_config", "compression_config"])
-def test_what_is_read(config: dict[str, Any], told: StoredQuantization, key: str) -> None:
-    assert read_quantization({key: config}) == told
+def test_what_is_read(config: dict[str, Any], told: QuantizationConfig, key: str) -> None:
+    assert read_quantization_config({key: config}) == told
     assert describe_quantized({key: config}, ["model.norm.weight", "a.qweight", "a.scales"]) is None
 
 
@@ -85,7 +85,7 @@ def test_what_is_not_read(config: dict[str, Any], called: str) -> None:
 
 @pytest.mark.parametrize("value", [None, [], "gptq", {}, {"quant_method": None}, {"quant_method": ["gptq"]}])
 def test_what_is_no_quantization(value: object) -> None:
-    assert read_quantization({"quantization_config": value}) is None
+    assert read_quantization_config({"quantization_config": value}) is None
 
 
 @pytest.mark.parametrize(
@@ -101,10 +101,10 @@ def test_what_is_no_quantization(value: object) -> None:
     ],
 )
 def test_values_of_a_wrong_kind_are_no_traceback(change: dict[str, Any]) -> None:
-    assert read_quantization({"quantization_config": {**compressed("dense"), **change}}) is not None
+    assert read_quantization_config({"quantization_config": {**compressed("dense"), **change}}) is not None
 
 
 @pytest.mark.parametrize("group_size", ["128", 0, -1, None, [32], True])
 def test_sizes_of_groups_that_are_none(group_size: object) -> None:
-    told = read_quantization({"quantization_config": {**GPTQ, "group_size": group_size}})
+    told = read_quantization_config({"quantization_config": {**GPTQ, "group_size": group_size}})
     assert told is not None and told.group_size is None

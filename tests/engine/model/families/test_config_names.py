@@ -145,7 +145,7 @@ def test_a_scaling_added_to_a_new_config_keeps_its_theta() -> None:
 )
 def test_absent_fields_take_the_class_defaults(config: dict[str, Any]) -> None:
     base = replace(
-        flat(config).base, own_distances=None
+        flat(config).base, fixed_distances_reason=None
     )  # which follows from windows, not from a default of the rotation
     read = AutoConfig.for_model(**config)
     head_dim = getattr(read, "head_dim", None) or read.hidden_size // read.num_attention_heads

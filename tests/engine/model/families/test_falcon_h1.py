@@ -19,7 +19,7 @@ from helpers.tiny_models import make_model
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
@@ -107,8 +107,14 @@ def test_a_published_file() -> None:
     assert spec.embedding_scale == 5.656854249492381 and spec.logit_scale == 0.0390625
     layer = spec.layers[7]
     assert isinstance(layer.mixer, AttentionSpec) and layer.mixer.scale == pytest.approx(0.390625 / 8)
-    assert isinstance(layer.feed_forward, GatedSpec) and layer.feed_forward.factors == (0.8838834764831844, 0.5859375)
-    assert layer.state is not None and (layer.state.attended, layer.state.remembered) == (0.9375, 0.23570226039551587)
+    assert isinstance(layer.feed_forward, GatedMLPSpec) and layer.feed_forward.factors == (
+        0.8838834764831844,
+        0.5859375,
+    )
+    assert layer.state is not None and (layer.state.attention_factor, layer.state.state_factor) == (
+        0.9375,
+        0.23570226039551587,
+    )
     factors = tuple(1.25 * one for one in PUBLISHED["ssm_multipliers"])
     assert layer.state.state == StateSpaceSpec(24, 64, 1, 128, 4, 1e-5, normed=None, factors=factors)  # type: ignore[arg-type]
     stored = {tensor.name for weight in layer.weights(1024) for tensor in weight.stored}
@@ -120,7 +126,7 @@ def test_factors_of_one_cost_nothing() -> None:
     ones = {"mlp_multipliers": [1, 1], "ssm_multipliers": None, "ssm_in_multiplier": None}
     layer = read_spec({**PUBLISHED, **ones}).layers[0]
     assert layer.state is not None and layer.state.state.factors is None
-    assert isinstance(layer.feed_forward, GatedSpec) and layer.feed_forward.factors is None
+    assert isinstance(layer.feed_forward, GatedMLPSpec) and layer.feed_forward.factors is None
 
 
 @pytest.mark.parametrize("name", SWITCHES)

@@ -14,10 +14,10 @@ from helpers.tiny_models import SIZES, make_model
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_part
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
+from windlass.engine.model.families.text_part import text_config_of
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import DeltaNames, GatedDeltaSpec
+from windlass.engine.model.mixers.delta_spec import GatedDeltaNetNames, GatedDeltaNetSpec
 from windlass.engine.model.spec import ModelSpec
 
 STATE, ATTENTION = "linear_attention", "full_attention"
@@ -84,8 +84,8 @@ def published(**changes: Any) -> dict[str, Any]:
 
 
 def read_text(whole: dict[str, Any]) -> ModelSpec:
-    part = text_part(whole)
-    return part.adapted(read_spec(part.config), ())
+    part = text_config_of(whole)
+    return part.adapt_spec(read_spec(part.config), ())
 
 
 def test_a_published_file() -> None:
@@ -130,13 +130,13 @@ def test_every_nth_layer_attends_where_no_list_says_which() -> None:
         spec = read_spec(config(layer_types=None, full_attention_interval=interval))
         assert tuple(spec.attention) == attending
         assert (spec.state_group is None) is (len(attending) == 5)
-        assert all(isinstance(spec.layers[index].mixer, GatedDeltaSpec) for index in set(range(5)) - set(attending))
+        assert all(isinstance(spec.layers[index].mixer, GatedDeltaNetSpec) for index in set(range(5)) - set(attending))
 
 
 def test_tensors_lie_apart_or_joined() -> None:
     apart, joined = (read_spec(config(name)).layers[0].mixer for name in ("qwen3_5", "qwen3_next"))
-    assert isinstance(apart, GatedDeltaSpec) and isinstance(joined, GatedDeltaSpec)
-    assert apart.names == DeltaNames()
+    assert isinstance(apart, GatedDeltaNetSpec) and isinstance(joined, GatedDeltaNetSpec)
+    assert apart.names == GatedDeltaNetNames()
     stored = [tensor.name for weight in joined.weights(64) for tensor in weight.stored]
     assert [name.removeprefix("linear_attn.") for name in stored] == [
         "in_proj_qkvz.weight",
@@ -152,7 +152,7 @@ def test_tensors_lie_apart_or_joined() -> None:
 def test_which_layers_have_experts() -> None:
     def with_experts(**changes: Any) -> list[int]:
         layers = read_spec(config("qwen3_next", **changes)).layers
-        return [index for index, layer in enumerate(layers) if isinstance(layer.feed_forward, ExpertsSpec)]
+        return [index for index, layer in enumerate(layers) if isinstance(layer.feed_forward, MoESpec)]
 
     assert with_experts() == [0, 2, 3]
     assert with_experts(decoder_sparse_step=2, mlp_only_layers=[]) == [1, 3]

@@ -43,13 +43,13 @@ def test_sizes_are_read_as_published_and_as_transformers_writes_them(tmp_path: P
         written["architectures"] = ["Gemma4ForCausalLM"]
         ours, theirs = read_spec(config(name)), read_spec(written)
         assert ours.layers == theirs.layers and ours.kv_groups == theirs.kv_groups
-        assert ours.rotary_groups == theirs.rotary_groups and ours.layer_inputs == theirs.layer_inputs
+        assert ours.rotary_groups == theirs.rotary_groups and ours.per_layer_embeddings == theirs.per_layer_embeddings
 
 
 def test_layers_read_the_keys_of_the_last_of_their_kind() -> None:
     spec = read_spec(config("gemma4_e2b"))
     mixers = attention(spec)
-    assert [mixer.keys_of for mixer in mixers] == [None, None, None, 1, 2, 1]
+    assert [mixer.kv_source_layer for mixer in mixers] == [None, None, None, 1, 2, 1]
     assert [mixer.window for mixer in mixers] == [8, None] * 3
     assert spec.kv_groups == (KVGroupSpec((0, 2), 2, 16, 8), KVGroupSpec((1,), 2, 32, None))
     widths = [getattr(layer.feed_forward, "intermediate_size", None) for layer in spec.layers]
@@ -79,7 +79,7 @@ def test_the_kind_without_inputs_and_experts_has_defaults_of_its_own() -> None:
         del given[key]
     spec = read_spec({**given, "architectures": ["Gemma4UnifiedForCausalLM"]})
     assert spec.trained_len == 262_144 and spec.layers[0].mixer.window == 1024
-    assert spec.layer_inputs is None and all(layer.input is None for layer in spec.layers)
+    assert spec.per_layer_embeddings is None and all(layer.input is None for layer in spec.layers)
 
 
 @pytest.mark.parametrize(

@@ -13,8 +13,8 @@ from helpers.tiny_models import make_model
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_rotary_groups, read_spec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
 
@@ -49,7 +49,7 @@ PUBLISHED: dict[str, Any] = {
 def test_one_without_experts_is_dense() -> None:
     spec = read_spec(PUBLISHED)
     for layer in spec.layers:
-        assert isinstance(layer.feed_forward, GatedSpec) and layer.feed_forward.intermediate_size == 192
+        assert isinstance(layer.feed_forward, GatedMLPSpec) and layer.feed_forward.intermediate_size == 192
     assert not spec.notices and spec.rotary_groups[0].base.rope_theta == 1e7
     names = {tensor.name for weight in spec.weights() for tensor in weight.stored}
     assert "model.layers.1.shared_mlp.input_linear.weight" in names
@@ -60,7 +60,7 @@ def test_one_with_experts_has_a_shared_one_beside() -> None:
     spec = read_spec({**PUBLISHED, "num_local_experts": 8, "num_experts_per_tok": 2})
     for layer in spec.layers:
         part = layer.feed_forward
-        assert isinstance(part, ExpertsSpec) and (part.intermediate_size, part.shared_size) == (128, 192)
+        assert isinstance(part, MoESpec) and (part.intermediate_size, part.shared_size) == (128, 192)
 
 
 # In the shape of ibm-granite/granite-4.0-h-tiny.
@@ -124,7 +124,7 @@ def test_a_hybrid_that_does_not_rotate() -> None:
     attention = spec.attention[5]
     assert isinstance(attention, AttentionSpec) and attention.rotary_group is None and attention.scale == 0.0078125
     experts = spec.layers[0].feed_forward
-    assert isinstance(experts, ExpertsSpec) and (experts.intermediate_size, experts.shared_size) == (512, 1024)
+    assert isinstance(experts, MoESpec) and (experts.intermediate_size, experts.shared_size) == (512, 1024)
     stored = {tensor.name for weight in spec.layers[0].weights(1536) for tensor in weight.stored}
     parts = "A_log D dt_bias conv1d.weight conv1d.bias in_proj.weight norm.weight out_proj.weight".split()
     assert {name for name in stored if "mamba" in name} == {f"mamba.{part}" for part in parts}

@@ -13,9 +13,9 @@ from helpers.tiny_models import SIZES, make_model
 from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_part
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.families.text_part import text_config_of
+from windlass.engine.model.feed_forward.experts_spec import MoESpec, RouterSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
 from windlass.engine.model.spec import ModelSpec
@@ -70,7 +70,7 @@ def config(name: str = "lfm2", **changes: Any) -> dict[str, Any]:
 
 def width(spec: ModelSpec, layer: int = 0) -> int:
     feed_forward = spec.layers[layer].feed_forward
-    assert isinstance(feed_forward, GatedSpec)
+    assert isinstance(feed_forward, GatedMLPSpec)
     return feed_forward.intermediate_size
 
 
@@ -153,8 +153,8 @@ def test_experts_and_how_they_are_chosen() -> None:
     for name, biased in (("lfm2_moe", True), ("lfm2_moe_unbiased", False)):
         layers = read_spec(config(name)).layers
         experts = layers[-1].feed_forward
-        assert isinstance(experts, ExpertsSpec) and (experts.names.choice_bias is not None) is biased
-        assert sum(isinstance(layer.feed_forward, GatedSpec) for layer in layers) == (1 if biased else 2)
+        assert isinstance(experts, MoESpec) and (experts.names.choice_bias is not None) is biased
+        assert sum(isinstance(layer.feed_forward, GatedMLPSpec) for layer in layers) == (1 if biased else 2)
         assert width(read_spec(config(name))) == 96
         top_k, scale = (2, 1.25) if biased else (3, 1.0)
         assert experts.router == RouterSpec(top_k, "sigmoid", normalized=biased, scale=scale, sum_eps=1e-6)
@@ -165,8 +165,8 @@ def test_a_text_part(written: dict[str, bool] | None) -> None:
     """Whether the head is the embedding is the whole model's, whatever its text part says."""
     text = {**PUBLISHED, "tie_embedding": written is not None}
     whole = {"architectures": ["Lfm2VlForConditionalGeneration"], "model_type": "lfm2_vl", "text_config": text}
-    part = text_part({**whole, **(written or {})})
-    spec = part.adapted(read_spec(part.config), ())
+    part = text_config_of({**whole, **(written or {})})
+    spec = part.adapt_spec(read_spec(part.config), ())
     assert spec.layers == read_spec(PUBLISHED).layers and spec.tied_embeddings is (written is None)
 
 

@@ -22,8 +22,8 @@ from windlass.engine.errors import LoadError, RequestError
 from windlass.engine.evaluation.attention import attention_weights
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import ExpertsSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainNames, PlainSpec
+from windlass.engine.model.feed_forward.experts_spec import MoESpec
+from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames, PlainMLPSpec
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.mixers.attention_spec import AttentionSpec
 from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
@@ -100,9 +100,9 @@ def test_a_published_file() -> None:
     for letter, layer in zip(PATTERN, spec.layers, strict=True):
         kinds = type(layer.mixer), type(layer.feed_forward)
         none = type(None)
-        assert kinds == {"M": (StateSpaceSpec, none), "*": (AttentionSpec, none), "-": (none, PlainSpec)}[letter]
-    assert spec.layers[1].feed_forward == PlainSpec(
-        15_680, "relu2", names=PlainNames("mixer.up_proj", "mixer.down_proj")
+        assert kinds == {"M": (StateSpaceSpec, none), "*": (AttentionSpec, none), "-": (none, PlainMLPSpec)}[letter]
+    assert spec.layers[1].feed_forward == PlainMLPSpec(
+        15_680, "relu2", names=PlainMLPNames("mixer.up_proj", "mixer.down_proj")
     )
     stored = {tensor.name for weight in spec.weights() for tensor in weight.stored}
     assert {name for name in stored if ".1." in name} == {
@@ -124,9 +124,9 @@ def test_a_published_file_of_experts() -> None:
     spec = read_spec({**PUBLISHED, **sizes, **widths, **weights, "hybrid_override_pattern": pattern})
     assert not spec.notices
     for letter, layer in zip(pattern, spec.layers, strict=True):
-        assert isinstance(layer.feed_forward, ExpertsSpec) == (letter == "E") == (layer.mixer is None)
+        assert isinstance(layer.feed_forward, MoESpec) == (letter == "E") == (layer.mixer is None)
     experts = spec.layers[1].feed_forward
-    assert isinstance(experts, ExpertsSpec) and not experts.gated
+    assert isinstance(experts, MoESpec) and not experts.gated
     assert (experts.experts, experts.intermediate_size, experts.shared_size) == (128, 1856, 3712)
     assert (experts.router.top_k, experts.router.scale, experts.router.scores) == (6, 2.5, "sigmoid")
     stored = {stored.name for weight in experts.weights(2688) for stored in weight.stored}

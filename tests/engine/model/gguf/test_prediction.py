@@ -16,7 +16,7 @@ from helpers.every_request import prompt, same
 from helpers.gguf_delta import convert, tensors_of
 from helpers.gguf_logits import derived
 from helpers.prediction_layers import PredictionOracle, make_predicting
-from helpers.proposals import Proposed, predicting, predictor_of
+from helpers.proposals import Proposed, mtp_engine, predictor_of
 from safetensors.torch import load_file
 
 from windlass.engine.api.request import EngineRequest
@@ -61,7 +61,7 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
     others = gguf_state_spaces if family.startswith("nemotron") else gguf_further_experts
     converts = convert if family.startswith("qwen") else others.convert
     directory = derived(converts(source, tmp_path / "model.gguf"), tmp_path / "derived")
-    core = predicting(directory, speculative_tokens=3)
+    core = mtp_engine(directory, speculative_tokens=3)
     proposed = Proposed(core)
     answers = run(core, sent())
     stats = core.stats()
@@ -78,7 +78,7 @@ def test_proposals_and_answers_are_those_of_the_checkpoint(
 
 def test_its_blocks_are_kept_as_they_are(source_of: Callable[[str], Path], tmp_path: Path) -> None:
     source = source_of("qwen3_5")
-    core = predicting(
+    core = mtp_engine(
         derived(convert(source, tmp_path / "model.gguf", kind="Q8_0"), tmp_path / "derived"), dtype="auto"
     )
     weight = predictor_of(core)._decoder.weights()["joined"]
@@ -107,7 +107,7 @@ def test_what_of_it_is_not_there_is_told_when_it_is_asked_for(source_of: Callabl
     for name, (more, message) in cases.items():
         directory = derived(convert(source, tmp_path / f"{name}.gguf", more=more), tmp_path / name)
         with pytest.raises(LoadError, match=message):
-            predicting(directory)
+            mtp_engine(directory)
         same(run(make_core(directory), sent()[:1]), own, 1e-5)
 
 

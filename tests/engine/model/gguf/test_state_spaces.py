@@ -20,8 +20,8 @@ from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.gguf.description import describe_gguf
-from windlass.engine.model.gguf.metadata import read_facts
-from windlass.engine.model.gguf.tensor_names import PlacedTensor, rename
+from windlass.engine.model.gguf.metadata import read_gguf_config
+from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation, map_tensors
 from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
 FALCON = ("falcon_h1", "falcon_h1_normed")
@@ -87,16 +87,16 @@ def test_a_published_file() -> None:
             own |= {"ssm_a": (96, 1), "ssm_d": (96, 1), "ssm_dt.bias": (96,), "ssm_norm.weight": (8, 960)}
             own |= {"ssm_out.weight": (3136, 7680)}
         shapes |= {f"blk.{i}.{name}": shape for name, shape in own.items()}
-    tensors = {name: PlacedTensor(0, "F32", shape, 0, 0) for name, shape in shapes.items()}
+    tensors = {name: GGUFTensorLocation(0, "F32", shape, 0, 0) for name, shape in shapes.items()}
     metadata = {f"nemotron_h.{key}": value for key, value in sizes.items()} | {"general.architecture": "nemotron_h"}
-    facts = read_facts(metadata, tensors, {})
+    facts = read_gguf_config(metadata, tensors, {})
     assert not any("rope" in key or "rotary" in key for key in facts.config)
     spec = read_spec(facts.config)
     assert not spec.notices and spec.kv_groups == (KVGroupSpec(attending, 8, 128, None),)
     states = tuple(i for i in range(42) if i not in attending + dense)
     assert spec.state_group == StateGroupSpec(states, 9728, 4, 96, 128, 80)
     held = as_gguf_holds(spec, latent_in_parts=False, gates_apart=False)
-    assert len(rename(tensors, facts.family, held)) == len(tensors) == 263
+    assert len(map_tensors(tensors, facts.family, held)) == len(tensors) == 263
 
 
 @pytest.mark.parametrize("family", [FALCON[0], NEMOTRON[0], NEMOTRON[2]])

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.answers import answers_as_classifier
-from windlass.engine.model.loading.answer_files import DeclaredAnswers, declared_answers
+from windlass.engine.model.config_json.answers import has_classifier_tokens
+from windlass.engine.model.loading.answer_files import RerankerConfig, read_reranker_config
 
 LOGIT_SCORE = [
     {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},
@@ -32,19 +32,19 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
         ({"config.json": {"architectures": ["Qwen3ForCausalLM"], "_name_or_path": "Qwen3-Reranker"}}, None),
         (
             {"config.json": {"classifier_from_token": ["no", "yes"], "is_original_qwen3_reranker": True}},
-            DeclaredAnswers(("yes", "no"), of_qwen3=True),
+            RerankerConfig(("yes", "no"), is_qwen3_reranker=True),
         ),
         (
             {"config.json": {"classifier_from_token": ["0", "1"], "method": "from_2_way_softmax"}},
-            DeclaredAnswers(("1", "0")),
+            RerankerConfig(("1", "0")),
         ),
         (
             {"config.json": {"classifier_from_token": ["Yes"], "method": "no_post_processing"}},
-            DeclaredAnswers(("Yes",)),
+            RerankerConfig(("Yes",)),
         ),
         (
             {"modules.json": LOGIT_SCORE, "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": 4}},
-            DeclaredAnswers((9, 4)),
+            RerankerConfig((9, 4)),
         ),
         (
             {
@@ -52,14 +52,14 @@ def write(directory: Path, files: dict[str, Any]) -> Path:
                 "1_LogitScore/config.json": {"true_token_id": 9, "false_token_id": None},
                 "config_sentence_transformers.json": {"prompts": {"a": "be strict"}, "default_prompt_name": "a"},
             },
-            DeclaredAnswers((9,), instruction="be strict"),
+            RerankerConfig((9,), instruction="be strict"),
         ),
         ({"modules.json": LOGIT_SCORE[:1]}, None),
     ],
 )
-def test_what_files_declare(files: dict[str, Any], declared: DeclaredAnswers | None, tmp_path: Path) -> None:
-    assert declared_answers(write(tmp_path, files)) == declared
-    assert answers_as_classifier(files.get("config.json", {})) == ("classifier_from_token" in str(files))
+def test_what_files_declare(files: dict[str, Any], declared: RerankerConfig | None, tmp_path: Path) -> None:
+    assert read_reranker_config(write(tmp_path, files)) == declared
+    assert has_classifier_tokens(files.get("config.json", {})) == ("classifier_from_token" in str(files))
 
 
 @pytest.mark.parametrize(
@@ -79,5 +79,5 @@ def test_what_files_declare(files: dict[str, Any], declared: DeclaredAnswers | N
 )
 def test_what_cannot_be_understood_is_said(files: dict[str, Any], says: str, tmp_path: Path) -> None:
     with pytest.raises(LoadError, match=says) as caught:
-        declared_answers(write(tmp_path, files))
+        read_reranker_config(write(tmp_path, files))
     assert "\n" not in str(caught.value)

@@ -29,7 +29,7 @@ def edit_config(model: Path, drop: tuple[str, ...] = (), **changes: Any) -> None
 
 
 @ON_A_CPU
-@pytest.mark.skipif(not kernels.reads_narrow_weights("cpu"), reason="weights are always widened here")
+@pytest.mark.skipif(not kernels.reads_16bit_weights("cpu"), reason="weights are always widened here")
 @pytest.mark.parametrize(("stored", "named"), [("float32", "bfloat16"), ("bfloat16", "float32"), ("float16", None)])
 def test_matrices_are_kept_as_the_files_store_them(model: Path, stored: str, named: str | None) -> None:
     tensors = {name: t.to(getattr(torch, stored)) for name, t in load_file(model / "model.safetensors").items()}

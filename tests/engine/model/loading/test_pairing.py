@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 
 from windlass import kernels
 from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.model.batch import ForwardBatch
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.model.feed_forward.gated_spec import GatedSpec
+from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
 from windlass.engine.model.loading.row_order import half_split_order, row_order, swapped_order
 from windlass.engine.model.loading.weights import load_weights
 from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
 from windlass.engine.model.spec import LayerSpec, ModelSpec
-from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, PartsByTurns, StoredTensor
+from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, InterleavedParts, StoredTensor
 from windlass.engine.rotary.groups import RotaryGroup
 from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
 from windlass.kernels.torch.reference import rotate_half_split
@@ -71,21 +71,21 @@ def test_fused_heads_are_taken_apart(fused: FusedHeads, names: str) -> None:
 @pytest.mark.parametrize(
     ("turns", "names", "wanted"),
     [
-        (PartsByTurns(2, (1, 1)), "q0 g0 q1 g1", "q0 q1 g0 g1"),
-        (PartsByTurns(2, (2, 1, 3)), "a0 a1 b0 c0 c1 c2 a2 a3 b1 c3 c4 c5", "a0 a1 a2 a3 b0 b1 c0 c1 c2 c3 c4 c5"),
-        (PartsByTurns(1, (3, 2)), "a0 a1 a2 b0 b1", "a0 a1 a2 b0 b1"),
+        (InterleavedParts(2, (1, 1)), "q0 g0 q1 g1", "q0 q1 g0 g1"),
+        (InterleavedParts(2, (2, 1, 3)), "a0 a1 b0 c0 c1 c2 a2 a3 b1 c3 c4 c5", "a0 a1 a2 a3 b0 b1 c0 c1 c2 c3 c4 c5"),
+        (InterleavedParts(1, (3, 2)), "a0 a1 a2 b0 b1", "a0 a1 a2 b0 b1"),
     ],
 )
-def test_parts_by_turns_are_taken_apart(turns: PartsByTurns, names: str, wanted: str) -> None:
+def test_parts_by_turns_are_taken_apart(turns: InterleavedParts, names: str, wanted: str) -> None:
     stored = names.split()
-    order = row_order(StoredTensor("parts", len(stored), by_turns=turns))
+    order = row_order(StoredTensor("parts", len(stored), interleaved_parts=turns))
     assert order is not None and [stored[row] for row in order] == wanted.split()
 
 
 def test_pairs_within_parts_by_turns() -> None:
     """As a file has them whose rotated pairs are interleaved: of the first part, head by head."""
     pairs = InterleavedHeads(2, 4, 4)
-    order = row_order(StoredTensor("q", 16, pairs, by_turns=PartsByTurns(2, (4, 4))))
+    order = row_order(StoredTensor("q", 16, pairs, interleaved_parts=InterleavedParts(2, (4, 4))))
     assert order is not None and order.tolist() == [0, 2, 1, 3, 8, 10, 9, 11, 4, 5, 6, 7, 12, 13, 14, 15]
 
 
@@ -105,7 +105,7 @@ def layer(group: int | None, fused: bool) -> LayerSpec:
         interleaved_dims=0 if group is None else 8,
         names=AttentionNames(qkv="self_attn.qkv_proj") if fused else AttentionNames(),
     )
-    return LayerSpec(attention, GatedSpec(intermediate_size=8))
+    return LayerSpec(attention, GatedMLPSpec(intermediate_size=8))
 
 
 @pytest.mark.parametrize("fused", [False, True])
@@ -123,7 +123,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
         trained_len=64,
         norm_eps=1e-6,
     )
-    decoder = Decoder(spec, kernels.bind("cpu"))
+    decoder = Decoder(spec, kernels.select_backend("cpu"))
     generator = torch.Generator().manual_seed(1)
 
     def random(*shape: int) -> torch.Tensor:
@@ -156,7 +156,7 @@ def test_cached_keys_are_the_checkpoint_s_rotated_interleaved(fused: bool, posit
     w = 1e4 ** (-np.arange(0, 8, 2) / 8)
     angles = w * position
     rotation = [torch.tensor(f(angles), dtype=torch.float32)[None, None] for f in (np.cos, np.sin)]
-    cache = KVStorage(spec.kv_groups, [1], 16, torch.float32, decoder.backend)
+    cache = KVCache(spec.kv_groups, [1], 16, torch.float32, decoder.backend)
     one = torch.tensor([1])
     batch = ForwardBatch(
         input_ids=torch.tensor([7]),
@@ -199,7 +199,9 @@ def test_a_layer_without_rotation_goes_through_the_same_call() -> None:
     pages = kernels.KVPages(torch.zeros(1, 16, 1, 8), torch.zeros(1, 16, 1, 8))
     before = q.clone()
     empty = torch.ones(3, 4)[:, :0]
-    kernels.bind("cpu").rotate_and_append(q, k, v, empty, empty, torch.full((3,), 2.0), pages, torch.tensor([0, 1, 2]))
+    kernels.select_backend("cpu").rotate_and_append(
+        q, k, v, empty, empty, torch.full((3,), 2.0), pages, torch.tensor([0, 1, 2])
+    )
     assert torch.equal(q, before)
     assert torch.equal(pages.key[0, :3], k)
     assert torch.equal(pages.value[0, :3], v)

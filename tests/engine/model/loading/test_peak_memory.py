@@ -44,7 +44,7 @@ def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()
     return next(int(line.split()[1]) for line in lines if line.startswith(kind)) * 1024
 config = from_flat(sys.argv[1], {"device": "cpu", **json.loads(sys.argv[2])})
-narrow = kernels.reads_narrow_weights(torch.device("cpu"))
+narrow = kernels.reads_16bit_weights(torch.device("cpu"))
 prepared = prepare_model(config, "cpu", reads_narrow=narrow, free=None)
 before = memory("VmRSS")
 Path("/proc/self/clear_refs").write_text("5")  # the peak begins here

@@ -17,12 +17,12 @@ from safetensors.torch import load_file, save_file
 from windlass import kernels
 from windlass.engine.cache.budget import bytes_per_token, plan_cache
 from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVStorage
+from windlass.engine.cache.storage import KVCache
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import dtypes
 from windlass.engine.model.loading.fitting import check_memory
-from windlass.engine.model.loading.formats import describe_foreign
+from windlass.engine.model.loading.formats import describe_other_format
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import (
     ModelDescription,
@@ -30,8 +30,8 @@ from windlass.engine.model.loading.preflight import (
     describe_model,
     prepare_model,
 )
-from windlass.engine.model.storage import all_bytes, plan_bytes, plan_storage
-from windlass.kernels import bind
+from windlass.engine.model.storage import plan_bytes, plan_storage, total_weight_bytes
+from windlass.kernels import select_backend
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
 GIB = 1 << 30
@@ -87,7 +87,7 @@ def test_every_supported_family_passes(family: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dim", [16, 18, 63, 128])
 def test_bytes_per_token_are_those_of_the_pages(dtype: str, dim: int) -> None:
     group = KVGroupSpec(layers=(0, 1, 2), num_kv_heads=5, head_dim=dim, window=None)
-    storage = KVStorage([group], [7], 32, getattr(torch, dtype), bind("cpu"))
+    storage = KVCache([group], [7], 32, getattr(torch, dtype), select_backend("cpu"))
     pages = [storage.pages(layer) for layer in group.layers]
     planes = [plane for page in pages for plane in (page.key, page.value, page.key_scale, page.value_scale)]
     assert bytes_per_token(group, dtype) * 7 * 32 == sum(plane.nbytes for plane in planes if plane is not None)
@@ -102,7 +102,7 @@ def test_weights_take_what_was_foretold(family: str, options: dict[str, str], tm
     config = engine_config(str(make_model(family, tmp_path / "model", **sizes)), device="cpu", **options)
     decoder = load_model(config).decoder
     assert plan_bytes(decoder.spec, decoder.plan) == sum(t.nbytes for t in decoder.tensors() if len(t.shape) > 1)
-    assert all_bytes(decoder.spec, decoder.plan, options.get("dtype", "float32")) == decoder.weight_bytes()
+    assert total_weight_bytes(decoder.spec, decoder.plan, options.get("dtype", "float32")) == decoder.weight_bytes()
 
 
 def check(model: ModelDescription, free: int | None, stored: str = "float32", **options: object) -> None:
@@ -167,7 +167,7 @@ def test_auto_computes_in_bfloat16_where_the_processor_does(
     def types(multiplies_narrow: bool) -> tuple[str, str, bool]:
         config = engine_config(DEMO, **options)
         found = prepare_model(config, "cpu", reads_narrow=True, multiplies_narrow=multiplies_narrow, free=None)
-        return found.compute_dtype, found.cache_dtype, dtypes.ROUNDED in found.notices
+        return found.compute_dtype, found.cache_dtype, dtypes.BFLOAT16_NOTICE in found.notices
 
     assert types(True)[0] == "float32"  # small models gain nothing
     monkeypatch.setattr(dtypes, "_LEAST_ROUNDED", 1 << 20)
@@ -189,9 +189,9 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
         save_file(weights, model / "model.safetensors", {"format": "pt"})
         prepared = prepare_model(engine_config(model), "cpu", reads_narrow=True, multiplies_narrow=True, free=None)
         assert prepared.compute_dtype == expected
-    monkeypatch.setattr(kernels, "multiplies_narrow_rows", lambda device: True)
+    monkeypatch.setattr(kernels, "has_native_bf16", lambda device: True)
     loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16", device="cpu"))
-    assert loaded.cache_dtype == torch.bfloat16 and dtypes.ROUNDED in loaded.notices
+    assert loaded.cache_dtype == torch.bfloat16 and dtypes.BFLOAT16_NOTICE in loaded.notices
 
 
 def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
@@ -261,7 +261,7 @@ def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:
         directory = tmp_path / name
         directory.mkdir()
         (directory / "pytorch_model.bin").touch()
-        said = describe_foreign(directory)
+        said = describe_other_format(directory)
         assert said is not None
         command = said[said.index("python -c") :].replace("python -c", "printf %s", 1)
         code = subprocess.run(["bash", "-c", command], capture_output=True, text=True, check=True).stdout
@@ -272,8 +272,8 @@ def test_conversions_are_quoted_for_a_shell(tmp_path: Path) -> None:
 def test_training_leftovers_are_no_weights(tmp_path: Path) -> None:
     for name in ("training_args.bin", "optimizer.pt", "rng_state.pth", "scheduler.pt"):
         (tmp_path / name).touch()
-    assert describe_foreign(tmp_path) is None
+    assert describe_other_format(tmp_path) is None
 
 
 def test_what_the_processor_multiplies_is_known_without_kernels() -> None:
-    assert dtypes.processor_multiplies_bfloat16() == kernels.multiplies_narrow_rows("cpu")
+    assert dtypes.processor_multiplies_bfloat16() == kernels.has_native_bf16("cpu")

@@ -16,7 +16,7 @@ from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 import windlass
-from windlass.engine.core.parts import namespace_of
+from windlass.engine.core.parts import cache_namespace
 from windlass.engine.errors import LoadError
 from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.decoder import Decoder
@@ -139,7 +139,7 @@ def test_memory_shrinks() -> None:
 
 def test_prefix_blocks_of_another_width_are_not_the_same(models: dict[str, Path]) -> None:
     loaded = [load_model(engine_config(str(models["llama"]), quantization=q)) for q in ("none", "int8", "int4")]
-    assert len({namespace_of(model) for model in loaded}) == 3
+    assert len({cache_namespace(model) for model in loaded}) == 3
 
 
 @pytest.mark.parametrize("equal", [True, False])

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.model.loading import tensor_stream
 from windlass.engine.model.loading.safetensors_file import read_tensors
-from windlass.engine.model.loading.tensor_stream import Place
+from windlass.engine.model.loading.tensor_stream import Destination
 
 MODEL = Path(__file__).parents[4] / "models" / "demo"
 
@@ -22,7 +22,7 @@ def nowhere(name: str, dtype: torch.dtype, shape: list[int]) -> None:
     return None
 
 
-def read_whole(path: Path, place: Place = nowhere) -> dict[str, torch.Tensor]:
+def read_whole(path: Path, place: Destination = nowhere) -> dict[str, torch.Tensor]:
     """Every tensor of the file, put together from its parts, which come in order and one tensor after the other."""
     whole: dict[str, torch.Tensor] = {}
     parts: list[torch.Tensor] = []

@@ -111,7 +111,7 @@ def test_deterministic_bits_do_not_depend_on_company(compute: str, tmp_path: Pat
 def test_steps_are_repeated(tmp_path: Path) -> None:
     core = make_core(stored_as(make_model("llama", tmp_path), "bfloat16"))
     run(core, [greedy("a", range(3, 9), 40)])
-    assert core.runner.replay.obstacle is None and core.runner.replay.num_repeated > 20
+    assert core.runner.replay.obstacle is None and core.runner.replay.num_replayed > 20
 
 
 def test_other_weights_stay_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -20,7 +20,9 @@ pytestmark = ON_A_CPU
 @pytest.fixture(autouse=True)
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for a device without kernels of its own."""
-    monkeypatch.setattr(binding, "_OWN_KERNELS", {"cpu": binding._Own(lambda options: "played", TorchBackend, False)})
+    monkeypatch.setattr(
+        binding, "_NATIVE_BACKENDS", {"cpu": binding._NativeBackend(lambda options: "played", TorchBackend, False)}
+    )
 
 
 @pytest.mark.parametrize(

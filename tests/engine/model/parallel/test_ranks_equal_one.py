@@ -107,7 +107,7 @@ def test_a_way_of_serving_comes_to_the_same(llama: Path, options: dict[str, Any]
         assert any("3 heads of keys are not shared out evenly" in notice for notice in core.info.notices)
         assert_equal(run(core, asked), expected, bound)
         assert_equal(run(core, asked), expected, bound)  # from cached prefixes, by recorded steps
-        assert core.runner.replay.num_repeated > 0 and core.runner.replay.obstacle is None
+        assert core.runner.replay.num_replayed > 0 and core.runner.replay.obstacle is None
 
 
 def test_a_draft_model_of_one_rank_proposes_to_all(llama: Path) -> None:

@@ -13,12 +13,12 @@ from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.preflight import check_start
-from windlass.engine.model.parallel.shares import WeightSlice, share
+from windlass.engine.model.parallel.shares import WeightSlice, shard_range
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.sampled_from([1, 16, 32]))
 def test_shares_are_whole_units_side_by_side(size: int, ranks: int, unit: int) -> None:
-    shares = [share(size, rank, ranks, unit) for rank in range(ranks)]
+    shares = [shard_range(size, rank, ranks, unit) for rank in range(ranks)]
     assert [first for first, _ in shares] == [0, *(first + count for first, count in shares)][:ranks]
     assert sum(count for _, count in shares) == size
     assert all(first % unit == 0 for first, _ in shares)

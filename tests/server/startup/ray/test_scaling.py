@@ -12,7 +12,7 @@ pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
 
 from ray.serve.config import AutoscalingConfig
 
-from windlass.engine.api.looks import CacheGroupPicture, CachePicture, CacheQuestion
+from windlass.engine.api.looks import CacheGroupSnapshot, CacheQuery, CacheSnapshot
 from windlass.engine.errors import EngineDeadError
 from windlass.server.startup.ray import replica, scaling
 from windlass.server.startup.ray.replica import EngineReplica
@@ -51,12 +51,12 @@ def test_the_larger_of_both_is_wanted(
     assert scaling.by_requests_and_cache(context)[0] == pytest.approx(wanted)
 
 
-def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupPicture:
-    return CacheGroupPicture(blocks, blocks, 1, None, (held, 0), (0, shared), (idle, 0), (0,))
+def group(held: int, shared: int, idle: int, blocks: int) -> CacheGroupSnapshot:
+    return CacheGroupSnapshot(blocks, blocks, 1, None, (held, 0), (0, shared), (idle, 0), (0,))
 
 
 def test_what_is_kept_for_later_is_not_held() -> None:
-    picture = CachePicture(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
+    picture = CacheSnapshot(32, (group(2, 1, 9, 12), group(5, 0, 0, 10)), (), 0.0)
     assert scaling.cache_held(picture) == 0.5
 
 
@@ -64,12 +64,12 @@ def test_a_replica_looks_now_and_then(monkeypatch: pytest.MonkeyPatch) -> None:
     class Client:
         looks = 0
 
-        async def look(self, question: object) -> CachePicture:
-            assert isinstance(question, CacheQuestion)
+        async def inspect(self, question: object) -> CacheSnapshot:
+            assert isinstance(question, CacheQuery)
             self.looks += 1
             if self.looks == 2:
                 raise EngineDeadError("it starts again")
-            return CachePicture(32, (group(3, 0, 0, 4 * self.looks),), (), 0.0)
+            return CacheSnapshot(32, (group(3, 0, 0, 4 * self.looks),), (), 0.0)
 
     one, client, now = EngineReplica.__new__(EngineReplica), Client(), [100.0]
     one._client, one._held, one._next_look = client, 0.0, 0.0  # type: ignore[assignment]

@@ -22,20 +22,20 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import StoredQuantization
+from windlass.engine.model.config_json.quantization import QuantizationConfig
 from windlass.engine.model.loading.quantized import decoding
 from windlass.engine.model.loading.quantized.awq import describe_awq
 from windlass.engine.model.loading.quantized.compressed import describe_compressed
 from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
-from windlass.engine.model.loading.quantized.files import LocatedTensor, are_halves, locate
+from windlass.engine.model.loading.quantized.files import LocatedTensor, fits_float16, locate
 from windlass.engine.model.loading.quantized.gptq import describe_gptq
 from windlass.engine.model.loading.quantized.plan import ACT_ORDER, ODD_GROUPS, WIDE_SCALES, WIDE_ZEROS, QuantizedTensor
-from windlass.engine.model.loading.quantized.shapes import WantedTensor
-from windlass.kernels.layouts.blocks import BlockWeight, store
+from windlass.engine.model.loading.quantized.shapes import ExpectedTensor
+from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows
 from windlass.kernels.layouts.forms import FORMS
 
 ROWS, COLUMNS = 80, 192
-WANTED = WantedTensor("m", ROWS, COLUMNS)
+WANTED = ExpectedTensor("m", ROWS, COLUMNS)
 DESCRIBE = {"gptq": describe_gptq, "gptq_v2": describe_gptq, "awq": describe_awq}
 
 
@@ -54,7 +54,7 @@ def described(
     layout: str, tensors: dict[str, Tensor], folder: Path, group_size: int | None = None, bits: tuple[int, ...] = ()
 ) -> QuantizedTensor:
     save_file(tensors, folder / "model.safetensors")
-    told = StoredQuantization("GPTQ", group_size, zeros_less_one=layout == "gptq", bits=bits)
+    told = QuantizationConfig("GPTQ", group_size, zeros_less_one=layout == "gptq", bits=bits)
     found = DESCRIBE.get(layout, describe_compressed)(locate(folder), WANTED, told)
     assert found is not None and (found.rows, found.columns) == (ROWS, COLUMNS)
     return found
@@ -71,7 +71,7 @@ def through_blocks(found: QuantizedTensor, tensors: dict[str, Tensor]) -> Tensor
     form = replace(FORMS[name], super_groups=int(supers)) if supers else FORMS[name]
     held = BlockWeight.empty(ROWS, COLUMNS, form)
     for first, rows in decode_blocks(found, sources_of(found, tensors)):
-        store(held.narrow(first, len(rows.codes)), rows.codes, rows.scales, rows.supers)
+        store_block_rows(held.narrow(first, len(rows.codes)), rows.codes, rows.scales, rows.supers)
     return held.dequantize()
 
 
@@ -238,12 +238,12 @@ def test_floats_in_blocks_that_the_last_ones_do_not_fill(weight: Tensor, tmp_pat
     """Only config.json tells their size then."""
     tensors, want = as_floats("m", weight, "48x128")
     save_file(tensors, tmp_path / "model.safetensors")
-    found = describe_compressed(locate(tmp_path), WANTED, StoredQuantization("FP8", block=(48, 128)))
+    found = describe_compressed(locate(tmp_path), WANTED, QuantizationConfig("FP8", block=(48, 128)))
     assert found is not None
     assert torch.equal(numbers(found, tensors), want)
     with pytest.raises(LoadError, match=r"shape \[2, 2\], which are not the scales of a weight \[80, 192\]"):
         describe_compressed(
-            locate(tmp_path), WantedTensor("m", ROWS, COLUMNS), StoredQuantization("FP8", block=(64, 64))
+            locate(tmp_path), ExpectedTensor("m", ROWS, COLUMNS), QuantizationConfig("FP8", block=(64, 64))
         )
 
 
@@ -264,7 +264,7 @@ def test_which_numbers_are_float16_numbers(dtype: torch.dtype, tmp_path: Path) -
         tensor = torch.tensor(values, dtype=dtype)
         assert torch.equal(tensor.double(), torch.tensor(values).double()) or values[-1] != values[-1]
         save_file({"scales": tensor}, tmp_path / "model.safetensors")
-        return are_halves(locate(tmp_path)["scales"])
+        return fits_float16(locate(tmp_path)["scales"])
 
     assert fits(yes) and all(fits([value]) for value in yes)
     for value in no:
@@ -277,10 +277,10 @@ def test_every_float16_number_written_as_bfloat16_or_float32(tmp_path: Path) -> 
     exact = patterns.half().to(torch.bfloat16) == patterns
     save_file({"yes": patterns[exact], "no": patterns[~exact][:1]}, tmp_path / "model.safetensors")
     located = locate(tmp_path)
-    assert are_halves(located["yes"]) and not are_halves(located["no"])
+    assert fits_float16(located["yes"]) and not fits_float16(located["no"])
     for pattern in patterns[~exact & patterns.isfinite()][::97]:
         save_file({"no": pattern.reshape(1)}, tmp_path / "model.safetensors")
-        assert not are_halves(locate(tmp_path)["no"])
+        assert not fits_float16(locate(tmp_path)["no"])
 
 
 def test_a_file_that_became_shorter(tmp_path: Path) -> None:
@@ -288,7 +288,7 @@ def test_a_file_that_became_shorter(tmp_path: Path) -> None:
     located: LocatedTensor = locate(tmp_path)["scales"]
     located.file.write_bytes(located.file.read_bytes()[:-8])
     with pytest.raises(LoadError, match="ends inside tensor 'scales'"):
-        are_halves(located)
+        fits_float16(located)
 
 
 @pytest.mark.parametrize("bits", [3, 5, 6])

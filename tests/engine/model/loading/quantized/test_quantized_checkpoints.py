@@ -37,7 +37,7 @@ from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import LoadedModel, load_model
 from windlass.engine.model.loading.preflight import check_start
 from windlass.engine.model.loading.quantized import plan
-from windlass.engine.model.storage import block_storages
+from windlass.engine.model.storage import block_formats
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 TOLERANCE = 1e-5  # of the largest reference logit, nothing being rounded
@@ -72,7 +72,7 @@ def packed(bits: int, size: int, *, symmetric: bool = True, dtype: torch.dtype =
     return layout
 
 
-def eight_bits(size: int = 1 << 20, *, symmetric: bool = True, dtype: torch.dtype = BRAIN) -> Layout:
+def int8_recipe(size: int = 1 << 20, *, symmetric: bool = True, dtype: torch.dtype = BRAIN) -> Layout:
     def layout(module: str, weight: Tensor) -> tuple[dict[str, Tensor], Tensor]:
         w = quantize(weight, 8, size, symmetric=symmetric, dtype=dtype)
         return as_bytes(module, w, symmetric=symmetric), w.numbers()
@@ -101,14 +101,14 @@ KEPT: dict[str, tuple[dict[str, Any], Layout, list[str]]] = {
     ),
     "padded 7 bits": (compressed("pack-quantized", num_bits=7), packed(7, 32, padded=True), ["q8_0"]),
     "packed 6 bits": (compressed("pack-quantized", num_bits=6), packed(6, 32), ["q6_k"]),
-    "int8": (compressed("int-quantized", num_bits=8), eight_bits(), ["q8_0"]),
+    "int8": (compressed("int-quantized", num_bits=8), int8_recipe(), ["q8_0"]),
 }
 DEQUANTIZED: dict[str, tuple[dict[str, Any], Layout, str]] = {
     "act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), plan.ACT_ORDER),
     "gptq 8 bits with zero points": ({**GPTQ, "bits": 8, "sym": False}, gptq(8, symmetric=False), plan.WIDE_ZEROS),
     "groups of 16": ({**AWQ, "group_size": 16}, awq(16), plan.ODD_GROUPS),
     "wide scales": (AWQ, awq(dtype=torch.float32), plan.WIDE_SCALES),
-    "int8 with zero points": (compressed("int-quantized", num_bits=8), eight_bits(symmetric=False), plan.WIDE_ZEROS),
+    "int8 with zero points": (compressed("int-quantized", num_bits=8), int8_recipe(symmetric=False), plan.WIDE_ZEROS),
     "fp8": (FP8, floats("tensor"), plan.FLOATS),
     "fp8 in blocks": ({**FP8, "weight_block_size": [48, 40]}, floats("48x40", "weight_scale_inv"), plan.FLOATS),
     "fbgemm": ({"quant_method": "fbgemm_fp8"}, floats("row"), plan.FLOATS),
@@ -157,7 +157,7 @@ def assert_same_numbers(model: Path, plain: Path, rounded: torch.dtype = torch.f
 
 
 def forms(loaded: LoadedModel) -> list[str]:
-    return block_storages(loaded.decoder.spec, loaded.decoder.plan)
+    return block_formats(loaded.decoder.spec, loaded.decoder.plan)
 
 
 @pytest.mark.parametrize("case", KEPT)
@@ -225,7 +225,7 @@ def test_a_quantized_head(llama: Path, tmp_path: Path) -> None:
 
 def test_tensors_beside_the_weights(llama: Path, tmp_path: Path) -> None:
     """Scales of activations and of cached keys change nothing; biases that the model has not must be zero."""
-    model, plain = make_quantized(llama, tmp_path, compressed("int-quantized", num_bits=8), eight_bits())
+    model, plain = make_quantized(llama, tmp_path, compressed("int-quantized", num_bits=8), int8_recipe())
     path = model / "model.safetensors"
     tensors = load_file(path)
     layer = "model.layers.0.self_attn"
@@ -296,7 +296,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
     "no scales": (GPTQ, gptq(), remove(f"{Q}.scales"), rf"tensor '{Q}.scales' is missing.*download it again"),
     "no zero points": (AWQ, awq(), remove(f"{Q}.qzeros"), rf"tensor '{Q}.qzeros' is missing"),
     "no scale": (FP8, floats("row"), remove(f"{Q}.weight_scale"), rf"tensor '{Q}.weight_scale' is missing"),
-    "no scale of bytes": (INT8, eight_bits(), remove(f"{Q}.weight_scale"), "is missing"),
+    "no scale of bytes": (INT8, int8_recipe(), remove(f"{Q}.weight_scale"), "is missing"),
     "no codes": (GPTQ, gptq(), remove(f"{Q}.qweight"), "unexpected tensor|is missing"),
     "no shape": (PACKED, packed(4, 32), remove(f"{Q}.weight_shape"), "weight_shape' is missing"),
     "other shape": (PACKED, packed(4, 32), change(f"{Q}.weight_shape", lambda t: t + 1), r"says \[65, 65\] where"),
@@ -312,7 +312,7 @@ DAMAGED: dict[str, tuple[dict[str, Any], Layout, Damage, str]] = {
     ),
     "an order too short": (GPTQ, gptq(), change(f"{Q}.g_idx", lambda t: t[1:]), r"shape \[63\] where .*\[64\]"),
     "NaN": (GPTQ, gptq(), change(f"{Q}.scales", lambda t: t * torch.nan), rf"'{Q}.scales' holds numbers that are NaN"),
-    "infinity": (INT8, eight_bits(), change(f"{Q}.weight_scale", lambda t: t / 0), "NaN or infinite"),
+    "infinity": (INT8, int8_recipe(), change(f"{Q}.weight_scale", lambda t: t / 0), "NaN or infinite"),
     "NaN of 8 bits": (
         FP8, floats("row"), change(f"{Q}.weight", lambda t: (t.float() * torch.nan).to(t.dtype)), "NaN or infinite"
     ),

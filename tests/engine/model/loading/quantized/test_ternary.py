@@ -93,7 +93,7 @@ def test_products_are_those_of_the_layers_of_transformers(models: tuple[Path, Pa
 
 def test_the_api_process_can_tell(models: tuple[Path, Path]) -> None:
     model = check_start(engine_config(models[0]))
-    assert model.quantized is not None and len(model.quantized.kept()) == 14 and not model.spec.notices
+    assert model.quantized is not None and len(model.quantized.storages()) == 14 and not model.spec.notices
     with pytest.raises(LoadError, match=r"is quantized already \(BitNet\): leave `compute.quantization=int8` out"):
         check_start(engine_config(models[0], quantization="int8"))
 
