@@ -32,6 +32,7 @@ COPY server server
 COPY engine engine
 COPY kernels kernels
 COPY clients clients
+COPY lab lab
 COPY models/demo models/demo
 # hub,ray for an image that a Ray cluster runs.
 ARG EXTRAS=hub

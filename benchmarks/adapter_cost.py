@@ -23,8 +23,8 @@ from harness.shape import SHAPES, ModelShape
 from harness.steps import ONE_BY_ONE, step_seconds
 from safetensors.torch import save_file
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import (
+from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.config import (
     AdapterConfig,
     CacheConfig,
     ComputeConfig,
@@ -32,8 +32,8 @@ from windlass.engine.api.config import (
     LoadingConfig,
     SchedulerConfig,
 )
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 _ADAPTERS = 8
 KINDS = ("none", "one", "own")

@@ -29,8 +29,8 @@ from harness.rates import readable
 
 from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu import load
-from windlass.kernels.layouts.huge_pages import advise_huge_pages
-from windlass.kernels.torch import batched, reference
+from windlass.kernels.device_memory import advise_huge_pages
+from windlass.kernels.torch import batched_attention, reference
 
 HEADS, KV_HEADS, DIM, BLOCK = 32, 8, 64, 16
 OUTGROWS_CACHES = 96 << 20
@@ -119,7 +119,9 @@ def prefill(shapes: list[tuple[int, int]], repeats: int, clock: Callable[[], flo
         contestants: dict[str, Callable[[], object]] = {"matrix": lambda: square @ square}
         for name, own in pages.items():
             contestants[name] = lambda p=own, q=q, call=call: cpu.paged_attention_prefill(q, p, call, library=load())
-        contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched.paged_attention(q, p, call)
+        contestants["torch, fp32"] = lambda p=pages["fp32"], q=q, call=call: batched_attention.paged_attention(
+            q, p, call
+        )
         seconds = take_turns(contestants, repeats, clock)
         operations = 4 * DIM * HEADS * sum(range(length - queries + 1, length + 1))
         bound = 2 * 1024**3 / min(seconds["matrix"])

@@ -30,13 +30,13 @@ VARIANTS: dict[str, tuple[dict[str, str | None], int | None]] = {
 
 def worker(model: str, streams: int, threads: int | None, context: int) -> int:
     """Answer each line "SECONDS" on standard input with the tokens per second of that long a run."""
-    from windlass.engine.core.threads import thread_wait_environment
+    from windlass.engine.host_resources import thread_wait_environment
 
     os.environ.update(thread_wait_environment(os.environ))
     import random
 
-    from windlass.engine.api.request import EngineRequest, SamplingParams
     from windlass.engine.core.engine_core import EngineCore
+    from windlass.engine.interface.request import EngineRequest, SamplingParams
     from windlass.server.options.engine_names import from_flat
 
     core = EngineCore(from_flat(model, {"max_num_seqs": streams, "kv_cache_memory": 1 << 30, "threads": threads}))

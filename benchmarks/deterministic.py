@@ -21,9 +21,9 @@ from harness.steps import ONE_BY_ONE, step_seconds
 from rotary_kernels import summary, take_turns
 
 from windlass import kernels
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, LoadingConfig, SchedulerConfig
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, LoadingConfig, SchedulerConfig
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 MODEL = {
     "architectures": ["LlamaForCausalLM"],

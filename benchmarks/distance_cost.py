@@ -28,10 +28,10 @@ from harness.machine import describe
 from harness.quiet import quiet
 from harness.steps import ONE_BY_ONE, step_seconds
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 KINDS: dict[str, dict[str, Any]] = {
     "none": {"rope_type": "default"},

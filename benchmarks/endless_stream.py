@@ -17,10 +17,10 @@ import time
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, ContextConfig, EngineConfig, SchedulerConfig
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, ContextConfig, EngineConfig, SchedulerConfig
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 _TURN = 250
 

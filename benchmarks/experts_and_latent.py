@@ -37,9 +37,9 @@ from harness.machine import describe
 from harness.rates import Rates
 from harness.report import spread, three_digits
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
-from windlass.engine.model.gguf.description import describe_gguf
-from windlass.engine.offline.bench import run_engine_benchmark
+from windlass.engine.engine_benchmark import run_engine_benchmark
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 
 _BLOCK, _BLOCK_BYTES = 32, 34  # of Q8_0
 _PLAIN = ("norm", "ffn_gate_inp")  # tensors in float32

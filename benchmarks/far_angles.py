@@ -22,8 +22,8 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from long_text_report import publish
 
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.tables import RotaryTables, TokenRotations
+from windlass.engine.rotary.rotary_tables import RotaryTables, TokenRotations
+from windlass.lab.scoring import Scorer
 from windlass.server.startup.hub import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 

@@ -30,7 +30,7 @@ from urllib.parse import urlsplit
 from harness.machine import descendants, describe
 from harness.serving import serving
 
-from windlass.engine.client.pulse import ProcessActivity
+from windlass.engine.client.supervision import ProcessActivity
 from windlass.server.startup.engines import CORE_VARIABLE
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -21,8 +21,8 @@ from torch import Tensor
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu import load
-from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.torch.batched import paged_attention
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.torch.batched_attention import paged_attention
 from windlass.kernels.torch.reference import gated_activation, rms_norm, rotate_and_append
 
 LAYERS = {

@@ -25,18 +25,16 @@ from harness.machine import describe
 from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.model.storage import block_formats
-from windlass.engine.rotary.groups import main_group
-from windlass.engine.rotary.policy import ROPE_UPDATES
-from windlass.engine.rotary.scaling import original_len
-from windlass.server.cli.rope.candidates import Candidate, window_sweep_candidate
-from windlass.server.cli.rope.inspection import read_groups
-from windlass.server.cli.rope.kept_passes import PassLog
-from windlass.server.cli.rope.measuring import PerplexityRunner
-from windlass.server.cli.rope.sweep_progress import SweepProgress
-from windlass.server.cli.rope.tasks.candidates import task_candidates
-from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.engine.model.weight_storage import block_formats
+from windlass.engine.rotary.rope_scaling import main_group, original_len
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES
+from windlass.lab.candidates import Candidate, task_candidates, window_sweep_candidate
+from windlass.lab.perplexity_sweep import PerplexityRunner
+from windlass.lab.result_log import PassLog
+from windlass.lab.scaling_inspection import read_groups
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_progress import SweepProgress
+from windlass.lab.sweep_texts import find_files, make_windows
 from windlass.server.startup.hub import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -214,7 +212,7 @@ def draw(report: dict[str, Any], path: Path) -> None:
     """By how much each way's perplexity lies above the cut text's, of those that all texts were read in. Needs matplotlib."""
     from harness.charts import legend, new_figure, style
 
-    from windlass.server.cli.rope.pictures import COLOURS, DASHES
+    from windlass.lab.sweep_plots import COLOURS, DASHES
 
     figure = new_figure(9.0, 4.6)
     axes = figure.subplots()

@@ -24,13 +24,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.candidates import Candidate
-from windlass.server.cli.rope.kept_passes import PassLog
-from windlass.server.cli.rope.measuring import PerplexityRunner
-from windlass.server.cli.rope.sweep_progress import SweepProgress
-from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.candidates import Candidate
+from windlass.lab.perplexity_sweep import PerplexityRunner
+from windlass.lab.result_log import PassLog
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_progress import SweepProgress
+from windlass.lab.sweep_texts import find_files, make_windows
 from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95

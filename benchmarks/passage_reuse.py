@@ -25,11 +25,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
-from windlass.engine.api.context import NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.server.cli.rope.texts import find_files, read_text
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
+from windlass.engine.interface.context import NonPrefixReuseParams
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.lab.sweep_texts import find_files, read_text
 from windlass.server.text.tokenizer import Tokenizer
 
 SYSTEM = "<|im_start|>system\nYou answer questions about the documents below, briefly.<|im_end|>\n<|im_start|>user\n"

@@ -28,10 +28,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import wilson
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.kept_lines import ResultLog, result_key
-from windlass.server.cli.rope.texts import find_files, read_text
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.result_log import ResultLog, result_key
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_texts import find_files, read_text
 from windlass.server.text.tokenizer import Tokenizer
 
 NAMES = (

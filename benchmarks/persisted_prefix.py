@@ -35,9 +35,9 @@ _MARK = "result: "
 
 def measure(options: argparse.Namespace) -> None:
     """In a process of its own: one line of JSON."""
-    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
-    from windlass.engine.api.request import EngineRequest, SamplingParams
     from windlass.engine.core.engine_core import EngineCore
+    from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
+    from windlass.engine.interface.request import EngineRequest, SamplingParams
     from windlass.server.startup.gguf_directory import derive_directory, is_gguf
 
     model = derive_directory(options.model) if is_gguf(options.model) else options.model

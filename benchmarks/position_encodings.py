@@ -30,8 +30,8 @@ from harness.small_transformer import BEGINNING, POSITIONS, WIDTH, Positions, Sm
 from matplotlib.figure import Figure
 from torch import Tensor, nn
 
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.gallery.style import BEYOND, COLOURS, DASHES, new_figure, save_figure, style_axes
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.plotting import BEYOND, COLOURS, DASHES, new_figure, save_figure, style_axes
 
 KINDS = ("language model", "classifier")
 TRAINED = {"language model": 128, "classifier": 32}  # bytes of a training text

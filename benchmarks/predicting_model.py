@@ -18,9 +18,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windlass.engine.api.config import EngineConfig, LoadingConfig
-from windlass.engine.model.loading.inventory import stored_shape
-from windlass.engine.model.loading.preflight import describe_model
+from windlass.engine.interface.config import EngineConfig, LoadingConfig
+from windlass.engine.model.loading.model_description import describe_model, stored_shape
 
 _CONFIG = {
     "architectures": ["Qwen3_5ForCausalLM"],

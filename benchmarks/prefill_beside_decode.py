@@ -27,9 +27,9 @@ from harness.report import percentile, spread
 from harness.shape import SHAPES
 from prepare_peers import prepare_windlass
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.server.options.engine_names import from_flat
 
 _SHORT = 64  # prompt tokens of a stream

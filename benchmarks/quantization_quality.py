@@ -20,9 +20,9 @@ from pathlib import Path
 import torch
 
 import windlass
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, Quantization
-from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, Quantization
 from windlass.engine.model.loading.loader import load_model
+from windlass.lab.scoring import Scorer
 from windlass.server.startup.hub import resolve_model
 from windlass.server.text.tokenizer import Tokenizer
 

@@ -23,8 +23,8 @@ from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, cpu
 from windlass.kernels.cpu import load
-from windlass.kernels.layouts.random_blocks import randomize
-from windlass.kernels.memory.weights import WeightMemory
+from windlass.kernels.device_memory import WeightMemory
+from windlass.kernels.layouts.weight_layouts import randomize
 
 LAYERS = {
     "qkv 3072x2048": (3072, 2048),

@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 
 from windlass import kernels
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.kernels import cpu
 
 BASE = 10000.0

@@ -27,12 +27,12 @@ import torch
 from harness.steps import ONE_BY_ONE, step_seconds
 
 import windlass
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels import cpu
 from windlass.kernels.cpu import load
-from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.layouts.kv_pages import KVPages
 from windlass.kernels.torch import reference
 from windlass.server.options.engine_names import from_flat
 

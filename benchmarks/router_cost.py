@@ -24,12 +24,13 @@ from typing import Any
 
 from harness.machine import describe
 
-from windlass.engine.api.config import EngineConfig, RotaryConfig
-from windlass.engine.api.request import EngineRequest, ModelInfo, RequestOutput, SamplingParams
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.choice import MAX_TRACKED_BLOCKS, PrefixRouter
-from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.prefix import PrefixKeys, digest_chain
+from windlass.engine.client.prefix_router import MAX_TRACKED_BLOCKS, PrefixKeys, PrefixRouter, digest_chain
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.replicated_client import ReplicatedClient
+from windlass.engine.interface.config import EngineConfig, RotaryConfig
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "tests"))

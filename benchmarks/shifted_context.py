@@ -24,11 +24,11 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from harness.charts import INK, new_figure, style
 from long_text_report import make_parser, publish
 
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.lab.sweep_texts import find_files, make_windows
 from windlass.server.text.tokenizer import Tokenizer
 
 Losses = NDArray[np.float64]  # nats, of every token but the first

@@ -23,9 +23,15 @@ from typing import Any
 import torch
 
 from windlass import kernels
-from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig, SpeculationConfig
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.config import (
+    CacheConfig,
+    ComputeConfig,
+    EngineConfig,
+    SchedulerConfig,
+    SpeculationConfig,
+)
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 DEMO = Path(__file__).parents[1] / "models" / "demo"
 

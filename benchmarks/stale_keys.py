@@ -38,9 +38,9 @@ from helpers.rotary_oracles import (
 )
 from helpers.tiny_models import make_model
 
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.policy import RopeUpdate
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_policy import RopeUpdate
+from windlass.lab.scoring import Scorer
 from windlass.server.text.tokenizer import Tokenizer
 
 THETA, HEAD_DIM, TRAINED, ORIGINAL = 10_000.0, 32, 64, 96

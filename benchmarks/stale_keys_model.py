@@ -33,9 +33,9 @@ from helpers.rotary_oracles import CachedInOnePass, dynamic_frequencies
 from long_text_report import make_parser, publish
 
 from windlass.clients.loadtest.intervals import mean_interval
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.server.cli.rope.texts import find_files, make_windows
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_texts import find_files, make_windows
 from windlass.server.text.tokenizer import Tokenizer
 
 CONFIDENCE = 0.95

@@ -26,10 +26,10 @@ from typing import Any
 import torch
 from harness.steps import ONE_BY_ONE, check_tokens
 
-from windlass.engine.api.config import CacheConfig, EngineConfig, SchedulerConfig
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.wire import StepDone, encode
+from windlass.engine.core.messages import StepDone, encode
+from windlass.engine.interface.config import CacheConfig, EngineConfig, SchedulerConfig
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.kernels.cpu import library as cpu_library
 
 _MODEL = Path(__file__).resolve().parents[1] / "models" / "demo"

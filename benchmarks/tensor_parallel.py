@@ -23,7 +23,7 @@ from typing import Any
 
 from harness.machine import describe
 
-from windlass.engine.core.black_box import create_memory_file
+from windlass.engine.process_setup import create_memory_file
 from windlass.kernels import shared_memory_bytes
 from windlass.server.startup.choice import choose_model
 
@@ -60,7 +60,7 @@ if rank == 0:
 _MODEL = """
 import json, sys
 from pathlib import Path
-from windlass.engine.offline.bench import run_engine_benchmark
+from windlass.engine.engine_benchmark import run_engine_benchmark
 from windlass.server.options.engine_names import from_flat
 model, values, run = json.loads(sys.argv[1])
 print(json.dumps(run_engine_benchmark(from_flat(model, values), **run)))

@@ -23,9 +23,9 @@ import torch
 import transformers
 from harness.rates import readable
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.step_timer import StepLimiter
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.scheduling.chunked_prefill import StepLimiter
 from windlass.server.options.engine_names import from_flat
 
 SHAPE = {

@@ -12,9 +12,9 @@ import argparse
 import textwrap
 from pathlib import Path
 
-from windlass.server.cli.rope.gallery.kinds import KINDS, Extras, draw
-from windlass.server.cli.rope.gallery.style import save_figure
-from windlass.server.cli.rope.gallery.subject import make_subject
+from windlass.lab.gallery import KINDS, Extras, draw
+from windlass.lab.gallery_subject import make_subject
+from windlass.lab.plotting import save_figure
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.tokenizer_directory import with_tokenizer
 from windlass.server.text.tokenizer import Tokenizer
@@ -40,7 +40,7 @@ windlass rope picture encodings --learned /path/to/gpt2 --out encodings.png
 ```
 
 They need matplotlib: `pip install -c constraints.txt -e '.[plots]'`. `--scaling` may be repeated for `scalings` and
-`extrapolation`, which lay several side by side. In Python it is `windlass.server.cli.rope.gallery.kinds.draw`. This page is
+`extrapolation`, which lay several side by side. In Python it is `windlass.lab.gallery.draw`. This page is
 made by `docs/make_gallery.py`.
 
 What the pictures mean, step by step: [the guide](guide/index.md). What the scalings are: [rotary scaling](rotary.md). What they

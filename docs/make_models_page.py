@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.model.families.family import Family, is_set
+from windlass.engine.model.families.multimodal import MULTIMODAL
 from windlass.engine.model.families.registry import FAMILIES
-from windlass.engine.model.families.text_part import MULTIMODAL
 from windlass.engine.model.gguf.architectures import ARCHITECTURES
 
 ROOT = Path(__file__).parents[1]

@@ -1,5 +1,7 @@
-"""The engine: scheduling, paged cache, rotation and the model, behind one small client interface.
+"""Inference engine: scheduling, paged KV cache, rotary embedding and model execution.
 
-Nothing here knows of HTTP, text or tokenizers; requests and outputs are token ids. Importing this package
-(and `api`, `errors`, `rotary.scaling`, `client`) does not import torch, so an API process stays light.
+The engine knows nothing of HTTP, text or tokenizers: requests and outputs are token ids. Importing this package, `interface`,
+`errors`, `rotary.scaling` or `client` does not import torch, so the API process stays light.
 """
+
+from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Errors the engine raises, each with a message that says what to change. Knows nothing of HTTP status codes.
+"""Engine errors, each with a message that says what to change.
 
-A message, and a notice of a loaded model, names a field of `EngineConfig` by its path in backquotes, with a value where it
-speaks of one: "lower `cache.memory`", "use `compute.device=cpu`". Whoever has names of their own for the fields, as a
-command has options, finds them by that. `did_you_mean` adds the known name that a mistyped one is nearest to.
+The engine knows nothing of HTTP status codes. A message or a model's notice names a field of `EngineConfig` by its path in
+backquotes, with a value where there is one: "lower `cache.memory`", "use `compute.device=cpu`". Callers with other names for
+the fields, such as command-line options, translate them by that path. `did_you_mean` suggests the nearest known name.
 """
 
 from __future__ import annotations
@@ -11,6 +11,7 @@ import difflib
 from collections.abc import Iterable
 
 _LONGEST = 64  # characters looked at: comparing takes time by the square of them
+
 _CUTOFF = 0.7  # share of characters that agree: "prompts" is near "prompt", "foo" near nothing
 
 

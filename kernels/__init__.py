@@ -1,13 +1,57 @@
-"""Kernels: the operations of a model on tensors, for the device at hand.
+"""Kernels: a model's tensor operations on the device at hand.
 
-`select_backend` gives a `Backend`, whose every operation has a plain torch form in `torch.reference` (the oracle). Nothing here knows
-of requests or models.
+`select_backend` returns a `Backend`. `torch.reference` is the oracle of every operation. Nothing here knows requests or models.
 """
 
+from __future__ import annotations
+
 from windlass.kernels.attention_call import AttentionCall, KeyRanges, PrefillTotals, blocks_per_split
-from windlass.kernels.backend import Activations, Backend, Storage, Weight
-from windlass.kernels.binding import device_refusal, has_native_bf16, ranks_refusal, reads_16bit_weights, select_backend
-from windlass.kernels.draws import (
+from windlass.kernels.backend import Activations, Backend, Routed, Routing, StatePages, StateRows, Storage, Weight
+from windlass.kernels.backend_selector import (
+    device_refusal,
+    has_native_bf16,
+    ranks_refusal,
+    reads_16bit_weights,
+    select_backend,
+)
+from windlass.kernels.device_memory import (
+    Copies,
+    CopyStream,
+    DeviceEvent,
+    DeviceMemory,
+    SharedWeights,
+    is_out_of_memory,
+    to_device,
+)
+from windlass.kernels.layouts.kv_pages import KVPages, page_tensor_shapes
+from windlass.kernels.layouts.low_rank_weights import (
+    AdapterSlots,
+    LowRankPart,
+    LowRankTable,
+    LowRankTarget,
+    LowRankUpdate,
+)
+from windlass.kernels.layouts.weight_layouts import (
+    FORMS,
+    LAYOUT_VERSION,
+    BlockForm,
+    BlockRows,
+    BlockWeight,
+    ExpertWeights,
+    PanelRows,
+    PanelWeight,
+    StackedWeight,
+)
+from windlass.kernels.rank_group import MOST_RANKS, RankEndedError, RankGroup, shared_memory_bytes
+from windlass.kernels.step_recording import (
+    BufferFiller,
+    Graphs,
+    MultiStepInputs,
+    PersistentBuffers,
+    Recorder,
+    Recording,
+)
+from windlass.kernels.token_sampling import (
     Filters,
     LogitsChanges,
     Penalties,
@@ -17,23 +61,6 @@ from windlass.kernels.draws import (
     TokenSampler,
     encode_filters,
 )
-from windlass.kernels.layouts.blocks import LAYOUT_VERSION, BlockRows, BlockWeight
-from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankPart, LowRankTable, LowRankTarget, LowRankUpdate
-from windlass.kernels.layouts.pages import KVPages, page_tensor_shapes
-from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.layouts.pinned import to_device
-from windlass.kernels.layouts.ranks import MOST_RANKS, RankEndedError, RankGroup, shared_memory_bytes
-from windlass.kernels.layouts.stacked import StackedWeight
-from windlass.kernels.memory.copies import Copies, CopyStream
-from windlass.kernels.memory.device import DeviceMemory, is_out_of_memory
-from windlass.kernels.memory.marks import DeviceEvent
-from windlass.kernels.memory.weights import SharedWeights
-from windlass.kernels.operations.recurrence import StatePages, StateRows
-from windlass.kernels.operations.routing import Routed, Routing
-from windlass.kernels.recorder import Graphs, Recorder, Recording
-from windlass.kernels.step_rows import BufferFiller, MultiStepInputs, PersistentBuffers
 
 __all__ = [
     "FORMS",

@@ -1,7 +1,6 @@
-"""What one attention over cached keys is asked to do, as one value that every implementation takes.
+"""Attention call: the parameters of one attention over cached keys, shared by all backends.
 
-Says which keys a query sees and offers the parts that implementations work on, so that none of them takes the value apart
-field by field. Knows neither pages nor arithmetic: keys and values are an argument of their own.
+States which keys a query sees and splits a call into parts. Knows neither pages nor arithmetic.
 """
 
 from __future__ import annotations

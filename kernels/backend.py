@@ -1,49 +1,251 @@
-"""What a device offers: every operation that the engine needs, bound once when a model is loaded.
+"""Backend contract: every operation that the engine needs of a device.
 
-Responsible for the contract: shapes, types, what may be overwritten, and what comes back. A backend is bound for a device,
-a compute dtype, a way of storing weights and, if asked, for bits that depend on nobody else; what it cannot do in the
-quickest way was found out then, and it can tell. It knows tensors; it knows nothing of requests or models, and whoever
-calls it knows nothing of what lies behind it.
+States shapes, dtypes, what may be overwritten, and what is returned. A backend is bound once, when a model is loaded, for a
+device, a compute dtype, a weight storage and, if requested, determinism.
 
-Layout glossary: T tokens of one step, B sequences, H heads, D head dimension, P block size; a *slot* is
-`block * P + offset` in the flattened pages of one KV group.
+Symbols: T tokens of one step, B sequences, H heads, D head dimension, P block size. A *slot* is `block * P + offset` in the
+flattened pages of one KV group. In recurrent layers: S sequences of a step, N blocks, C channels.
 
-Under `deterministic` the bits of a row depend on that row's own sequence only: never on the rows beside it, on how its
-sequence was cut into chunks, or on where its blocks lie. Embedding, angles, rotation and draws always have the property.
+Under `deterministic` the bits of a row depend on its own sequence only: not on other rows, on how the sequence was cut into
+chunks, or on where its blocks are stored. Embedding, angles, rotation and sampling always have this property.
 """
 
 from __future__ import annotations
 
-from abc import abstractmethod
+import math
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias
+from typing import Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall, LatentExpansion
-from windlass.kernels.draws import TokenSampler, TopLogprobs
-from windlass.kernels.layouts.blocks import BlockRows, BlockWeight
-from windlass.kernels.layouts.experts import ExpertWeights
-from windlass.kernels.layouts.forms import BlockForm
-from windlass.kernels.layouts.huge_pages import advise_huge_pages
-from windlass.kernels.layouts.low_rank import AdapterSlots, LowRankTable, LowRankTarget
-from windlass.kernels.layouts.pages import KVPages
-from windlass.kernels.layouts.panels import PanelRows, PanelWeight
-from windlass.kernels.layouts.ranks import RankGroup
-from windlass.kernels.layouts.stacked import Part, StackedWeight
-from windlass.kernels.memory.copies import Copies, copies_of
-from windlass.kernels.memory.device import device_memory_of
-from windlass.kernels.memory.weights import SharedWeights, WeightMemory
-from windlass.kernels.operations.pointwise import Pointwise
-from windlass.kernels.operations.recurrence import Recurrences
-from windlass.kernels.operations.routing import Routed, Routing
-from windlass.kernels.recorder import RepeatsSteps
-from windlass.kernels.step_rows import BufferFiller, PersistentBuffers
+from windlass.kernels.device_memory import (
+    Copies,
+    SharedWeights,
+    WeightMemory,
+    advise_huge_pages,
+    copies_of,
+    device_memory_of,
+)
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankTarget
+from windlass.kernels.layouts.weight_layouts import (
+    BlockForm,
+    BlockRows,
+    BlockWeight,
+    ExpertWeights,
+    PanelRows,
+    PanelWeight,
+    Part,
+    StackedWeight,
+)
+from windlass.kernels.rank_group import RankGroup
+from windlass.kernels.step_recording import BufferFiller, Graphs, PersistentBuffers, Recorder
+from windlass.kernels.token_sampling import TokenSampler, TopLogprobs
+
+RouterScores: TypeAlias = Literal["softmax", "sigmoid", "sparsemixer"]
+
+GroupScore: TypeAlias = Literal["largest", "two largest"]
+
+
+@dataclass(frozen=True, slots=True)
+class Routing:
+    """Which experts each token goes to, and with what weights.
+
+    Scores are made of the logits: `softmax` over all experts, or `sigmoid`, each for itself. A bias of each expert, where
+    there is one, is added for the choice alone (2408.15664). With groups, only the best top_groups of them are chosen from: a
+    group counts for its largest score (DeepSeek V2, 2405.04434) or its two largest together (DeepSeek V3, 2412.19437). Of
+    equal scores the first wins. A weight is its expert's score, divided by the sum of those chosen and sum_eps where
+    `normalized` (by least_sum where that is more), and multiplied by scale.
+
+    `sparsemixer` (2409.12136, for top_k 2) chooses one expert after the other; the weight of each is its softmax among those
+    that are left and whose logits come within 2 * jitter of it, relative to their size.
+    """
+
+    top_k: int
+    scores: RouterScores = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    least_sum: float = 0.0
+    sum_eps: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: GroupScore = "two largest"
+    jitter: float = 0.0
+
+
+class Routed(NamedTuple):
+    """chosen: int64 [T, top_k], the experts of each token, the best first. weights: float32 [T, top_k]."""
+
+    chosen: Tensor
+    weights: Tensor
+
+
+class StateRows(NamedTuple):
+    """Whose states the tokens of a step change: tokens starts[s] .. starts[s + 1] - 1 that of sequence s, one after the other.
+
+    A sequence that has as many tokens in all as in this step begins with a state of zeros, whatever its block holds. kept: where
+    the state after each token is left besides, as it would be left in the sequence's own block if that token were its last; -1:
+    nowhere. So whoever is not sure of all of the tokens can go back to any of them. None: of no token. On devices that capture
+    steps a block of -1 says that tokens are none, and rows of zeros come of them.
+    """
+
+    blocks: Tensor  # [S] int64, distinct where they are not -1
+    starts: Tensor  # [S + 1] int64
+    lengths: Tensor  # [S] int64, tokens in all once this step is over
+    snapshots: Tensor | None = None  # [T] int64, distinct where they are not -1, and none of `blocks`
+
+
+@dataclass(frozen=True, slots=True)
+class StatePages:
+    """The states of one layer."""
+
+    window: Tensor  # [N, W - 1, C] float32, the last inputs of a convolution of width W, the oldest first
+    memory: Tensor  # [N, Hv, Dk, Dv] float32
+
+
+class Recurrences(ABC):
+    """Operations over the tokens of each sequence in turn. A row's bits depend on its own sequence alone, and not on how that was
+    cut into steps."""
+
+    @abstractmethod
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        """The causal convolution of each channel with its own weights, and the activation of it, if there is one.
+
+        x: [T, C], any row stride. weight: [C, W] float32, the last of a row for the token itself. window: as in `StatePages`,
+        changed in place. bias: [C] float32, what sums begin with. Returns [T, C] in x's dtype, contiguous; sums are float32.
+        """
+
+    @abstractmethod
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        tiled_heads: bool = False,
+    ) -> Tensor:
+        """What queries read of a memory that each token first lets fade and then corrects (2412.06464), in float32.
+
+        With q and k of length 1 (1e-6 added to the sum of squares), q times Dk^-1/2, and for each of the Hv heads
+        g = exp(-rate softplus(decay + bias)) and b = sigmoid(strength): M = g M; M = M + k (b (v - M^T k))^T; out = M^T q.
+
+        qkv: [T, 2 Hk Dk + Hv Dv], of each token the queries, keys and values, any row stride; head h of the Hv meets query and
+        key h // (Hv / Hk), or h mod Hk if these serve in turns. decay, strength: [T, Hv] in qkv's dtype, any row stride. rate,
+        bias: [Hv] float32. memory: as in `StatePages`, changed in place. Returns [T, Hv Dv] in qkv's dtype, contiguous.
+        """
+
+    @abstractmethod
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        """What queries read of a memory that each token lets fade and adds to (Mamba 2, 2405.21060), in float32.
+
+        For each of the Hv heads d = softplus(step + bias), kept within limits; M = exp(-rate d) M; M = M + k (d v)^T;
+        out = M^T q + skip v.
+
+        mixed: [T, Hv Dv + 2 Hk Dk], of each token the values, keys (B) and queries (C), any row stride; head h of the Hv meets
+        key and query h // (Hv / Hk). step: [T, Hv] in mixed's dtype, any row stride. rate, bias, skip: [Hv] float32. memory: as
+        in `StatePages` (here Dk is Mamba's d_state, Dv its head dim), changed in place. Returns [T, Hv Dv] in mixed's dtype,
+        contiguous.
+        """
+
+
+class Pointwise(ABC):
+    """See the module."""
+
+    @abstractmethod
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        """activation(gate) * up of [T, 2F] holding (gate, up). Returns [T, F]. activation: "silu", "gelu_tanh", "gelu" (by the
+        error function) or "relu2" (the square of what is positive)."""
+
+    @abstractmethod
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        """activation(x) of [T, F], one of those that `gated_activation` has."""
+
+    @abstractmethod
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        """xIELU (2411.13010) of [T, F]: with a = softplus(alpha_p) and c = beta + softplus(alpha_n), a x^2 + beta x where x is
+        positive, and c (e^min(x, eps) - 1 - x) + beta x elsewhere. The four are float32 [1]; eps is a little below 0."""
+
+    @abstractmethod
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        """gate * sigmoid(alpha * gate) * (up + 1) of [T, 2F] holding (gate, up), both limited to `limit`, up from below too.
+        Returns [T, F]."""
+
+    @abstractmethod
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        """x times sigmoid(gate), in place. x: [T, N]. gate: [T, N], or [T, 1] for a whole row; of x's dtype or float32."""
+
+    @abstractmethod
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        """cap * tanh(x / cap) of [T, N] float32."""
+
+    @abstractmethod
+    def clip(self, x: Tensor, limit: float) -> None:
+        """Bring every number of x [T, N] into -limit … limit, in place."""
+
+    @abstractmethod
+    def multiply(self, x: Tensor, by: Tensor) -> None:
+        """x times `by`, in place, in float32. x: [T, N]. by: [T, N] of x's dtype, or one factor, [1] float32; any row strides."""
+
+    @abstractmethod
+    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
+        """x times the factor of its row, in place. x: [T, N]. factors: [T] float32, contiguous."""
+
+    @abstractmethod
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        """x times both factors of its column, in place. x: [T, N]. first, second: [N] float32, contiguous."""
+
+
+class RepeatsSteps(ABC):
+    """What a backend offers to make steps again: recorded calls, or graphs, or neither."""
+
+    @property
+    @abstractmethod
+    def recording_refusal(self) -> str | None:
+        """Why nothing can be recorded here, or None where it can."""
+
+    @abstractmethod
+    def recorder(self, capacity: int) -> Recorder:
+        """A recorder with so many bytes for what recorded work makes; pages of them that nothing ever used cost nothing.
+
+        Raises ValueError with `recording_refusal`.
+        """
+
+    def make_graph_runner(self) -> Graphs | None:
+        """What captures steps on a device that runs beside its host, with a memory of its own; None: nothing does."""
+        return None
+
 
 Activations: TypeAlias = Literal["int8", "float32"]
+
 Storage: TypeAlias = torch.dtype | BlockForm  # how a matrix is stored
+
 Weight: TypeAlias = Tensor | PanelWeight | BlockWeight | StackedWeight
 
 

@@ -29,7 +29,7 @@ def test_a_batch_of_every_kind_and_one_of_all(script: ModuleType) -> None:
 
 
 def test_a_step_that_gives_a_stream_several_tokens_is_no_step(script: ModuleType, tmp_path: Path) -> None:
-    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
+    from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig, SchedulerConfig
 
     model = make_model("llama", tmp_path / "model")
     bursts = SchedulerConfig(max_num_seqs=1, burst_seconds=1.0)

@@ -14,7 +14,7 @@ import pytest
 from helpers.load_results import simulated_run
 
 from windlass.clients.loadtest.results import RunResult, write_json
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 ROOT = Path(__file__).parents[1]
 

@@ -19,9 +19,9 @@ from helpers.rotary_oracles import CachedInOnePass, cached_by_transformers, dyna
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.lab.scoring import Scorer
 from windlass.server.text.tokenizer import Tokenizer
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"

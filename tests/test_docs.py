@@ -23,11 +23,10 @@ from helpers.scripted_llm import asked, scripted_llm
 from helpers.toy_tokenizers import byte_level
 from typer.main import get_command
 
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.fields import KINDS, fields_of
-from windlass.engine.rotary.groups import apply_scaling
-from windlass.engine.rotary.policy import RotaryReport, make_plan
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, apply_scaling, resolve
+from windlass.engine.rotary.rotary_policy import RotaryReport, make_plan
+from windlass.engine.rotary.scaling_fields import KINDS, fields_of
 from windlass.server.answers.rotary_layouts import rotary_object
 from windlass.server.app.app import create_app
 from windlass.server.cli import main as cli

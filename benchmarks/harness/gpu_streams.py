@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from harness.gpu_figures import Bounds, Figure, wait
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.options.engine_names import from_flat
 
 _GREEDY = {"temperature": 0.0}

@@ -16,16 +16,15 @@ from unittest import mock
 import torch
 from harness.gpu_figures import Bounds, Figure, fastest, wait
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer
-from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.tier import HostTier
+from windlass.engine.cache.cache_operations import LoadedBlock
+from windlass.engine.cache.disk_tier import PersistCounters
+from windlass.engine.cache.host_tier import DeviceBlockTransfer, HostTier
+from windlass.engine.cache.prefix_cache import BlockKey
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.kernels import Copies, CopyStream, DeviceEvent
 from windlass.kernels.backend import Backend
-from windlass.kernels.memory.copies import copies_of
+from windlass.kernels.device_memory import copies_of
 from windlass.server.options.engine_names import from_flat
 
 _BLOCK = 16

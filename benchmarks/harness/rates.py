@@ -10,7 +10,7 @@ from typing import TypeVar
 import torch
 from torch import Tensor
 
-from windlass.kernels.layouts.huge_pages import advise_huge_pages
+from windlass.kernels.device_memory import advise_huge_pages
 
 _Value = TypeVar("_Value")
 _Work = tuple[abc.Callable[[], object], float]  # what to run, and how much of the rate's unit one run is

@@ -18,9 +18,9 @@ from safetensors.torch import save_file
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch import Tensor, nn
 
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
 from windlass.kernels.torch.reference import rotary_angles, rotate_half_split
-from windlass.server.cli.rope.gallery.numbers import sinusoids
+from windlass.lab.encoding_formulas import sinusoids
 
 Positions = Literal["rotary", "sinusoidal", "learned", "none"]
 POSITIONS: tuple[Positions, ...] = ("rotary", "sinusoidal", "learned", "none")

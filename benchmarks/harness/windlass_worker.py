@@ -17,9 +17,9 @@ import torch
 from harness.worker import serve
 
 import windlass
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 from windlass.server.options.engine_names import from_flat
 
 

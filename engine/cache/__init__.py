@@ -1,1 +1,3 @@
-"""The paged cache: who holds which block, the hash chains of prefixes, the tensors, the budget."""
+"""Paged KV cache: block manager, prefix cache, tensors, memory budget, and the disk and host tiers."""
+
+from __future__ import annotations

@@ -1,20 +1,16 @@
-"""Plans how the cached keys of a sequence are re-rotated from one set of frequencies to another.
+"""Key re-rotation: plans how the cached keys of a sequence are rotated to other frequencies.
 
-Responsible for where originals are kept and where re-rotated keys go; the angles are the runner's business. A key as it
-was computed is never changed: the first re-rotation leaves it where it stands and puts the new one into a block of its
-own, and every later one starts from the original again. So a sequence with re-rotated keys holds its blocks twice, and
-other holders of its blocks, the prefix cache included, notice nothing.
+Keys as computed are never changed. The first re-rotation leaves them in place and writes rotated keys to new blocks; later ones start from the originals again. So a sequence with re-rotated keys holds its blocks twice, and other holders and the prefix cache are unaffected. The model runner computes the angles.
 """
 
 from __future__ import annotations
 
 from collections import abc
 
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.tables import OriginalKeys
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.cache_operations import KeyRerotation
+from windlass.engine.cache.sequence_cache import OriginalKeys, SequenceCache
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 Specs = tuple[RotarySpec, ...]
 

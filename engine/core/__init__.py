@@ -1,1 +1,3 @@
-"""The engine as a whole: the core that takes a step, the loop around it, its process and the messages between processes."""
+"""Engine core: the step loop, its process, the messages between processes, memory budgeting and ranks."""
+
+from __future__ import annotations

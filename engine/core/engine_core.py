@@ -1,37 +1,43 @@
-"""The engine core: one object that loads a model and turns requests into outputs, one step at a time.
+"""Engine core: loads a model and turns requests into outputs, one step at a time.
 
-It holds the parts together (`parts` makes them): scheduler and runner, grammars that are compiled, adapters, blocks that are
-kept elsewhere, and the other ranks of the model, whose processes it starts and ends. It runs in one thread, which blocks while
-a step computes or, without other work, for files; and it knows no text.
+Owns scheduler, model runner, grammar compilation, adapters, the block store and the rank group. It runs in one thread, which
+blocks while a step computes or, without other work, for files.
+
+Async scheduling: while the device computes a step, the next one is planned and started if it needs nothing that the first one
+samples. At most one started step has results that are not yet processed, and while there is one, nothing else is planned.
+
+The life of a plan (see `oom_recovery` and `Runner`):
+
+* `start_step` begins a plan when none is in progress. It calls `Runner.start` once, which applies the plan's one-time changes.
+  On a device that runs asynchronously the returned step is in progress; otherwise its tokens are already sampled.
+* If `start` fails for lack of memory after those changes (`can_repeat`), `start_step` removes the newest request and calls
+  `Runner.repeat` with the rest of the plan, as often as needed. If recurrent state may have changed (`has_changed_states`), the
+  rest is not repeated: its sequences restart in later steps.
+* `start_async_step` begins a plan whose `ahead` is not 0 while another step is in progress. It calls `start` once; without memory
+  the plan is abandoned and its tokens are planned again after the other step's results. If recurrent state may have changed,
+  its sequences restart once those results are processed.
+* `results` of a step are taken once, before anything else is planned.
+
+`Runner.execute` is `start` and its results at once; `Runner.follow` applies a plan without tokens to compute.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
-from concurrent.futures import Future
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, wait
 from dataclasses import replace
 from pathlib import Path
 
 import torch
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, AttentionQuery, IntrospectionQuery
-from windlass.engine.api.request import EngineRequest, EngineStats, PersistStats, RequestOutput
-from windlass.engine.api.validation import validate_distance_rules, validate_request, validate_task
-from windlass.engine.cache.persist.folder import check_tier_options
-from windlass.engine.cache.persist.store import BlockStore
-from windlass.engine.core.adapter_shelf import AdapterManager
-from windlass.engine.core.black_box import PlanWatcher
-from windlass.engine.core.compiling import GrammarQueue
-from windlass.engine.core.description import describe
-from windlass.engine.core.forecast import Announce
-from windlass.engine.core.looking import inspect
-from windlass.engine.core.pages import plan_kv_cache
-from windlass.engine.core.parts import (
+from windlass.engine.cache.block_store import BlockStore
+from windlass.engine.cache.disk_tier import check_tier_options
+from windlass.engine.core.adapter_manager import AdapterManager
+from windlass.engine.core.engine_builder import (
     allocate_cache,
+    describe,
     load_models,
     make_blocks,
     make_context_limits,
@@ -41,29 +47,187 @@ from windlass.engine.core.parts import (
     make_store,
     rotary_rows,
 )
-from windlass.engine.core.ranks.others import RankProcesses
-from windlass.engine.core.ranks.room import group_kv_memory
-from windlass.engine.core.shortage import device_memory_guard
-from windlass.engine.core.steps import StepExecutor
-from windlass.engine.core.threads import threads_per_rank
-from windlass.engine.core.wire import picklable_error
-from windlass.engine.errors import EngineError, RequestError
-from windlass.engine.execution.warm_up import warm_up
-from windlass.engine.model.adapters.adapter import Adapter
-from windlass.engine.model.context_refusals import context_refusals
+from windlass.engine.core.flight_recorder import PlanWatcher
+from windlass.engine.core.introspection import inspect
+from windlass.engine.core.memory_budget import plan_kv_cache
+from windlass.engine.core.messages import ANNOUNCE_SECONDS, Announce, picklable_error
+from windlass.engine.core.oom_recovery import (
+    StartedPlan,
+    device_memory_guard,
+    restart_sequences,
+    start_async_step,
+    start_step,
+)
+from windlass.engine.core.ranks import RankProcesses, group_kv_memory
+from windlass.engine.errors import EngineError, QueueFullError, RequestError
+from windlass.engine.execution.dummy_runs import warm_up
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.host_resources import threads_per_rank
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.introspection import A, AttentionQuery, IntrospectionQuery
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.interface.outputs import EngineStats, PersistStats, RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.interface.validation import validate_distance_rules, validate_request, validate_task
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.sampling.grammar.compiler import GrammarCompiler
-from windlass.engine.sampling.grammar.masks import GrammarMasks
+from windlass.engine.model.lora import Adapter
+from windlass.engine.model.model_spec import context_refusals
+from windlass.engine.rotary.rotary_policy import RotaryPlan
+from windlass.engine.sampling.grammar import CompiledGrammar, GrammarCompiler, GrammarMasks
 from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
+
+
+class StepTimeEstimator:
+    """Remembers the slowest step of each size, where 2^k to 2^(k+1) - 1 tokens are one size."""
+
+    __slots__ = ("_slowest",)
+
+    def __init__(self) -> None:
+        self._slowest: dict[int, float] = {}
+
+    def observe(self, num_tokens: int, seconds: float) -> None:
+        """Learn from a step that has ended."""
+        size = num_tokens.bit_length()
+        self._slowest[size] = max(seconds, self._slowest.get(size, 0.0))
+
+    def announce(self, num_tokens: int, emit: Announce | None) -> None:
+        """Say how long a step will take, where it may be long or nobody can tell."""
+        seconds = self.seconds(num_tokens)
+        if emit is not None and (seconds is None or seconds > ANNOUNCE_SECONDS):
+            emit(seconds)
+
+    def seconds(self, num_tokens: int) -> float | None:
+        """The slowest one of this size or below; of the next size below, doubled for each size between, where that is more.
+
+        None where no step so small has been seen: nobody can tell.
+        """
+        size = num_tokens.bit_length()
+        known = [(seen, seconds) for seen, seconds in self._slowest.items() if seen <= size]
+        if not known:
+            return None
+        nearest, seconds = max(known)
+        return max(seconds * (1 << (size - nearest)), max(seconds for _, seconds in known))
+
+
+_GRAMMAR_WAIT_SECONDS = 0.005  # seconds that an engine without other work waits at a time
+
+
+class GrammarQueue:
+    """most: requests that may wait at once."""
+
+    def __init__(self, compiler: GrammarCompiler, max_waiting: int) -> None:
+        self._compiler, self._max_waiting = compiler, max_waiting
+        self._waiting: dict[str, tuple[EngineRequest, Future[CompiledGrammar]]] = {}
+
+    def __len__(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def requests(self) -> list[EngineRequest]:
+        """Those that wait."""
+        return [request for request, _ in self._waiting.values()]
+
+    @property
+    def num_tokens(self) -> int:
+        """Of their prompts together."""
+        return sum(len(request.prompt_token_ids) for request, _ in self._waiting.values())
+
+    def add(self, request: EngineRequest, grammar: str) -> None:
+        """Let a request wait until its grammar is compiled.
+
+        Raises QueueFullError, and RequestError for an id that waits already.
+        """
+        if request.request_id in self._waiting:
+            raise RequestError(f"request id {request.request_id!r} is in use", "request_id", "duplicate_request_id")
+        if len(self._waiting) >= self._max_waiting:
+            raise QueueFullError(f"{len(self._waiting)} requests wait for their grammars already: try again later")
+        self._waiting[request.request_id] = (request, self._compiler.compile_in_background(grammar))
+
+    def drop(self, request_id: str) -> None:
+        """Forget a request; unknown ids are ignored."""
+        if request_id in self._waiting:
+            self._waiting.pop(request_id)[1].cancel()
+
+    def finished(self, *, pause: bool) -> Iterator[tuple[EngineRequest, CompiledGrammar | EngineError]]:
+        """Those that need not wait any more, in the order in which they came, with their grammar or what is wrong with it.
+
+        pause: wait a moment for the first of them, since there is nothing else to do.
+        """
+        if pause and self._waiting:
+            wait([next(iter(self._waiting.values()))[1]], _GRAMMAR_WAIT_SECONDS)
+        for request_id, (request, compiled) in list(self._waiting.items()):
+            if compiled.done():
+                del self._waiting[request_id]
+                yield request, _result_of(compiled)
+
+
+def _result_of(compiled: Future[CompiledGrammar]) -> CompiledGrammar | EngineError:
+    error = compiled.exception()
+    if error is None:
+        return compiled.result()
+    if isinstance(error, EngineError):
+        return error
+    return EngineError(f"the grammar could not be compiled: {type(error).__name__}")
+
+
+class StepExecutor:
+    def __init__(self, scheduler: Scheduler, runner: ModelRunner) -> None:
+        self._scheduler, self._runner = scheduler, runner
+        self._forecast = StepTimeEstimator()
+        self._in_flight: StartedPlan | None = None
+        self._started_at = 0.0  # when the step that is under way had the device for itself, seconds
+
+    def step(self, announce: Announce | None, watcher: PlanWatcher | None) -> list[RequestOutput]:
+        """One step's outputs. watcher: told of each plan before it is computed.
+
+        The next step may be under way afterwards, whether or not anybody is left whom it concerns.
+        """
+        scheduler, started = self._scheduler, self._in_flight
+        self._in_flight = None
+        if started is not None and scheduler.ahead.is_surplus(started.plan):
+            started = None
+        plan = scheduler.schedule() if started is None else started.plan
+        self._forecast.announce(plan.num_tokens, announce)
+        if started is None:
+            self._started_at = time.perf_counter()
+            self._notify_watcher(plan, watcher)
+            started = start_step(plan, self._runner, scheduler)
+        following = scheduler.ahead.plan(started.plan) if started.step.in_flight else None
+        if following is not None:
+            self._notify_watcher(following, watcher)
+            self._in_flight = start_async_step(following, self._runner, scheduler)
+        results = started.step.results()
+        now = time.perf_counter()
+        seconds, self._started_at = now - self._started_at, now
+        self._forecast.observe(started.plan.num_tokens, seconds)
+        scheduler.observe(started.plan, seconds)
+        plan, results = scheduler.ahead.drop_surplus(started.plan, results)
+        outputs: list[RequestOutput] = []
+        for result in results:
+            if result.error is not None:
+                outputs += scheduler.fail_sequence(result.seq_id, result.error)
+        outputs += started.failed + scheduler.update(plan, results)
+        if following is not None and self._in_flight is None:
+            restart_sequences(following, self._runner, scheduler)
+        return outputs
+
+    def _notify_watcher(self, plan: SchedulerOutput, watcher: PlanWatcher | None) -> None:
+        if watcher is not None:
+            watcher(plan, self._scheduler.live_sequences)
+
 
 _logger = logging.getLogger("windlass.engine")
 
 _RESTORE_WAIT_SECONDS = 0.005  # seconds that an engine without other work waits for files at a time
+
 _STORE_SCAN_SECONDS = (
     2.0  # that a start may wait to know what files hold; the weights of some gigabytes are hashed meanwhile
 )
+
 _CAPTURE_SECONDS = 60.0  # in which decode steps are captured, the last one begun before they are over
+
 _CLOSE_SECONDS = 3.0  # for what shall outlive it; whoever closes it waits for five
 
 
@@ -139,7 +303,7 @@ class EngineCore:
         )
 
     def warm_up(self, max_seconds: float = 0.5) -> None:
-        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.warm_up`.
+        """Run a few steps that nobody sees, before the first request: see `windlass.engine.execution.dummy_runs`.
 
         Decode steps are captured, where the device has graphs: for that no time is set here. Where blocks are kept in files, the
         first request finds them.
@@ -267,7 +431,7 @@ class EngineCore:
             self._rank_group.close()
 
     def inspect(self, question: IntrospectionQuery[A]) -> A:
-        """See `windlass.engine.core.looking`; raises DeviceMemoryError besides."""
+        """See `windlass.engine.core.introspection`; raises DeviceMemoryError besides."""
         if self._rank_group is not None and isinstance(question, AttentionQuery):
             raise RequestError(
                 "attention is not shown where a model is split over ranks: start without `compute.tensor_parallel`",

@@ -1,1 +1,3 @@
-"""Carries out a planned step: the batch, the decoder's run and its repetition, re-rotation of cached keys."""
+"""Model execution: input batch, forward batch, model runner, CUDA graphs and recorded steps, draft and MTP proposers."""
+
+from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Re-rotates the cached keys of every layer of a KV group, by the angles of its rotary group.
+"""Key rotator: re-rotates the cached keys of every layer of a KV group by the angles of its rotary group.
 
-Knows nothing of who holds the blocks or why keys are re-rotated.
+Knows nothing of the sequences that hold the blocks or of the reasons.
 """
 
 from __future__ import annotations
@@ -11,11 +11,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.storage import KVCache
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.scaling import RotarySpec
-from windlass.engine.rotary.tables import rerotation_angles
+from windlass.engine.cache.cache_operations import KeyRerotation
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.rotary.rope_scaling import RotarySpec
+from windlass.engine.rotary.rotary_tables import rerotation_angles
 from windlass.kernels import Backend, is_out_of_memory
 
 _MAX_TOKENS_AT_ONCE = 4096  # tokens re-rotated at once, which bounds the memory of their angles

@@ -1,7 +1,6 @@
-"""Makes of a prompt's hidden states what its pooling rule asks for, chunk by chunk.
+"""Pooler: embeddings, classes and scores from a prompt's hidden states, chunk by chunk.
 
-Responsible for what is kept of a prompt between its chunks: a sum, or rows. A prompt that is computed from its first token
-again starts anew here too.
+Stores the partial result (a sum, or rows) between chunks. A prompt that restarts at its first token restarts here too.
 """
 
 from __future__ import annotations
@@ -11,11 +10,13 @@ import sys
 import torch
 from torch import Tensor
 
-from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import EngineError
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import PoolingRule
 from windlass.engine.model.decoder import Decoder
 
 _CHUNKS_MISSING = "what was pooled of this prompt so far is lost: send it again"
+
 _NOT_FINITE = "what the model makes of this prompt is not finite: it cannot be pooled"
 
 

@@ -1,6 +1,7 @@
-"""The one decoder: runs any ModelSpec over a flat ForwardBatch. Knows nothing of files, requests or scheduling.
+"""Decoder: runs any ModelSpec over a flat ForwardBatch.
 
-It is the loop: embedding, layers with their norms, head. What a layer does lies in `mixers` and `feed_forward`.
+It holds the loop: embedding, layers with their norms, head. What a layer computes is in `mixers` and `feed_forward`. It knows
+no files, no requests and no scheduling.
 """
 
 from __future__ import annotations
@@ -12,38 +13,28 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.errors import RequestError
-from windlass.engine.model.adapters.adapter import LayerLoRA
-from windlass.engine.model.allocation import allocate
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.model.feed_forward.beside import ParallelExperts
-from windlass.engine.model.feed_forward.experts import MoEFeedForward
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.feed_forward.gated import GatedMLP
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
-from windlass.engine.model.feed_forward.plain import PlainMLP
-from windlass.engine.model.head import ClassificationHead
-from windlass.engine.model.joined_input import MTPInput
-from windlass.engine.model.layer_inputs import PerLayerEmbeddings, PerLayerProjection
-from windlass.engine.model.mixers.attention import Attention, AttentionMetadata, AttentionMetadataBuilder
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta import GatedDeltaNet
-from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
-from windlass.engine.model.mixers.latent import LatentAttention
-from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.mixers.short_convolution import ShortConvolution
-from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_beside import ParallelStateSpace
-from windlass.engine.model.mixers.state_space import StateSpace
-from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.classification_head import ClassificationHead
+from windlass.engine.model.feed_forward.mlp import GatedMLP, GatedMLPSpec, PlainMLP
+from windlass.engine.model.feed_forward.moe import MoEFeedForward, MoESpec, ParallelExperts
+from windlass.engine.model.forward_batch import ForwardBatch
+from windlass.engine.model.lora import LayerLoRA
+from windlass.engine.model.mixers.attention import Attention, AttentionMetadata, AttentionMetadataBuilder, AttentionSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNet, GatedDeltaNetSpec
+from windlass.engine.model.mixers.latent_attention import LatentAttention, LatentSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolution, ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space import ParallelStateSpace, StateSpace, StateSpaceSpec
+from windlass.engine.model.model_spec import FeedForwardSpec, LayerSpec, ModelSpec, RecurrentMixerSpec
+from windlass.engine.model.mtp_input import MTPInput
 from windlass.engine.model.norm import Norm
-from windlass.engine.model.spec import FeedForwardSpec, LayerSpec, ModelSpec, RecurrentMixerSpec
-from windlass.engine.model.storage import StoragePlan
+from windlass.engine.model.per_layer_embeddings import PerLayerEmbeddings, PerLayerProjection
 from windlass.engine.model.weight_spec import WeightSpec
+from windlass.engine.model.weight_storage import StoragePlan, allocate
 from windlass.kernels import Backend, BlockWeight, Weight
 
 FeedForward: TypeAlias = GatedMLP | PlainMLP | MoEFeedForward
+
 RecurrentMixer: TypeAlias = GatedDeltaNet | ShortConvolution | StateSpace
 
 

@@ -1,17 +1,45 @@
-"""The norms of a decoder: what one does, alone or behind an addition. Knows the backend and no layer."""
+"""Norms of a decoder: specification with weight names, and the layers that apply them, alone or fused with an addition.
+
+Torch is imported only where a layer is built, because the API process reads specifications.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.norm_spec import NormSpec
+from windlass.engine.model.weight_spec import InterleavedHeads, StoredTensor, WeightSpec, norm
 
 if TYPE_CHECKING:
     from torch import Tensor
 
     from windlass.kernels import Backend
+
+
+@dataclass(frozen=True, slots=True)
+class NormSpec:
+    """centered: the mean is taken off first (LayerNorm, 1607.06450), else the norm is by the root mean square (1910.07467).
+
+    weight: what it gives is multiplied by one.
+    """
+
+    centered: bool = False
+    bias: bool = False
+    weight: bool = True
+
+    def weights(
+        self, name: str, stored: str, size: int, interleaved: InterleavedHeads | None = None
+    ) -> tuple[WeightSpec, ...]:
+        """name: of the weight, its bias is "<name>_bias". stored: the tensors' name without ".weight" or ".bias"."""
+        if not self.weight:
+            return ()
+        weight = norm(name, stored, size, interleaved)
+        if not self.bias:
+            return (weight,)
+        return weight, WeightSpec(
+            f"{name}_bias", "shift", (size,), (StoredTensor(f"{stored}.bias", size, interleaved),)
+        )
 
 
 class Norm:

@@ -1,7 +1,7 @@
-"""The description of one weight: what it is for, its shape, and which tensors of a checkpoint make it up.
+"""Specification of one weight: its purpose, its shape, and the checkpoint tensors that it consists of.
 
-Every kind of layer lists its weights so; allocating, loading, caching, quantizing and counting them go by these lists and
-know no layer. Imports no torch.
+Every kind of layer lists its weights in this form. Allocation, loading, caching, quantization and size estimates work from these
+lists and know no layer. Imports no torch.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ WeightKind = Literal[
     "number",
     "score",
 ]
+
 # What a tensor of a layer's matrix does there. Some lose more than others when they are rounded.
 TensorRole = Literal["q", "k", "v", "q k v", "out", "gate", "up", "gate up", "down"]
 

@@ -1,1 +1,3 @@
-"""Rotary scaling: what users write, the frequencies that follow, and the tables of a step."""
+"""Rotary scaling: request fields, frequencies, policies and the tables of a step."""
+
+from __future__ import annotations

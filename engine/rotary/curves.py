@@ -1,6 +1,6 @@
-"""What frequencies come to at positions and distances: the curves by which people judge a scaling. float64 throughout.
+"""Rotary curves: angles, mean cosine and decay bound by distance, in float64.
 
-Numbers in and numbers out; knows neither models nor requests.
+Takes and returns numbers; knows no model and no request.
 """
 
 from __future__ import annotations

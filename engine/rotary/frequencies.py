@@ -1,9 +1,6 @@
-"""The formulas of rotary scaling: numbers in, inverse frequencies and attention factors out, all in float64.
+"""Rotary frequencies: the formulas of all scaling kinds, in float64.
 
-Responsible for nothing but arithmetic on checked numbers. It knows no JSON, no model and no request, and it imports
-neither torch nor numpy, so the API process can run it. Symbols, used throughout: `d` the rotary dimension, `b` the base
-(theta), `j` the pair index 0 .. d/2 - 1, `w_j` the model's unscaled frequency in radians per token: `b^(-2j/d)`, or what
-the checkpoint learned. Formulas that only look at frequencies take w; those that need a base take it too.
+Plain arithmetic without torch or numpy. Symbols: `d` rotary dimension, `b` base (theta), `j` pair index 0 .. d/2 - 1, `w_j` the unscaled frequency in radians per token: b^(-2j/d), or what the checkpoint learned. Formulas that only use frequencies take w; those that need a base take it too.
 """
 
 from __future__ import annotations

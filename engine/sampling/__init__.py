@@ -1,1 +1,3 @@
-"""From logits to tokens: penalties, draws, log-probabilities, acceptance of proposed tokens."""
+"""Sampling: from logits to tokens, with penalties, grammars, log-probabilities and acceptance of proposed tokens."""
+
+from __future__ import annotations

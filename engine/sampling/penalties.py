@@ -1,107 +1,26 @@
-"""What one sequence's sampling parameters do to its row of logits, with the token counts kept from step to step.
+"""Penalties: token counts for repetition, frequency and presence penalties, and the DRY penalty.
 
-Responsible for what is forbidden, biased and penalised in a single sequence. Per step it looks only at the tokens that are
-new, so its Python work does not grow with the context; repeats cost a few passes over a bounded window. It changes no logits
-and draws nothing: a backend does.
+DRY: a token that would extend a sequence which ends the text and occurs earlier loses
+multiplier * base ** (length - allowed_length), where length counts that sequence without the token, and the longest counts (p-e-w,
+oobabooga/text-generation-webui pull request 5677). A sequence contains no breaker and lies within the last `last_n` tokens. The
+result depends on the tokens only, not on the steps in which they arrived.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
-from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.grammar.mask import GrammarMask
-from windlass.engine.sampling.repeats import DryPenalty
-from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.thinking import forced_token
-from windlass.kernels import LogitsChanges, Penalties
-
-
-def changes_logits(sampling: SamplingParams) -> bool:
-    """Whether a row needs a LogitsProcessor at all (min_tokens aside, which ends by itself)."""
-    return bool(
-        sampling.logit_bias
-        or sampling.allowed_token_ids is not None
-        or sampling.bad_words
-        or sampling.thinking is not None
-        or sampling.grammar is not None
-        or uses_penalties(sampling)
-    )
-
-
-def uses_penalties(sampling: SamplingParams) -> bool:
-    """Whether a row depends on what is kept of the tokens before it from row to row."""
-    return _counts(sampling) or sampling.repeats is not None
-
-
-def _counts(sampling: SamplingParams) -> bool:
-    return sampling.repetition_penalty != 1 or sampling.presence_penalty != 0 or sampling.frequency_penalty != 0
+from windlass.engine.interface.request import MAX_REPEAT_WINDOW, RepeatPenalty, SamplingParams
+from windlass.kernels import Penalties
 
 
 def penalties_of(sampling: SamplingParams) -> Penalties:
     return Penalties(sampling.repetition_penalty, sampling.frequency_penalty, sampling.presence_penalty)
-
-
-class LogitsProcessor:
-    """Forbidden ids, biases and penalties of one sequence."""
-
-    def __init__(self, slot: SampleSlot, device: torch.device) -> None:
-        self._sampling = sampling = slot.sampling
-        self._device = device
-        self._allowed = None if sampling.allowed_token_ids is None else self._ids(sampling.allowed_token_ids)
-        self._nothing, self._no_numbers = self._ids(()), torch.zeros(0, device=device)
-        self._forbidden_now: tuple[tuple[int, ...], Tensor] = ((), self._nothing)
-        bias = sampling.logit_bias or {}
-        self._bias_ids = self._ids(tuple(bias))
-        self._bias = torch.tensor(list(bias.values()), dtype=torch.float32, device=device)
-        self._bad_tokens = tuple(word[0] for word in sampling.bad_words if len(word) == 1)
-        self._bad_phrases = [list(word) for word in sampling.bad_words if len(word) > 1]
-        self._counts = TokenCounts(device) if _counts(sampling) else None
-        self._repeats = None if sampling.repeats is None else DryPenalty(sampling.repeats)
-
-    def changes(self, slot: SampleSlot, mask: GrammarMask | None = None) -> LogitsChanges:
-        """What is to be done to the slot's row of logits now. The tensors are those of the next call too. mask: its grammar's."""
-        counted, in_output = self._nothing, self._no_numbers
-        if self._counts is not None:
-            self._counts.update(slot.token_ids, slot.num_prompt_tokens)
-            counted, in_output = self._counts.tensors()
-        decreased, decrease = self._nothing, self._no_numbers
-        if self._repeats is not None:
-            self._repeats.update(slot.token_ids)
-            ids, amounts = self._repeats.decreases()
-            decreased, decrease = torch.from_numpy(ids).to(self._device), torch.from_numpy(amounts).to(self._device)
-        allowed, forbidden = self._allowed, self._forbidden(slot, complete=mask is not None and mask.complete)
-        if (budget := self._sampling.thinking) is not None:
-            forced = forced_token(budget, slot.token_ids, slot.num_prompt_tokens)
-            # A grammar may want a character finished first.
-            if forced is not None and (mask is None or mask.allows(forced)):
-                allowed, forbidden = self._ids((forced,)), self._nothing
-        bias_ids, bias = self._bias_ids, self._bias
-        bits = None if mask is None else mask.bits
-        return LogitsChanges(allowed, forbidden, bias_ids, bias, counted, in_output, decreased, decrease, bits)
-
-    def _forbidden(self, slot: SampleSlot, *, complete: bool) -> Tensor:
-        """Ids masked now: single bad words, the last token of every word whose beginning stands at the end of the text
-        (prompt included), and the ids that end it while it is too short, unless its grammar lets nothing else follow."""
-        too_short = not complete and len(slot.token_ids) - slot.num_prompt_tokens < self._sampling.min_tokens
-        ids = (*self._bad_tokens, *self._completions(slot.token_ids), *(slot.stop_ids if too_short else ()))
-        if ids != self._forbidden_now[0]:
-            self._forbidden_now = (ids, self._ids(ids))
-        return self._forbidden_now[1]
-
-    def _completions(self, token_ids: Sequence[int]) -> list[int]:
-        found = []
-        for phrase in self._bad_phrases:
-            begun = phrase[:-1]
-            if len(token_ids) >= len(begun) and list(token_ids[-len(begun) :]) == begun:
-                found.append(phrase[-1])
-        return found
-
-    def _ids(self, ids: Sequence[int]) -> Tensor:
-        return torch.tensor(ids, dtype=torch.int64, device=self._device)
 
 
 class TokenCounts:
@@ -156,3 +75,132 @@ class TokenCounts:
         extra = max(size, 2 * len(self._ids), 64) - len(self._ids)
         self._ids = torch.cat((self._ids, self._ids.new_zeros(extra)))
         self._in_output = torch.cat((self._in_output, self._in_output.new_zeros(extra)))
+
+
+# More is taken off no logit, so that none becomes infinite by it.
+MAX_DECREASE = 1e38
+
+_BITS = MAX_REPEAT_WINDOW.bit_length()  # of a length
+
+
+class DryPenalty:
+    """Keeps, for every distance back, how long the text before that place equals the text's end.
+
+    A new token lengthens the runs of the distances at which it stands, and ends the others: a step costs a few passes over at
+    most `last_n` numbers. The text lies backwards, so that the token at distance d is `_text[_start + d - 1]`.
+    """
+
+    def __init__(self, settings: RepeatPenalty) -> None:
+        self._settings = settings
+        self._breaking = frozenset(tuple(reversed(sequence)) for sequence in settings.breaker_sequences)
+        self._lengths = sorted({len(sequence) for sequence in self._breaking})
+        self._last_ids = frozenset(sequence[0] for sequence in self._breaking)
+        self._window = settings.last_n + max(self._lengths, default=0)  # a breaker may begin before the last tokens
+        self._reset()
+
+    def _reset(self) -> None:
+        self._num_tokens = 0
+        self._text: NDArray[np.int64] = np.zeros(0, np.int64)
+        self._runs: NDArray[np.int32] = np.zeros(0, np.int32)  # at d - 1 the run of distance d
+        self._start = 0
+        self._since_breaker = 0
+
+    def update(self, token_ids: Sequence[int]) -> None:
+        """Take in what lies beyond the tokens seen before; a shorter list starts over."""
+        if len(token_ids) < self._num_tokens:
+            self._reset()
+        if self._num_tokens == 0:
+            self._load(token_ids)
+        else:
+            for position in range(self._num_tokens, len(token_ids)):
+                self._append(token_ids[position])
+        self._num_tokens = len(token_ids)
+
+    def decreases(self) -> tuple[NDArray[np.int64], NDArray[np.float32]]:
+        """(ids, what each loses), each id once."""
+        s = self._settings
+        distances = min(self._size, s.last_n) - 1
+        if distances < 1 or self._since_breaker < s.allowed_length:
+            return np.zeros(0, np.int64), np.zeros(0, np.float32)
+        found = np.flatnonzero(self._runs[:distances] >= s.allowed_length)
+        # A sequence reaches back no further than the last `last_n` tokens do, nor than the last breaker.
+        lengths = np.minimum(self._runs[found], s.last_n - 1 - found)
+        lengths = np.minimum(lengths, self._since_breaker)
+        ids = self._text[self._start + found]
+        allowed = lengths >= s.allowed_length
+        if not allowed.all():
+            ids, lengths = ids[allowed], lengths[allowed]
+        # Sorted by id and then by length: the last of each id has its longest.
+        both = np.sort(ids << _BITS | lengths)
+        distinct = both >> _BITS
+        last = np.append(distinct[1:] != distinct[:-1], True)[: len(both)]
+        distinct, longest = distinct[last], both[last] & (1 << _BITS) - 1
+        if s.breaker_ids:
+            others = [token not in s.breaker_ids for token in distinct.tolist()]
+            distinct, longest = distinct[others], longest[others]
+        with np.errstate(over="ignore"):
+            amounts = s.multiplier * np.float64(s.base) ** (longest - s.allowed_length)
+        return distinct, np.minimum(amounts, MAX_DECREASE).astype(np.float32)
+
+    @property
+    def _size(self) -> int:
+        return len(self._text) - self._start
+
+    def _load(self, token_ids: Sequence[int]) -> None:
+        self._grow(token_ids[-self._window :])
+        text = self._text[self._start :]
+        size = min(len(text), self._settings.last_n)
+        self._runs[:] = 0
+        if size:
+            self._runs[: size - 1] = _runs(text[:size])
+        ends = self._settings.breaker_ids | self._last_ids
+        places = (i for i, token in enumerate(text[:size].tolist()) if token in ends) if ends else iter(())
+        self._since_breaker = next((i for i in places if self._breaks(text, i)), len(token_ids))
+
+    def _append(self, token: int) -> None:
+        if self._start == 0:
+            self._grow(self._text[: self._window][::-1])
+        distances = min(self._size, self._settings.last_n - 1)
+        runs = self._runs[:distances]
+        runs += 1
+        runs *= self._text[self._start : self._start + distances] == token
+        self._start -= 1
+        self._text[self._start] = token
+        ended = self._breaks(self._text, self._start)
+        self._since_breaker = 0 if ended else self._since_breaker + 1
+
+    def _grow(self, kept: Sequence[int] | NDArray[np.int64]) -> None:
+        """Hold these tokens, in the order of the text, with at least as much room before them, so that moves are rare."""
+        self._text = np.zeros(2 * max(len(kept), 128), np.int64)
+        self._start = len(self._text) - len(kept)
+        self._text[self._start :] = np.asarray(kept, np.int64)[::-1]
+        runs = np.zeros(min(len(self._text), self._settings.last_n), np.int32)
+        runs[: min(len(runs), len(self._runs))] = self._runs[: len(runs)]
+        self._runs = runs
+
+    def _breaks(self, text: NDArray[np.int64], at: int) -> bool:
+        """Whether a breaker ends with the token at a place of the text as it lies here."""
+        token = int(text[at])
+        if token in self._settings.breaker_ids:
+            return True
+        if token not in self._last_ids:
+            return False
+        return any(tuple(map(int, text[at : at + length])) in self._breaking for length in self._lengths)
+
+
+def _runs(backwards: NDArray[np.int64]) -> list[int]:
+    """For every distance from 1 on, how many tokens from there on equal those from the beginning on (the Z-function).
+
+    Looks only at the places of the first token, for the others' runs are 0.
+    """
+    text = backwards.tolist()
+    runs = [0] * len(text)
+    left = right = 0  # the known run that reaches furthest
+    for place in (np.flatnonzero(backwards[1:] == text[0]) + 1).tolist():
+        length = min(right - place, runs[place - left]) if place < right else 0
+        while place + length < len(text) and text[length] == text[place + length]:
+            length += 1
+        runs[place] = length
+        if place + length > right:
+            left, right = place, place + length
+    return runs[1:]

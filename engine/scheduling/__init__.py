@@ -1,1 +1,3 @@
-"""Which tokens of which sequences each step computes."""
+"""Scheduling: which tokens of which sequences each step computes."""
+
+from __future__ import annotations

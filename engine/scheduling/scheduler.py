@@ -1,27 +1,25 @@
-"""Decides what each step computes: one token budget over all sequences, with no prefill phase and no decode phase.
+"""Scheduler: one token budget over all sequences, without separate prefill and decode phases.
 
-Responsible for who computes how much in a step: admission, chunking, preemption. What its result means for a sequence is
-`results`' to say. It plans with plain data and knows neither tensors nor kernels nor text.
+Contains admission control, the planning of a step, and the processing of its results. It works on plain data and uses neither
+tensors nor kernels nor text.
 
-Every sequence has a rank: (priority, its caller's turn, arrival, sample index), lower is better. One step goes like this:
+Every sequence has a rank (priority, start tag of fair queueing, arrival, sample index); lower is better. A step is planned so:
 
-1. Sequences that need one token (running streams) get one each; what is left of the budget, bounded by the step timer,
-   goes to prefills. If the budget is smaller than the running set, those scheduled least recently go first.
-2. Waiting sequences are admitted best rank first, as long as there is a place and all of their known tokens fit beside
-   what the running ones still need.
-3. The prefill tokens are dealt out: half to the best-ranked prefill, so that it always advances, the rest to the
-   shortest, so that a new arrival does not wait behind a long prompt. Where prompts are cut (`chunk_cuts`), chunks end at
-   cuts, and a few tokens of the budget may be left over.
-4. Blocks are taken in order of rank. Whoever finds none preempts the worst-ranked sequence that has not been planned
-   yet, or gives up its own place if that is itself. So no planned sequence is ever preempted, the best-ranked one
-   never is, and, since `add` refuses what does not fit alone, it always finishes.
-5. Under speculation running streams add proposed tokens to theirs, from what budget and blocks are left.
-6. Where running streams are alone and their steps are short, they draw several tokens in one step (`multi_step`).
+1. Sequences that need one token (running streams) get one each. The rest of the budget, bounded by the step limiter, goes to
+   prefills. If the budget is smaller than the running set, the sequences scheduled least recently go first.
+2. Waiting sequences are admitted in order of rank while there is a free slot and all of their known tokens fit next to what the
+   running sequences still need.
+3. Prefill tokens are divided: half to the best-ranked prefill, so that it always advances, the rest to the shortest, so that a
+   new arrival does not wait behind a long prompt. Chunk boundaries (`chunked_prefill`) may leave a few tokens unused.
+4. Blocks are allocated in order of rank. A sequence that finds none preempts the worst-ranked sequence not yet planned, or itself.
+   A planned sequence is therefore never preempted, the best-ranked one never is, and, since `add` refuses what does not fit
+   alone, it always finishes.
+5. With speculative decoding, running streams add proposed tokens from the remaining budget and blocks.
+6. Where only running streams are scheduled and steps are short, a step has several forward passes (multi-step decoding).
 
-Where frequencies depend on the length, a sequence that outgrows its rotary stage starts over in place (`recompute`), or
-its cached keys are re-rotated before its next chunk (`rotate`), over several steps where one would last too long. Both
-follow from its own tokens alone, so a preempted sequence comes to the same keys again by computing from the start,
-re-rotations included. Where a sequence drops tokens, or what its tokens see, is a rule of its request (see `shifting`).
+Where frequencies depend on the length, a sequence that outgrows its stage is recomputed in place (`recompute`), or its cached
+keys are re-rotated before the next chunk (`rotate`), over several steps if needed. Both depend on the sequence's own tokens only,
+so a preempted sequence recomputes the same keys. When a sequence drops tokens is a rule of its request (`context_shift`).
 """
 
 from __future__ import annotations
@@ -29,35 +27,42 @@ from __future__ import annotations
 import random
 import time
 from collections import abc
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from windlass.engine.api.config import SchedulerConfig
-from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
-from windlass.engine.cache.blocks import BlockManager
+from windlass.engine.cache.block_manager import BlockManager
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
-from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.rotary.slots import RotaryRows
-from windlass.engine.scheduling.admission import Admission
-from windlass.engine.scheduling.bursts import MultiStepDecoding
-from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
-from windlass.engine.scheduling.counters import SchedulerCounters
-from windlass.engine.scheduling.places import SchedulerQueues
-from windlass.engine.scheduling.plan import SchedulerOutput, Snapshot, StepResult
-from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, SchedulerOutputBuilder
-from windlass.engine.scheduling.requests import LiveRequests
-from windlass.engine.scheduling.restoring import KVRestorer
-from windlass.engine.scheduling.results import ResultProcessor
-from windlass.engine.scheduling.reuse import NonPrefixReuse
+from windlass.engine.interface.config import SchedulerConfig
+from windlass.engine.interface.outputs import EngineStats, RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rotary_policy import RotaryPlan, RotaryRows
+from windlass.engine.scheduling.async_scheduling import AsyncScheduling, MultiStepDecoding
+from windlass.engine.scheduling.chunked_prefill import (
+    NO_BOUNDARIES,
+    ChunkBoundaries,
+    StepLimiter,
+    split_prefill_budget,
+    split_whole_prompt_budget,
+)
+from windlass.engine.scheduling.context_shift import ContextLimits
+from windlass.engine.scheduling.fairness import FairQueue
+from windlass.engine.scheduling.frequency_changes import FrequencyChanges
+from windlass.engine.scheduling.kv_restore import KVRestorer, NonPrefixReuse
+from windlass.engine.scheduling.request_queue import LiveRequests, SchedulerQueues
+from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
+from windlass.engine.scheduling.scheduler_output import (
+    PlannedChunk,
+    PlannedStep,
+    SchedulerOutput,
+    SchedulerOutputBuilder,
+    Snapshot,
+    StepResult,
+)
 from windlass.engine.scheduling.sequence import Sequence, SequenceStatus, rank_key
-from windlass.engine.scheduling.shifting import ContextLimits
 from windlass.engine.scheduling.speculation import Speculation
-from windlass.engine.scheduling.stages import FrequencyChanges
-from windlass.engine.scheduling.step_timer import StepLimiter, split_prefill_budget, split_whole_prompt_budget
-from windlass.engine.scheduling.steps_ahead import AsyncScheduling
-from windlass.engine.scheduling.turns import FairQueue
 
 if TYPE_CHECKING:
-    from windlass.engine.cache.persist.store import BlockStore
+    from windlass.engine.cache.block_store import BlockStore
 
 
 def _by_id(adapter_id: int) -> bytes:
@@ -414,3 +419,348 @@ class Scheduler:
             kv_blocks_used=self.blocks.num_used_blocks,
             kv_cache_usage=self.blocks.usage,
         )
+
+
+_RETRY_STEPS = 8  # steps after which a sequence that found no room is matched against the prefix cache again
+
+
+class Admission:
+    """The choice of whom to admit, with what it remembers of the last refusal.
+
+    restoring: who brings back from files what prompts lack, if anybody does.
+    """
+
+    def __init__(
+        self,
+        config: SchedulerConfig,
+        limits: ContextLimits,
+        blocks: BlockManager,
+        reuse: NonPrefixReuse,
+        restoring: KVRestorer | None = None,
+    ) -> None:
+        self._reuse = reuse
+        self._config = config
+        self._limits = limits
+        self._blocks = blocks
+        self._kv_restorer = restoring
+        self._blocked: tuple[int, int, list[int]] | None = None  # who found no room, at which step, with what available
+
+    def validate(self, request: EngineRequest, rotation: RotaryPlan) -> None:
+        """Raise RequestError unless the request, alone in the engine, can run to its end."""
+        prompt, sampling, context_limits = (
+            len(request.prompt_token_ids),
+            request.sampling,
+            self._limits.context_limits(request.context),
+        )
+        limit = context_limits.longest_prompt
+        if prompt == 0:
+            raise RequestError("the prompt is empty: send at least one token", "prompt", "empty_prompt")
+        if sampling.n < 1:
+            raise RequestError("n must be at least 1", "n", "invalid_value")
+        if sampling.max_tokens < 0:
+            raise RequestError("max_tokens must be at least 0", "max_tokens", "invalid_value")
+        if prompt + min(sampling.max_tokens, 1) > limit:
+            message = (
+                f"the prompt has {prompt} tokens and the context holds {limit}, at least one of them for the output"
+            )
+            raise RequestError(f"{message}: shorten the prompt", "prompt", "context_length_exceeded")
+        if request.reuse is not None and request.reuse.is_enabled and self._limits.reuse_refusal is not None:
+            raise RequestError(f"cache_reuse: {self._limits.reuse_refusal}", "cache_reuse", "unsupported_value")
+        # The last output token is never computed, so it needs no slot.
+        longest = min(
+            max(prompt, min(prompt + sampling.max_tokens, context_limits.longest) - 1), context_limits.max_slots(1)
+        )
+        stage = rotation.stage(prompt)
+        last, final = stage.last_length, rotation.stage(longest)
+        far = any(spec.distances.has_second_keys for spec in (*stage.specs, *final.specs))
+        # Keys that are re-rotated stand in the cache twice, as computed and as re-rotated; and so do those that seem nearer
+        # from far away.
+        turns = rotation.policy == "rotate" and last is not None and longest > last
+        copies = 2 if turns or far else 1
+        for need, pool in zip(
+            self._blocks.min_blocks(
+                longest, shifts=context_limits.window is not None, sinks_window=context_limits.sinks_window
+            ),
+            self._blocks.pools,
+            strict=True,
+        ):
+            need *= 1 if pool.holds_states else copies  # only keys stand twice
+            if need > pool.num_blocks:
+                static = (
+                    "choose another rope_scaling, "
+                    if far
+                    else "set rope_update to frozen or recompute, "
+                    if turns
+                    else ""
+                )
+                why = (
+                    " (keys under this rope_scaling stand there twice)"
+                    if far
+                    else " (keys that turn stand there twice)"
+                )
+                raise RequestError(
+                    f"{longest} tokens of prompt and output need {need} KV blocks"
+                    f"{why if copies > 1 else ''} and the cache has {pool.num_blocks}: "
+                    f"lower max_tokens, shorten the prompt, {static}or give the server more memory for KV pages",
+                    "max_tokens",
+                    "kv_cache_exceeded",
+                )
+
+    def choose(
+        self, waiting: abc.Sequence[Sequence], running: abc.Sequence[Sequence], step: int
+    ) -> tuple[Sequence, bool] | None:
+        """The sequence to admit now, its cached prefix attached, and whether the cache held all of its tokens.
+
+        waiting, running: by rank. Nobody overtakes a sequence for which there is no room, so a large request is not
+        starved by small ones; only one that waits for a prefix somebody else is computing, or for files, steps aside. If nothing
+        runs, the first is admitted whatever the room, which is what makes a lone request always run.
+        """
+        for seq in waiting:
+            if self._is_prefix_coming(seq):
+                continue
+            if running and self._was_just_blocked(seq, step):
+                return None
+            if seq.cache.is_swapped_out:
+                if not running or self._has_free_blocks(seq, running):
+                    return seq, False
+                self._blocked = (seq.seq_id, step, self._blocks.available())
+                return None
+            if self._kv_restorer is not None and self._kv_restorer.should_wait(seq):
+                continue
+            hit, full = 0, False
+            if not seq.needs_full_prefill:
+                hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
+            if self._find_prefix_source(seq, hit, running):
+                continue
+            before = self._blocks.available()
+            self._blocks.attach(seq.cache, hit)
+            if not full:
+                self._reuse.find_passages(seq)
+            if running and not self._has_free_blocks(seq, running):
+                self._blocks.free(seq.cache)
+                self._blocked = (seq.seq_id, step, before)
+                return None
+            if self._kv_restorer is not None and self._kv_restorer.should_wait_again(seq, hit + full):
+                self._blocks.free(seq.cache)
+                continue
+            return seq, full
+        return None
+
+    def _was_just_blocked(self, seq: Sequence, step: int) -> bool:
+        """Whether `seq` found no room a few steps ago and no more is free now; spares a search of the prefix cache."""
+        if self._blocked is None or self._blocked[0] != seq.seq_id:
+            return False
+        _, blocked_at, before = self._blocked
+        grown = any(now > then for now, then in zip(self._blocks.available(), before, strict=True))
+        return not grown and step - blocked_at < _RETRY_STEPS
+
+    def _has_free_blocks(self, seq: Sequence, running: abc.Sequence[Sequence]) -> bool:
+        """Whether all known tokens of `seq` fit beside what running sequences still need for theirs, with 1 % spare."""
+        chunk = self._config.max_num_batched_tokens
+        # Of states one is left to copy to, whoever comes to the end of a block.
+        spare = [p.num_available - (int(p.holds_states) or p.num_blocks // 100) for p in self._blocks.pools]
+        for other in (seq, *running):
+            slots = min(other.num_tokens + other.cache.final_slot_offset, other.context_limits.max_slots(chunk))
+            need = self._blocks.blocks_still_needed(other.cache, slots, chunk, rerotates=other.will_rerotate)
+            spare = [s - n for s, n in zip(spare, need, strict=True)]
+        return min(spare) >= 0
+
+    def _is_prefix_coming(self, seq: Sequence) -> bool:
+        """Whether the sequence that `seq` waits for still runs and has not got there yet."""
+        if seq.awaited_prefix is None:
+            return False
+        other, num_tokens = seq.awaited_prefix
+        if other.status is SequenceStatus.RUNNING and other.cache.num_computed_tokens < num_tokens:
+            return True
+        seq.awaited_prefix = None
+        return False
+
+    def _find_prefix_source(self, seq: Sequence, hit: int, running: abc.Sequence[Sequence]) -> bool:
+        """Let `seq` wait if a better-ranked prefill is about to compute blocks that it could share.
+
+        Waiting costs nothing then, as the other one is served first anyway, and requests that arrive together with the
+        same long prompt compute it once.
+        """
+        if not self._blocks.enable_prefix_caching or seq.needs_full_prefill or seq.cache.private:
+            return False
+        size = self._blocks.block_size
+        usable = min(seq.num_tokens - 1, seq.num_shareable_tokens) // size
+        for other in running:
+            if other.rank > seq.rank:
+                return False
+            if other.num_uncomputed_tokens > 1 and not other.cache.private:
+                common = min(usable, seq.cache.chain.common_blocks(other.cache.chain))
+                if common > hit and other.cache.num_computed_tokens < common * size:
+                    seq.awaited_prefix = (other, common * size)
+                    return True
+        return False
+
+
+class ResultProcessor:
+    def __init__(
+        self,
+        requests: LiveRequests,
+        queues: SchedulerQueues,
+        blocks: BlockManager,
+        frequency_changes: FrequencyChanges,
+        speculation: Speculation,
+        reuse: NonPrefixReuse,
+        counters: SchedulerCounters,
+    ) -> None:
+        self._requests = requests
+        self._queues = queues
+        self._blocks = blocks
+        self._frequency_changes = frequency_changes
+        self._speculation = speculation
+        self._reuse = reuse
+        self._counters = counters
+
+    def process(self, output: SchedulerOutput, results: list[StepResult], now: float) -> list[RequestOutput]:
+        """The outputs of a step. now: seconds on the scheduler's clock.
+
+        Results of sequences that have ended since (an abort, a deadline) are ignored. Raises RuntimeError if a result
+        that was asked for is missing.
+        """
+        by_id, live = {result.seq_id: result for result in results}, self._requests.by_id
+        outputs: list[RequestOutput] = []
+        for item in output.sequences:
+            seq = live.get(item.seq_id)
+            if seq is None:
+                continue
+            if item.num_proposed:
+                result = _result(by_id, seq)
+                self._speculation.observe(seq, item, len(result.token_ids) - 1)
+                outputs.append(self._take_tokens(seq, result, now, start=item.start))
+                continue
+            if output.num_passes > 1 or output.ahead:
+                outputs.append(self._take_tokens(seq, _result(by_id, seq), now, start=item.start))
+                continue
+            self._settle(seq, item.start + item.num_tokens)
+            if item.prompt_logprobs is not None:
+                seq.add_prompt_logprobs(item.start, _result(by_id, seq).prompt_logprobs or ())
+            if seq.request.sampling.max_tokens == 0 and seq.num_uncomputed_tokens == 0:
+                outputs += self._finish_scoring(seq, by_id, now)
+            elif seq.children and item.samples:  # a prompt that begins again has them before its end
+                outputs += self._fork(seq, seq.children, by_id, now)
+            elif item.samples:
+                outputs.append(self._take_tokens(seq, _result(by_id, seq), now))
+        return outputs
+
+    def end(self, seq: Sequence) -> None:
+        """Forget a sample and free what it holds; the last one ends its request."""
+        if seq.fetch is not None:
+            seq.fetch.leave()
+        self._queues.leave(seq)
+        self._requests.forget(seq)
+
+    def _settle(self, seq: Sequence, num_computed_tokens: int) -> None:
+        """Book that the keys of so many tokens are final."""
+        seq.max_computed_tokens = max(seq.max_computed_tokens, num_computed_tokens)
+        self._blocks.mark_computed(seq.cache, seq.token_ids, num_computed_tokens, seq.num_inflight_tokens)
+        self._reuse.attach_passage(seq)
+
+    def _take_tokens(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
+        """`_append`, and what follows for the keys of a sequence that goes on."""
+        output = self._append(seq, result, now, start)
+        if output.finish_reason is None:
+            self._frequency_changes.recompute_if_stage_changed(seq)
+        return output
+
+    def _fork(
+        self, seq: Sequence, planned: list[Sequence], results: dict[int, StepResult], now: float
+    ) -> list[RequestOutput]:
+        """Append the first tokens of `seq` and of the samples that fork from it here, as they were planned."""
+        seq.children = []
+        children = [child for child in planned if child.status is SequenceStatus.FORKING]
+        for child in children:  # all of them before `seq` may finish and free its blocks
+            self._blocks.fork(seq.cache, child.cache)
+            child.max_computed_tokens = seq.max_computed_tokens
+        samples = [seq, *children]
+        if seq.index in seq.ended_samples:  # it has computed the prompt for the others
+            self._note_first_token(seq, now)
+            self.end(seq)
+            samples = children
+        outputs = [self._append(sample, _result(results, sample), now) for sample in samples]
+        for child in children:
+            if child.status is not SequenceStatus.FORKING:
+                continue
+            if self._queues.has_capacity and self._blocks.capacity(child.cache, 1):
+                self._queues.start(child)
+            else:
+                self._queues.preempt(child)
+        for sample in samples:
+            if sample.status is not SequenceStatus.FINISHED:
+                self._frequency_changes.recompute_if_stage_changed(sample)
+        return outputs
+
+    def _append(self, seq: Sequence, result: StepResult, now: float, start: int | None = None) -> RequestOutput:
+        """start: of a chunk with more than known tokens, whose keys become final with the tokens drawn, but for the last one's.
+
+        Keys past the accepted tokens are void: the next step overwrites them.
+        """
+        if not result.token_ids:
+            raise RuntimeError(f"the step drew no token for sequence {seq.seq_id}")
+        num_accepted, reason, stop_id = seq.append_tokens(result.token_ids)
+        if start is not None:
+            self._settle(seq, start + num_accepted)
+        self._counters.generation_tokens += num_accepted
+        scheduled_at = seq.first_scheduled_time if seq.first_token_time is None else None
+        self._note_first_token(seq, now)
+        prompt_logprobs, seq.prompt_logprobs = seq.prompt_logprobs, None
+        dropped, seq.num_dropped_early = seq.num_dropped_early, 0
+        report = seq.context_limits.context_report(seq.cache, dropped)
+        if reason is not None:
+            self._finish(seq, now)
+        elif dropped:
+            self._counters.count_shift(dropped)
+        return RequestOutput(
+            seq.request.request_id,
+            index=seq.index,
+            token_ids=tuple(result.token_ids[:num_accepted]),
+            logprobs=None if result.logprobs is None else result.logprobs[:num_accepted],
+            prompt_logprobs=None if prompt_logprobs is None else tuple(prompt_logprobs),
+            finish_reason=reason,
+            stop_token_id=stop_id,
+            cached_tokens=seq.cached_tokens or 0,
+            rotary=None if reason is None else seq.rotation.report(seq.stage, seq.cache.num_rerotations),
+            context=None if reason is None else report,
+            scheduled_at=scheduled_at,
+        )
+
+    def _finish_scoring(self, seq: Sequence, results: dict[int, StepResult], now: float) -> list[RequestOutput]:
+        """End a request that asked for no tokens, its prompt being computed; every sample is equally empty."""
+        pooled = None if seq.request.pooling is None else _result(results, seq).pooled
+        self._note_first_token(seq, now)
+        report = seq.context_limits.context_report(seq.cache)
+        self._finish(seq, now)
+        first = RequestOutput(
+            seq.request.request_id,
+            prompt_logprobs=None if seq.prompt_logprobs is None else tuple(seq.prompt_logprobs),
+            finish_reason="length",
+            cached_tokens=seq.cached_tokens or 0,
+            rotary=seq.rotation.report(seq.stage, seq.cache.num_rerotations),
+            context=report,
+            pooled=pooled,
+        )
+        rest = (replace(first, index=index, prompt_logprobs=None) for index in range(1, seq.request.sampling.n))
+        return [output for output in (first, *rest) if output.index not in seq.ended_samples]
+
+    def _note_first_token(self, seq: Sequence, now: float) -> None:
+        if seq.first_token_time is None:
+            seq.first_token_time = now
+            if seq.index == 0 and seq.first_scheduled_time is not None:
+                self._counters.prefill_seconds.append(now - seq.first_scheduled_time)
+
+    def _finish(self, seq: Sequence, now: float) -> None:
+        self.end(seq)
+        if seq.request.request_id not in self._requests and seq.first_token_time is not None:
+            self._counters.decode_seconds.append(now - seq.first_token_time)
+            if seq.first_scheduled_time is not None:
+                self._counters.inference_seconds.append(now - seq.first_scheduled_time)
+
+
+def _result(results: dict[int, StepResult], seq: Sequence) -> StepResult:
+    result = results.get(seq.seq_id)
+    if result is None:
+        raise RuntimeError(f"the step reported no result for sequence {seq.seq_id}")
+    return result

@@ -1,7 +1,6 @@
-"""One sample of one request while the engine works on it.
+"""Sequence: one sample of one request while the engine works on it.
 
-Plain state that the scheduler changes, and the rules that need nothing else: when it ends. What it holds in the cache is
-its handle's to know.
+Plain state that the scheduler changes, and rules that need nothing else, such as when a sequence ends. `cache` holds its blocks.
 """
 
 from __future__ import annotations
@@ -10,14 +9,15 @@ from collections import abc
 from dataclasses import dataclass, field
 from enum import Enum, auto
 
-from windlass.engine.api.request import EngineRequest, FinishReason, TokenLogprobs
-from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.persist.fetch import Fetch
-from windlass.engine.rotary.policy import RotaryPlan, RotaryStage
-from windlass.engine.scheduling.drafting import DraftState
-from windlass.engine.scheduling.shifting import SequenceContextLimits
-from windlass.engine.scheduling.turns import FairQueueEntry
+from windlass.engine.cache.block_store import Fetch
+from windlass.engine.cache.cache_operations import KeyRerotation
+from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.interface.outputs import FinishReason, TokenLogprobs
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rotary_policy import RotaryPlan, RotaryStage
+from windlass.engine.scheduling.context_shift import SequenceContextLimits
+from windlass.engine.scheduling.fairness import FairQueueEntry
+from windlass.engine.scheduling.ngram_proposer import DraftState
 
 EVICTION_RETRIED = -1
 

@@ -5,14 +5,12 @@ modules hold: products, attention, rotation, norms, draws and more. An operation
 that it calls, so that a recording can stand in for it. Exported is what tests and benchmarks call without a backend.
 """
 
-from windlass.kernels.cpu.arena import Arena
-from windlass.kernels.cpu.attention import attention_refusal, paged_attention_decode, paged_attention_prefill
-from windlass.kernels.cpu.blocks import embed_blocks, linear_blocks, linear_blocks_widened
-from windlass.kernels.cpu.library import load, unavailable_reason
-from windlass.kernels.cpu.linear import linear_refusal, linear_small
-from windlass.kernels.cpu.ops import embed_rows, gated_activation, rms_norm
-from windlass.kernels.cpu.panels import linear_panels, linear_panels_widened, pack_panels
-from windlass.kernels.cpu.rotary import (
+from __future__ import annotations
+
+from windlass.kernels.cpu.attention_bindings import (
+    attention_refusal,
+    paged_attention_decode,
+    paged_attention_prefill,
     rerotate_cached_keys,
     rerotate_refusal,
     rotary_angles,
@@ -20,7 +18,27 @@ from windlass.kernels.cpu.rotary import (
     rotate_queries,
     rotate_refusal,
 )
-from windlass.kernels.cpu.sampling import CompiledSamplingRow, draw_tokens, sampling_workspace, token_logprobs
+from windlass.kernels.cpu.call_recording import Arena
+from windlass.kernels.cpu.elementwise_bindings import (
+    CompiledSamplingRow,
+    draw_tokens,
+    embed_rows,
+    gated_activation,
+    rms_norm,
+    sampling_workspace,
+    token_logprobs,
+)
+from windlass.kernels.cpu.library import load, unavailable_reason
+from windlass.kernels.cpu.matmul_bindings import (
+    embed_blocks,
+    linear_blocks,
+    linear_blocks_widened,
+    linear_panels,
+    linear_panels_widened,
+    linear_refusal,
+    linear_small,
+    pack_panels,
+)
 
 __all__ = [
     "Arena",

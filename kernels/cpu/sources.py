@@ -1,4 +1,4 @@
-"""Which sources the compiled kernels come from. The build and the package both ask, so it imports nothing of the package."""
+"""Source fingerprint of the compiled kernels. setup.py runs this file, so it imports nothing of the package."""
 
 from __future__ import annotations
 

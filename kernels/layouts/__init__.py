@@ -1,1 +1,3 @@
-"""How pages and weights lie in memory."""
+"""Memory layouts of the KV cache and of weights."""
+
+from __future__ import annotations

@@ -1,1 +1,3 @@
-"""The operations in plain torch: the oracle, batched attention, forms whose rows are independent."""
+"""Plain torch operations: oracle, fallback, and row-independent forms."""
+
+from __future__ import annotations

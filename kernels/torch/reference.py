@@ -1,17 +1,25 @@
-"""Plain torch forms of every kernel: the oracle the other backends are tested against. Clear before quick."""
+"""Reference implementations in plain torch: the oracle of all other backends. Clarity before speed.
+
+Recurrent layers run token by token, so that elementary functions and sums always have the shape of one token.
+"""
 
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Callable
+from typing import Any, Literal, TypeAlias
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
 from windlass.kernels.attention_call import AttentionCall
-from windlass.kernels.layouts import int8 as int8_layout
-from windlass.kernels.layouts import int8_rows
-from windlass.kernels.layouts.pages import KVPages
+from windlass.kernels.backend import Routed, Routing, StateRows
+from windlass.kernels.layouts import kv_pages
+from windlass.kernels.layouts import kv_pages as int8_layout
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.layouts.weight_layouts import ExpertWeights
 
 
 def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -27,6 +35,7 @@ def rotate_half_split(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 
 MAX_SCORE_BYTES = 64 << 20  # of the scores that attention over ranges holds at once
+
 SMALLEST_SCALE = 2.0**-100  # of an int8 head; below it the head counts as zeros
 
 
@@ -46,9 +55,9 @@ def quantize(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
     """As `quantize` does it for every 32 numbers of x [..., D]: int8 [..., D] and float32 scales [..., ceil(D / 32)]."""
-    groups = int8_rows.num_groups(x.shape[-1])
-    padded = F.pad(x, (0, groups * int8_rows.GROUP - x.shape[-1]))
-    codes, scales = quantize(padded.view(*x.shape[:-1], groups, int8_rows.GROUP))
+    groups = kv_pages.num_groups(x.shape[-1])
+    padded = F.pad(x, (0, groups * kv_pages.GROUP - x.shape[-1]))
+    codes, scales = quantize(padded.view(*x.shape[:-1], groups, kv_pages.GROUP))
     return codes.flatten(-2)[..., : x.shape[-1]], scales
 
 
@@ -151,10 +160,10 @@ def _rerotate_rows(pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor
     codes, scales = _by_slot(pages.key), _by_slot(pages.key_scale)
     own, theirs = codes[sources], scales[sources]  # [N, Hkv, D], [N, Hkv, groups]
     codes[targets], scales[targets] = own, theirs
-    num_rotated_groups = int8_rows.num_groups(2 * cos.shape[-1])
+    num_rotated_groups = kv_pages.num_groups(2 * cos.shape[-1])
     if num_rotated_groups:
-        dims = min(num_rotated_groups * int8_rows.GROUP, own.shape[-1])
-        rotated = rotate_half_split(int8_rows.widened(own[..., :dims], theirs[..., :num_rotated_groups]), cos, sin)
+        dims = min(num_rotated_groups * kv_pages.GROUP, own.shape[-1])
+        rotated = rotate_half_split(kv_pages.widened(own[..., :dims], theirs[..., :num_rotated_groups]), cos, sin)
         _store_keys(pages, targets, rotated)
 
 
@@ -320,3 +329,200 @@ def soft_cap(x: Tensor, cap: float) -> Tensor:
 def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """x @ weight.T + bias. x: [T, K], weight: [N, K], bias: [N]; one dtype. Returns [T, N]."""
     return F.linear(x, weight, bias)
+
+
+def rms_norm_in_place(x: Tensor, weight: Tensor, eps: float) -> None:
+    """See `Backend.rms_norm_in_place`."""
+    wide = x.float()
+    x.copy_(wide * torch.rsqrt(wide.square().mean(dim=-1, keepdim=True) + eps) * weight)
+
+
+def latent_queries(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+    """See `Backend.latent_queries`."""
+    return torch.cat((q[..., :rotary_dim], head_products(q[..., rotary_dim:], key_matrices(up, q, rotary_dim))), dim=-1)
+
+
+def latent_values(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+    """See `Backend.latent_values`."""
+    return head_products(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
+
+
+def key_matrices(up: Tensor, q: Tensor, rotary_dim: int) -> Tensor:
+    return up[:, : q.shape[2] - rotary_dim]  # [H, N, C]
+
+
+def head_products(x: Tensor, matrices: Tensor) -> Tensor:
+    """x: [T, H, K], matrices: [H, K, N]. Returns [T, H, N] in x's dtype; sums are float32 on a CPU."""
+    compute = torch.float32 if x.is_cpu else x.dtype
+    return torch.bmm(x.transpose(0, 1).to(compute), matrices.to(compute)).transpose(0, 1).to(x.dtype)
+
+
+_LENGTH_EPS = 1e-6
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    rows: StateRows,
+    activation: Literal["silu"] | None = None,
+    bias: Tensor | None = None,
+) -> Tensor:
+    out = torch.zeros(x.shape, dtype=x.dtype, device=x.device)
+    width = weight.shape[1]
+    for block, first, end, fresh in _spans(rows):
+        before = torch.zeros_like(window[block]) if fresh else window[block]
+        inputs = torch.cat((before, x[first:end].float()))  # [W - 1 + n, C]
+        for t in range(end - first):
+            total = torch.zeros_like(inputs[0]) if bias is None else bias.clone()
+            for i in range(width):
+                total += inputs[t + i] * weight[:, i]
+            out[first + t] = total if activation is None else torch.nn.functional.silu(total)
+            _store_snapshot(inputs[t + 1 : t + width], window, rows, first + t)
+        window[block] = inputs[end - first :]
+    return out
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    tiled_heads: bool = False,
+) -> Tensor:
+    _, heads, key_dim, value_dim = memory.shape
+    key_width = (qkv.shape[1] - heads * value_dim) // 2
+    key_heads = key_width // key_dim
+    head = torch.arange(heads, device=qkv.device)
+    of_head = head % key_heads if tiled_heads else head // (heads // key_heads)
+    out = torch.zeros((qkv.shape[0], heads, value_dim), dtype=qkv.dtype, device=qkv.device)
+    for block, first, end, fresh in _spans(rows):
+        m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
+        for t in range(first, end):
+            q, k, v = qkv[t].float().split_with_sizes([key_width, key_width, heads * value_dim])
+            q, k = (_unit(part.reshape(-1, key_dim))[of_head] for part in (q, k))  # [Hv, Dk]
+            m *= torch.exp(-rate * torch.nn.functional.softplus(decay[t].float() + bias))[:, None, None]
+            known = (m * k[:, :, None]).sum(1)  # [Hv, Dv]
+            share = torch.sigmoid(strength[t].float())
+            m += k[:, :, None] * (share[:, None] * (v.view(heads, value_dim) - known))[:, None]
+            out[t] = (m * (q * key_dim**-0.5)[:, :, None]).sum(1)
+            _store_snapshot(m, memory, rows, t)
+        memory[block] = m
+    return out.flatten(1)
+
+
+def state_space(
+    mixed: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    limits: tuple[float, float] = (0.0, math.inf),
+) -> Tensor:
+    _, heads, key_dim, value_dim = memory.shape
+    key_width = (mixed.shape[1] - heads * value_dim) // 2
+    of_head = torch.arange(heads, device=mixed.device) // (heads * key_dim // key_width)
+    out = torch.zeros((mixed.shape[0], heads, value_dim), dtype=mixed.dtype, device=mixed.device)
+    for block, first, end, fresh in _spans(rows):
+        m = torch.zeros_like(memory[block]) if fresh else memory[block].clone()  # [Hv, Dk, Dv]
+        for t in range(first, end):
+            v, k, q = mixed[t].float().split_with_sizes([heads * value_dim, key_width, key_width])
+            k, q = (part.reshape(-1, key_dim)[of_head] for part in (k, q))  # [Hv, Dk]
+            v = v.view(heads, value_dim)
+            d = torch.nn.functional.softplus(step[t].float() + bias).clamp(*limits)
+            m *= torch.exp(-rate * d)[:, None, None]
+            m += k[:, :, None] * (d[:, None] * v)[:, None]
+            out[t] = (m * q[:, :, None]).sum(1) + skip[:, None] * v
+            _store_snapshot(m, memory, rows, t)
+        memory[block] = m
+    return out.flatten(1)
+
+
+def _unit(x: Tensor) -> Tensor:
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + _LENGTH_EPS)
+
+
+def _store_snapshot(state: Tensor, states: Tensor, rows: StateRows, token: int) -> None:
+    if rows.snapshots is not None and (block := int(rows.snapshots[token])) >= 0:
+        states[block] = state
+
+
+def _spans(rows: StateRows) -> list[tuple[int, int, int, bool]]:
+    """Of each sequence of tokens its block, its first token, the one behind its last, and whether it begins."""
+    starts = rows.starts.tolist()
+    spans = zip(rows.blocks.tolist(), starts[:-1], starts[1:], rows.lengths.tolist(), strict=True)
+    return [
+        (block, first, end, length == end - first) for block, first, end, length in spans if end > first and block != -1
+    ]
+
+
+Linear: TypeAlias = Callable[[Tensor, Any, Tensor | None], Tensor]  # as `Backend.linear`
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+    """See `Backend.route`."""
+    found = _sparsemixer(logits, routing) if routing.scores == "sparsemixer" else _largest(logits, routing, bias)
+    return found if scales is None else Routed(found.chosen, found.weights * scales[found.chosen])
+
+
+def _largest(logits: Tensor, routing: Routing, bias: Tensor | None) -> Routed:
+    scores = logits.softmax(dim=-1) if routing.scores == "softmax" else logits.sigmoid()
+    ranked = scores if bias is None else scores + bias
+    if routing.groups > 1:
+        grouped = ranked.view(ranked.shape[0], routing.groups, -1)  # [T, groups, E / groups]
+        best = grouped.topk(1 if routing.group_score == "largest" else 2, dim=-1).values.sum(dim=-1)
+        left_out = _best(best, routing.groups)[:, routing.top_groups :]
+        mask = torch.zeros_like(best, dtype=torch.bool).scatter_(1, left_out, True)
+        ranked = grouped.masked_fill(mask[:, :, None], float("-inf")).flatten(1)
+    chosen = _best(ranked, routing.top_k)
+    weights = scores.gather(1, chosen)
+    if routing.normalized:
+        weights = weights / (weights.sum(dim=-1, keepdim=True) + routing.sum_eps).clamp(min=routing.least_sum)
+    return Routed(chosen, weights * routing.scale)
+
+
+def _best(scores: Tensor, count: int) -> Tensor:
+    """The places of the largest scores, the first of equal ones first."""
+    return scores.sort(dim=-1, descending=True, stable=True).indices[:, :count]
+
+
+def _sparsemixer(logits: Tensor, routing: Routing) -> Routed:
+    left, chosen, weights = logits, [], []
+    for _ in range(routing.top_k):
+        first = _best(left, 1)
+        largest = left.gather(1, first)
+        far = (largest - logits) / logits.abs().maximum(largest) > 2 * routing.jitter
+        weights.append(left.masked_fill(far, float("-inf")).softmax(dim=-1).gather(1, first))
+        chosen.append(first)
+        left = left.scatter(1, first, float("-inf"))
+    return Routed(torch.cat(chosen, dim=1), torch.cat(weights, dim=1) * routing.scale)
+
+
+def linear_of_experts(x: Tensor, experts: ExpertWeights, chosen: Tensor, linear: Linear) -> Tensor:
+    """See `Backend.linear_of_experts`: one `linear` for each expert that is chosen."""
+    per_row = chosen.numel() // max(x.shape[0], 1)  # how many of its experts a row of x meets
+    out = torch.empty((chosen.numel(), experts.columns), dtype=x.dtype, device=x.device)
+    ordered = chosen.flatten().sort(stable=True)
+    counts = ordered.values.bincount(minlength=len(experts)).tolist()
+    for expert, places in enumerate(ordered.indices.split_with_sizes(counts)):
+        if not len(places):
+            continue
+        out[places] = linear(x[places // per_row], experts.weights[expert], experts.bias(expert))
+    return out
+
+
+def weighted_sum(x: Tensor, weights: Tensor) -> Tensor:
+    """See `Backend.sum_of_experts`: summed in the order of the experts, in float32."""
+    tokens, count = weights.shape
+    parts = x.view(tokens, count, x.shape[1])
+    total = parts[:, 0].float() * weights[:, :1]
+    for place in range(1, count):
+        total += parts[:, place].float() * weights[:, place : place + 1]
+    return total.to(x.dtype)

@@ -1,1 +1,3 @@
-"""The operations as Triton programs for NVIDIA GPUs; `backend` binds them, `programs/` is what runs on the device."""
+"""Triton kernels for NVIDIA GPUs. Each module holds the kernels of one operation and the functions that launch them."""
+
+from __future__ import annotations

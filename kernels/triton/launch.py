@@ -1,9 +1,7 @@
-"""Starts programs on the device of their tensors, and says what sizes they like.
+"""Kernel launch: grid, device, programmatic dependent launch (capability 9.0), and tile size helpers.
 
-Knows no operation.
+Every kernel first lets its successor start and then waits for its predecessors (`follow`).
 """
-
-from __future__ import annotations
 
 import functools
 from typing import Any, NamedTuple
@@ -12,6 +10,23 @@ import torch
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.target_info import cuda_capability_geq
+
+
+@triton.jit
+def wait_for_predecessor():
+    if cuda_capability_geq(9, 0):
+        tl.extra.cuda.gdc_launch_dependents()
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def is_last_program(ticket):
+    """Whether the programs (i, 0), (i, 1) ... that share a ticket, 0 at first, have come here before this one: what they wrote or
+    added before is seen by loads past the processor's own cache (`.cg`)."""
+    tl.debug_barrier()
+    return tl.atomic_add(ticket, 1, sem="acq_rel") == tl.num_programs(1) - 1
+
 
 # Of a rounded compute dtype tiles are multiplied as they are, with float32 sums; everything else in float32.
 _DOTS = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16}
@@ -42,7 +57,7 @@ class Device(NamedTuple):
     capability: tuple[int, int] = (8, 0)
 
     @classmethod
-    def of(cls, device: torch.device) -> Device:
+    def of(cls, device: torch.device) -> "Device":
         if device.type != "cuda":
             return SMALL
         found = triton.runtime.driver.active.utils.get_device_properties(device.index or 0)

@@ -1,11 +1,77 @@
-"""Norms: the arguments of their programs."""
+"""RMS norm and layer norm in Triton, in float32."""
 
-from __future__ import annotations
-
+import triton
+import triton.language as tl
 from torch import Tensor
 
-from windlass.kernels.triton.launch import launch, power_of_two, strided
-from windlass.kernels.triton.programs import norms as programs
+from windlass.kernels.triton.launch import launch, power_of_two, strided, wait_for_predecessor
+
+
+# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+@triton.jit(do_not_specialize=["rows"])
+def rms_norm_kernel(
+    x,
+    stride,
+    head_stride,
+    out,
+    out_stride,
+    residual,
+    residual_stride,
+    weight,
+    eps,
+    rows,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    ADD: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (ROWS rows): row r of x is token r // HEADS, head r % HEADS. ADD: the sum with the residual's row, which it
+    becomes."""
+    wait_for_predecessor()
+    row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)[:, None]
+    dims = tl.arange(0, BLOCK)[None, :]
+    ok = (row < rows) & (dims < DIM)
+    at = x + row // HEADS * stride + row % HEADS * head_stride + dims
+    wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    if ADD:
+        to = residual + row * residual_stride + dims
+        # Of the sum, its rounded form is normed.
+        rounded = (tl.load(to, mask=ok, other=0.0).to(tl.float32) + wide).to(residual.dtype.element_ty)
+        tl.store(to, rounded, mask=ok)
+        wide = rounded.to(tl.float32)
+    mean = tl.sum(wide * wide, 1)[:, None] / DIM
+    normed = wide * tl.div_rn(1.0, tl.sqrt_rn(mean + eps)) * tl.load(weight + dims, mask=dims < DIM, other=0.0)
+    tl.store(out + row * out_stride + dims, normed.to(out.dtype.element_ty), mask=ok)
+
+
+@triton.jit
+def layer_norm_kernel(
+    x,
+    stride,
+    head_stride,
+    out,
+    weight,
+    bias,
+    eps,
+    HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    BIAS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    wait_for_predecessor()
+    row = tl.program_id(0).to(tl.int64)
+    dims = tl.arange(0, BLOCK)
+    ok = dims < DIM
+    at = x + row // HEADS * stride + row % HEADS * head_stride + dims
+    wide = tl.load(at, mask=ok, other=0.0).to(tl.float32)
+    away = tl.where(ok, wide - tl.sum(wide, 0) / DIM, 0.0)
+    normed = away * tl.div_rn(1.0, tl.sqrt_rn(tl.sum(away * away, 0) / DIM + eps))
+    normed = normed * tl.load(weight + dims, mask=ok, other=0.0)
+    if BIAS:
+        normed = normed + tl.load(bias + dims, mask=ok, other=0.0)
+    tl.store(out + row * DIM + dims, normed.to(out.dtype.element_ty), mask=ok)
+
 
 _LEAST = 1024  # numbers of a program: queries and keys have many short rows
 
@@ -37,7 +103,7 @@ def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Te
     out, dim, heads = x.new_empty(x.shape), x.shape[-1], x.shape[1] if x.ndim == 3 else 1
     block = power_of_two(dim)
     launch(
-        programs.layer_norm_kernel,
+        layer_norm_kernel,
         (x.shape[0] * heads,),
         x,
         x,
@@ -62,7 +128,7 @@ def _rms_norm(x: Tensor, out: Tensor, weight: Tensor, eps: float, residual: Tens
     block = power_of_two(dim)
     rows, each = x.shape[0] * heads, max(1, _LEAST // block)
     launch(
-        programs.rms_norm_kernel,
+        rms_norm_kernel,
         (-(-rows // each),),
         x,
         x,

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from pydantic_core import to_json
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.answers.logprob_layouts import prompt_logprobs_object
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces
 from windlass.server.answers.rotary_layouts import sample_object

@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Literal
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions
 from windlass.server.answers.logprob_layouts import chat_logprobs
 from windlass.server.answers.pieces import JsonList

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions, AnswerWriter, Result, in_pieces
 from windlass.server.answers.logprob_layouts import CompletionLogprobLists
 from windlass.server.answers.pieces import JsonList

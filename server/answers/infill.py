@@ -8,7 +8,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.answers.base import AnswerOptions, Result
 from windlass.server.answers.rotary_layouts import sample_object
 from windlass.server.errors import answer_too_large

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.text.offsets import TextOffsets
 
 if TYPE_CHECKING:

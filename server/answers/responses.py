@@ -9,7 +9,7 @@ from typing import Any
 
 from pydantic_core import to_json
 
-from windlass.engine.api.request import SamplingParams
+from windlass.engine.interface.request import SamplingParams
 from windlass.server.answers.base import usage_object
 from windlass.server.answers.blocks import AnswerBlock, BlockWriter
 from windlass.server.answers.pieces import JsonList, encode, encode_pieces

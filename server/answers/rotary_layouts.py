@@ -8,12 +8,11 @@ from __future__ import annotations
 from functools import lru_cache
 from typing import Any
 
-from windlass.engine.api.context import ContextReport, ContextRule
-from windlass.engine.api.request import ModelInfo
-from windlass.engine.rotary.groups import RotaryGroup, main_group
-from windlass.engine.rotary.ladder import AutoScalingThresholds
-from windlass.engine.rotary.policy import RotaryReport, make_auto_plan
-from windlass.engine.rotary.scaling import original_len
+from windlass.engine.interface.context import ContextReport, ContextRule
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.rotary.auto_scaling import AutoScalingThresholds
+from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
+from windlass.engine.rotary.rotary_policy import RotaryReport, make_auto_plan
 from windlass.server.generation.deltas import SampleReport
 
 

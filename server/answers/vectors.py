@@ -5,7 +5,7 @@ from __future__ import annotations
 from base64 import b64encode
 from collections.abc import Sequence
 
-from windlass.engine.api.pooling import PooledRows
+from windlass.engine.interface.outputs import PooledRows
 
 _NUMBER_BYTES = 16  # "-0.000123456789,"
 

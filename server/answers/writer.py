@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Protocol
 
-from windlass.engine.api.request import TokenLogprobs
+from windlass.engine.interface.outputs import TokenLogprobs
 from windlass.server.generation.deltas import Delta
 
 

@@ -16,7 +16,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import BaseRoute
 
 from windlass._version import __version__
-from windlass.engine.client import EngineClient
+from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import EngineError, nearest
 from windlass.server.app.auth import OPEN_PATHS, AuthMiddleware
 from windlass.server.app.description import pages

@@ -8,7 +8,7 @@ import sys
 def main() -> None:
     """Run the command that the process was given, and end it."""
     try:
-        from windlass.engine.api.importing import importing
+        from windlass.engine.process_setup import importing
 
         with importing():
             from windlass.server.cli.main import main as run

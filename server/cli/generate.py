@@ -16,13 +16,13 @@ from typing import TYPE_CHECKING, Any
 
 from windlass.clients import APIConnectionError, APIError, APIStatusError, Client, RetryPolicy, Stream
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.request import EngineRequest
+from windlass.clients.terminal.loading_display import LoadingDisplay
 from windlass.engine.errors import EngineError, LoadError, RequestError
+from windlass.engine.interface.request import EngineRequest
 from windlass.server.cli.key_hint import with_key_hint
 from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.engine import EngineOptions
 from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
-from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.engines import Engines
 from windlass.server.startup.launch import check_model
 from windlass.server.startup.model_defaults import find_sampling

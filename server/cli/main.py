@@ -17,11 +17,11 @@ from windlass.clients.loadtest.cli.app import add_commands
 from windlass.clients.terminal.lines import say
 from windlass.clients.terminal.run import run_app
 from windlass.clients.terminal.version import version_option
-from windlass.engine.api.importing import importing
 from windlass.engine.errors import EngineError
+from windlass.engine.process_setup import importing
 from windlass.server.cli.brief_help import BriefHelp, help_all_option
 from windlass.server.cli.ray_commands import app as ray
-from windlass.server.cli.rope.commands import app as rope
+from windlass.server.cli.rope import app as rope
 from windlass.server.cli.top.command import top
 from windlass.server.options.answer_defaults import SamplingOptions
 from windlass.server.options.config_file import config_option
@@ -147,9 +147,9 @@ def bench_engine(
     help_all: HelpAll = False,
 ) -> None:
     """Run the engine alone, without HTTP, and report tokens per second."""
-    from windlass.engine.core.threads import apply_thread_settings
+    from windlass.clients.terminal.loading_display import LoadingDisplay
+    from windlass.engine.host_resources import apply_thread_settings
     from windlass.server.startup.choice import choose_model, with_draft_model
-    from windlass.server.startup.display import LoadingDisplay
     from windlass.server.startup.launch import check_model
 
     engine.to_config(Path())  # options at fault are reported before anything is looked up or downloaded
@@ -158,7 +158,7 @@ def bench_engine(
     check_model(engine, path)
     config = engine.to_config(path)
     apply_thread_settings(config.compute.cores)
-    from windlass.engine.offline.bench import run_engine_benchmark  # it brings torch: this process is no server
+    from windlass.engine.engine_benchmark import run_engine_benchmark
 
     display = LoadingDisplay()
     try:

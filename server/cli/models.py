@@ -10,7 +10,7 @@ from pathlib import Path
 
 from windlass.clients.terminal.lines import say
 from windlass.engine.errors import EngineError, LoadError, did_you_mean
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.model_spec import ModelSpec
 from windlass.server.startup.catalogue.folder import cache_folder, is_here, model_file
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.catalogue.pull import check, megabytes, pull
@@ -120,16 +120,16 @@ def _of_hub_cache() -> list[ListedModel]:
 
 def _describe(directory: Sequence[Path]) -> str:
     """Architecture and context of a model that can be served; raises EngineError for one that cannot."""
-    from windlass.engine.api.config import EngineConfig
-    from windlass.engine.model.loading.preflight import describe_model
+    from windlass.engine.interface.config import EngineConfig
+    from windlass.engine.model.loading.model_description import describe_model
 
     return _about(describe_model(EngineConfig(model=str(directory[0]))).spec)
 
 
 def _describe_gguf(parts: Sequence[Path]) -> str:
     """The same of a GGUF file with its parts."""
-    from windlass.engine.model.families.reading import read_spec
-    from windlass.engine.model.gguf.description import describe_gguf
+    from windlass.engine.model.families.spec_reader import read_spec
+    from windlass.engine.model.gguf.gguf_description import describe_gguf
 
     found = describe_gguf(parts)
     return _about(read_spec(found.config, found.generation))

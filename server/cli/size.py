@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, replace
 from pathlib import Path
 
-from windlass.engine.api.machine import available_memory
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.sizing import Alternative, ModelSize, size_model
+from windlass.engine.host_resources import available_memory
+from windlass.engine.model.loading.model_size import Alternative, ModelSize, size_model
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import in_options
 from windlass.server.startup.choice import choose_model, with_draft_model

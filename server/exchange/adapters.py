@@ -13,9 +13,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.client import EngineClient
+from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import RequestError
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.options.adapters import NAME_RULE, is_adapter_name
 from windlass.server.options.engine_names import in_options

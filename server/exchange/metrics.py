@@ -15,9 +15,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
 from prometheus_client.registry import Collector
 
-from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient, engine_name
+from windlass.engine.client.engine_client import EngineClient, engine_name
 from windlass.engine.errors import EngineError
+from windlass.engine.interface.outputs import EngineStats
 from windlass.server.exchange.histograms import Histogram, Observer, Several
 from windlass.server.exchange.scaling_metrics import ScalingCollector
 from windlass.server.exchange.vllm_metrics import VllmMetrics

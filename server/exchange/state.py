@@ -12,8 +12,8 @@ import itertools
 import time
 from typing import TYPE_CHECKING, Protocol
 
-from windlass.engine.api.request import ModelInfo
-from windlass.engine.client import EngineClient
+from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.errors import ApiError, unavailable
 from windlass.server.exchange.adapters import ServedAdapter, ServedAdapters
 from windlass.server.exchange.caller_metrics import CallerCollector

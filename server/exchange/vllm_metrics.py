@@ -14,8 +14,8 @@ from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from windlass.engine.api.request import STEP_TOKENS, EngineStats
-from windlass.engine.client import EngineClient, engine_name
+from windlass.engine.client.engine_client import EngineClient, engine_name
+from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
 from windlass.server.exchange.histograms import Histogram, family
 
 _FIRST_TOKEN: tuple[float, ...] = (

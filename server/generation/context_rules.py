@@ -8,9 +8,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, NonPrefixReuseParams
-from windlass.engine.api.context_size import ContextSize, context_sizes_of
-from windlass.engine.api.request import ModelInfo
+from windlass.engine.interface.context import (
+    DEFAULT_KEEP_TOKENS,
+    MIN_PASSAGE_TOKENS,
+    ContextRule,
+    ContextSize,
+    NonPrefixReuseParams,
+    context_sizes_of,
+)
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.options.settings import ContextOverflow, ServerSettings
 from windlass.server.protocol.generation_request import GenerationRequest

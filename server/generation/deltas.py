@@ -12,12 +12,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from windlass.engine.api.context import ContextReport, ContextRule
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import EngineRequest, RequestOutput, TokenLogprobs
-from windlass.engine.client import EngineClient
+from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import DeadlineError, EngineDeadError
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.interface.context import ContextReport, ContextRule, ContextSize
+from windlass.engine.interface.outputs import RequestOutput, TokenLogprobs
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rotary_policy import RotaryReport
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.generation.request_rotation import Rotation, report_at
 from windlass.server.text.detokenizer import Detokenizer

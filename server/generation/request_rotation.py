@@ -10,14 +10,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.fields import KINDS
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling, main_group
-from windlass.engine.rotary.ladder import AUTO, AUTO_NAME
-from windlass.engine.rotary.policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextSize
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryGroup, apply_scaling, main_group
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner, RotaryReport
+from windlass.engine.rotary.scaling_fields import KINDS
 from windlass.server.options.profiles import DEFAULT_NAME, OPTION
 from windlass.server.options.settings import ServerSettings
 

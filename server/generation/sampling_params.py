@@ -7,8 +7,9 @@ from __future__ import annotations
 
 from collections.abc import Collection
 
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.request import MAX_REPEAT_WINDOW, ModelInfo, RepeatPenalty, SamplingParams
+from windlass.engine.interface.context import ContextSize
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.request import MAX_REPEAT_WINDOW, RepeatPenalty, SamplingParams
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.options.settings import SamplingDefaults
 from windlass.server.protocol.generation_request import GenerationRequest

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import AdapterSource
 from windlass.server.options.spelling import split
 
 OPTION = "--lora"

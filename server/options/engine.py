@@ -11,8 +11,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, get_args
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import (
+from windlass.engine.errors import LoadError
+from windlass.engine.host_resources import split_cores
+from windlass.engine.interface.config import (
     MAX_BURST_SECONDS,
     Activations,
     EngineConfig,
@@ -20,11 +21,10 @@ from windlass.engine.api.config import (
     Quantization,
     parse_cache_dtype,
 )
-from windlass.engine.core.threads import split_cores
-from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import AUTO, AUTO_NAME, ScalingThreshold
-from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.auto_scaling import AUTO, AUTO_NAME, ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 from windlass.server.options.adapters import parse_adapters
 from windlass.server.options.engine_names import flat_names, from_flat
 from windlass.server.options.ladder import parse_ladder

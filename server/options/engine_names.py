@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from typing import Any
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.interface.config import EngineConfig
 
 _RENAMED = {
     "cache.dtype": "kv_cache_dtype",

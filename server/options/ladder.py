@@ -1,6 +1,6 @@
 """The notation of `--rope-ladder`: up to which length of a request which profile holds.
 
-Whether the steps suit a model, and one another, is for `windlass.engine.rotary.ladder` to say.
+Whether the steps suit a model, and one another, is for `windlass.engine.rotary.auto_scaling` to say.
 """
 
 from __future__ import annotations
@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.rotary.ladder import MAX_STEPS, ScalingThreshold
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.auto_scaling import MAX_STEPS, ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.options.spelling import split
 
 OPTION = "--rope-ladder"

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import AUTO_NAME
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.auto_scaling import AUTO_NAME
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 OPTION = "--rope-profile"
 DEFAULT_NAME = "default"  # what requests run under that ask for nothing

@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, Literal
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.rotary.policy import RopeUpdate
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.server.options.key_file import ApiKey
 
 RopePolicy = Literal["allow", "profiles", "off"]

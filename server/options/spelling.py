@@ -15,8 +15,8 @@ from typing import Annotated, Any, TypeVar
 
 import typer
 
-from windlass.engine.api.config import parse_dtype, parse_size
 from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.interface.config import parse_dtype, parse_size
 
 LOG_FORMATS = ("text", "json")
 MAX_TEMPLATE_BYTES = 1024 * 1024

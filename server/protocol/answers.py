@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 from pydantic import ConfigDict, Field
 
-from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.server.protocol.base import StrictModel
 
 

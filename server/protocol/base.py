@@ -21,7 +21,7 @@ from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError, from_json
 
 from windlass.engine.errors import did_you_mean, nearest
-from windlass.engine.rotary.policy import ROPE_UPDATES, RopeUpdate
+from windlass.engine.rotary.rotary_policy import ROPE_UPDATES, RopeUpdate
 from windlass.server.protocol.elsewhere import asks_for_nothing
 
 INT32_MAX = 2**31 - 1

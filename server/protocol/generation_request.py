@@ -10,7 +10,7 @@ from pydantic import AfterValidator, BeforeValidator, Field, GetJsonSchemaHandle
 from pydantic.json_schema import JsonSchemaValue
 from pydantic_core import CoreSchema, PydanticCustomError
 
-from windlass.engine.api.request import MAX_REPEAT_WINDOW
+from windlass.engine.interface.request import MAX_REPEAT_WINDOW
 from windlass.server.protocol.base import (
     INT32_MAX,
     INT64_MAX,

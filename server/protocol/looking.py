@@ -7,7 +7,7 @@ from typing import Annotated, Any, Self
 from pydantic import Field, model_validator
 from pydantic_core import PydanticCustomError
 
-from windlass.engine.api.looks import MAX_ATTENTION_TOKENS
+from windlass.engine.interface.introspection import MAX_ATTENTION_TOKENS
 from windlass.server.protocol.base import RopeScalingField, StrictModel
 
 

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.rotary_policy import RopeUpdate
 from windlass.server.protocol.answers import ModelRotary, RotaryChosen, RotaryLadderShown, ScalingValue
 from windlass.server.protocol.base import RopeScalingField, RopeUpdateField, StrictModel
 

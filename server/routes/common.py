@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 from pydantic import BaseModel
 from starlette.requests import Request
 
-from windlass.engine.api.request import ModelInfo
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.errors import ApiError, bad_request, unavailable
 from windlass.server.exchange.request_id import CALLER
 from windlass.server.exchange.state import ServerState

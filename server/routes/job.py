@@ -8,10 +8,9 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.context_size import ContextSize
-from windlass.engine.api.pooling import PoolingRule
-from windlass.engine.api.request import EngineRequest, ModelInfo, SamplingParams
+from windlass.engine.interface.context import ContextRule, ContextSize, NonPrefixReuseParams
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.server.answers.base import AnswerOptions
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.adapters import ServedAdapter

@@ -13,7 +13,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.api.looks import AttentionQuery, AttentionSnapshot, CacheQuery
+from windlass.engine.interface.introspection import AttentionQuery, AttentionSnapshot, CacheQuery
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.body import read_body
 from windlass.server.exchange.slices import LargeJson

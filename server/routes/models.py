@@ -11,7 +11,7 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.api.request import ModelInfo
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.answers.rotary_layouts import ladder_object, model_rotation
 from windlass.server.exchange.adapters import ServedAdapter
 from windlass.server.exchange.state import ServerState

@@ -11,8 +11,9 @@ from contextlib import aclosing, asynccontextmanager
 from dataclasses import replace
 from typing import Any
 
-from windlass.engine.api.request import EngineRequest, ModelInfo
 from windlass.engine.errors import RequestError
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.interface.request import EngineRequest
 from windlass.server.answers.base import LARGE_ANSWER, AnswerOptions
 from windlass.server.answers.size import estimate_bytes
 from windlass.server.answers.writer import Writer

@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from windlass._version import __version__
-from windlass.engine.rotary.ladder import AUTO
+from windlass.engine.rotary.auto_scaling import AUTO
 from windlass.server.errors import from_exception
 from windlass.server.exchange.recording import Line, WorkloadRecorder
 from windlass.server.generation.deltas import Delta, GenerationPlan, Tally

@@ -10,9 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from windlass.engine.rotary.frequencies import wavelength
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.policy import RotaryPlan, joint_fingerprint
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.rope_scaling import RotaryGroup, RotarySpec
+from windlass.engine.rotary.rotary_policy import RotaryPlan, joint_fingerprint
 from windlass.server.answers.rotary_layouts import groups_object, ladder_object
 from windlass.server.errors import bad_request
 from windlass.server.exchange.body import read_body

@@ -6,8 +6,8 @@ import asyncio
 import time
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.request import EngineStats
-from windlass.engine.client.replicas.sums import sum_stats
+from windlass.engine.client.replicated_client import sum_stats
+from windlass.engine.interface.outputs import EngineStats
 from windlass.server.exchange.metrics import ServerMetrics
 
 

@@ -2,77 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from windlass._version import __version__
-from windlass.clients.terminal.lines import say
-from windlass.clients.terminal.streams import on_terminal
-from windlass.engine.api.request import ModelInfo
-from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.rotary.rope_scaling import RotaryGroup
 from windlass.server.options.engine_names import in_options
-
-if TYPE_CHECKING:
-    from rich.progress import Progress, TaskID
-
-
-# Private: set for a server that another program of ours has started, so that it can show the progress. Then a line with this
-# name and [stage, done, total] tells each step.
-PROGRESS_VARIABLE = "_WINDLASS_PROGRESS"
-
-
-class LoadingDisplay:
-    """A progress bar on a terminal; elsewhere one line when a stage of loading begins.
-
-    It is the callback `(stage, done, total)`; `stop` takes the bar away and may be called twice. first: a line to be said before
-    all others, once there is something to say.
-    """
-
-    def __init__(self, terminal: bool | None = None, first: str | None = None) -> None:
-        self._terminal = on_terminal() if terminal is None else terminal
-        self._first = first
-        self._stage: str | None = None
-        self._progress: Progress | None = None
-        self._task: TaskID | None = None
-
-    def __call__(self, stage: str, done: int, total: int) -> None:
-        self.begin()
-        if PROGRESS_VARIABLE in os.environ:
-            say(PROGRESS_VARIABLE + json.dumps([stage, done, total]))
-        elif not self._terminal:
-            if stage != self._stage:
-                say(f"{stage} ...")
-        else:
-            progress = self._progress or self._start()
-            if stage != self._stage:
-                if self._task is not None:
-                    progress.remove_task(self._task)
-                self._task = progress.add_task(stage, total=total)
-            if self._task is not None:
-                progress.update(self._task, completed=done, total=total)
-        self._stage = stage
-
-    def begin(self) -> None:
-        """Say the first line, unless it has been said."""
-        if self._first is not None:
-            say(self._first)
-            self._first = None
-
-    def _start(self) -> Progress:
-        from rich.console import Console
-        from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeElapsedColumn
-
-        columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeElapsedColumn())
-        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
-        self._progress.start()
-        return self._progress
-
-    def stop(self) -> None:
-        if self._progress is not None:
-            self._progress.stop()
-            self._progress = None
 
 
 class Sized(Protocol):

@@ -7,15 +7,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.client.child import DEFAULT_CORE, ChildProcess, ProcessPlacement, preload_module
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.placement import ReplicaPlacement
-from windlass.engine.core.threads import split_cores
+from windlass.engine.client.child_process import DEFAULT_CORE, ChildProcess, ProcessPlacement, preload_module
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.replicated_client import ReplicaPlacement, ReplicatedClient
+from windlass.engine.host_resources import split_cores
+from windlass.engine.interface.config import EngineConfig
 from windlass.server.options.engine import EngineOptions
 
-# Private: names the engine core (see windlass.engine.core.process), so that tests can do without a model.
+# Private: names the engine core (see windlass.engine.core.engine_process), so that tests can do without a model.
 CORE_VARIABLE = "_WINDLASS_ENGINE_CORE"
 
 SupervisedEngine: TypeAlias = ProcessClient | ReplicatedClient

@@ -51,7 +51,7 @@ def source_stem(directory: Path) -> str | None:
 
 
 def _fill(directory: Path, parts: Sequence[Path]) -> None:
-    from windlass.engine.model.gguf.description import describe_gguf  # here: they import numpy, gguf and tokenizers
+    from windlass.engine.model.gguf.gguf_description import describe_gguf
     from windlass.server.text.gguf.tokenizer_files import tokenizer_files
 
     found = describe_gguf(parts)

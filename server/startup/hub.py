@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError, did_you_mean
-from windlass.engine.model.loading.formats import describe_other_format
+from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.server.startup.catalogue.known import KNOWN, KnownModel
 from windlass.server.startup.gguf_directory import derive_directory, is_gguf
 from windlass.server.startup.gguf_files import all_parts, choose_file, gguf_names, model_files, spoken_models

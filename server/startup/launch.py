@@ -21,13 +21,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.context_size import context_sizes_of
-from windlass.engine.api.importing import importing
-from windlass.engine.client import EngineClient
-from windlass.engine.core.threads import pin_to_cores, split_cores
+from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.engine.client.engine_client import EngineClient
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.device import expect_device
-from windlass.engine.model.loading.preflight import check_start
+from windlass.engine.host_resources import pin_to_cores, split_cores
+from windlass.engine.interface.context import context_sizes_of
+from windlass.engine.model.loading.preflight import check_start, expect_device
+from windlass.engine.process_setup import importing
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.http.descriptors import raise_limit
 from windlass.server.http.loop_watch import LoopWatch
@@ -44,7 +44,7 @@ from windlass.server.options.spelling import LOG_FORMATS, check_log_level, choos
 from windlass.server.startup.activity import report_activity
 from windlass.server.startup.catalogue.folder import cache_folder
 from windlass.server.startup.choice import choose_model, known_sampling, with_draft_model
-from windlass.server.startup.display import LoadingDisplay, summary
+from windlass.server.startup.display import summary
 from windlass.server.startup.early_signals import noting
 from windlass.server.startup.ending import Ending
 from windlass.server.startup.engines import CORE_VARIABLE, Engines, SupervisedEngine
@@ -62,7 +62,7 @@ from windlass.server.text.template_facts import RESERVED
 if TYPE_CHECKING:
     from fastapi import FastAPI
 
-    from windlass.engine.model.spec import ModelSpec
+    from windlass.engine.model.model_spec import ModelSpec
     from windlass.server.http.server import HttpServer
 
 

@@ -6,7 +6,7 @@ import logging
 import os
 import sys
 
-from windlass.engine.api.json_log import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_as_json
+from windlass.engine.process_setup import JSON_FORMAT, LOG_FORMAT_VARIABLE, log_as_json
 from windlass.server.exchange.request_id import RequestFields
 from windlass.server.options.engine_names import in_options
 

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.model.loading.preflight import read_json
+from windlass.engine.model.loading.model_description import read_json
 from windlass.server.options.answer_defaults import FILE, NONE, OVERRIDE, read_override, read_sampling, sampling_file
 from windlass.server.options.settings import SamplingDefaults
 

@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import re
 
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule
-from windlass.engine.api.context_size import ContextSizes
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.context_refusals import ContextRefusals, context_refusals
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.scaling import DISTANCE_KINDS
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.context import DEFAULT_KEEP_TOKENS, MIN_PASSAGE_TOKENS, ContextRule, ContextSizes
+from windlass.engine.model.model_spec import ContextRefusals, ModelSpec, context_refusals
+from windlass.engine.rotary.rope_scaling import DISTANCE_KINDS
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 

@@ -6,14 +6,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.answer_files import read_reranker_config
+from windlass.engine.model.loading.sentence_transformers_files import read_reranker_config
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import RankSettings
 from windlass.server.options.spelling import read_template_file, split
 from windlass.server.text.pair_prompt import QWEN3_RERANKER
 
 if TYPE_CHECKING:
-    from windlass.engine.model.spec import ModelSpec
+    from windlass.engine.model.model_spec import ModelSpec
 
 _QWEN3 = "qwen3"
 _QWEN3_TOKENS = ("yes", "no")

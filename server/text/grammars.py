@@ -1,7 +1,7 @@
 """Compiles what a request says of its answer's form into a grammar, and refuses what no answer could follow.
 
 Runs in processes that can be killed. Responsible for the reasons a caller reads; what a grammar may cost is bounded by
-`windlass.engine.api.grammar_limits`, under which the engine compiles the same text again.
+`windlass.engine.interface.validation`, under which the engine compiles the same text again.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import re
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.grammar_limits import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
 from windlass.engine.errors import RequestError
+from windlass.engine.interface.validation import GRAMMAR_LIMITS, MAX_GRAMMAR_CHARACTERS
 from windlass.server.text import ascii_classes
 from windlass.server.text.finite import never_ends
 from windlass.server.text.parsing.tools.forced import PARAMETERS_OF

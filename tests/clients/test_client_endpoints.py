@@ -42,9 +42,8 @@ from windlass.clients import (
     TemplateOptions,
     TokenizeOptions,
 )
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RopeScaling as Accepted
-from windlass.engine.rotary.scaling import RotaryBase
+from windlass.engine.rotary.rope_scaling import RopeScaling as Accepted
+from windlass.engine.rotary.rope_scaling import RotaryBase, RotaryGroup
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.protocol.infill import InfillRequest

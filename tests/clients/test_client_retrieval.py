@@ -12,7 +12,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.scripted_http import answer, scripted_server
 
 from windlass.clients import BadRequestError, Client, DocumentText, ResponseError, RopeScaling
-from windlass.engine.api.model_heads import ClassifierInfo
+from windlass.engine.interface.model_info import ClassifierInfo
 
 pytestmark = pytest.mark.anyio
 

@@ -26,7 +26,7 @@ from windlass.clients import (
     StreamError,
     stream_rest,
 )
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.rotary.rotary_policy import RotaryReport
 
 pytestmark = pytest.mark.anyio
 ENVELOPE = {"id": "cmpl-1", "object": "text_completion", "created": 5, "model": "m"}

@@ -16,9 +16,9 @@ from hypothesis import strategies as st
 
 from windlass.clients import RopeScaling
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.fields import ALIASES, KINDS, SECTION_FIELDS, fields_of
-from windlass.engine.rotary.scaling import GROUP_NAMES
-from windlass.engine.rotary.scaling import RopeScaling as Accepted
+from windlass.engine.rotary.rope_scaling import GROUP_NAMES
+from windlass.engine.rotary.rope_scaling import RopeScaling as Accepted
+from windlass.engine.rotary.scaling_fields import ALIASES, KINDS, SECTION_FIELDS, fields_of
 
 BUILT = [
     (RopeScaling.default(), {"rope_type": "default"}),

@@ -13,7 +13,7 @@ import pytest
 import yaml
 from typer.main import get_command
 
-from windlass.engine.api.request import EngineStats
+from windlass.engine.interface.outputs import EngineStats
 from windlass.server.cli import main as cli
 from windlass.server.exchange.metrics import _GAUGES
 

@@ -13,8 +13,8 @@ from helpers.doc_examples import ROOT
 from typer.main import get_command
 
 import windlass
-from windlass.engine.rotary.fields import fields_of
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.scaling_fields import fields_of
 from windlass.server.cli import main as cli
 from windlass.server.options import elsewhere
 from windlass.server.protocol.chat import ChatRequest

@@ -14,9 +14,9 @@ import torch
 from helpers.doc_examples import ROOT, run_page
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
 from windlass.kernels.torch.reference import rotate_half_split
-from windlass.server.cli.rope.gallery.subject import LLAMA_2
+from windlass.lab.gallery_subject import LLAMA_2
 
 GUIDE = ROOT / "docs" / "guide"
 PAGES = sorted(GUIDE.glob("*.md"))

@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 from helpers.doc_examples import ROOT
 
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.groups import apply_scaling
-from windlass.engine.rotary.policy import make_plan
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
+from windlass.engine.rotary.rotary_policy import make_plan
 from windlass.server.generation.request_rotation import report_at
 
 CONFIG = {

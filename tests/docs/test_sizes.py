@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 from helpers.doc_examples import ROOT, blocks_of
 
-from windlass.engine.api.request import ModelInfo
-from windlass.engine.cache.budget import bytes_per_token
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.storage import plan_bytes, plan_storage
+from windlass.engine.cache.kv_cache_budget import bytes_per_token
+from windlass.engine.interface.model_info import ModelInfo
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.weight_storage import plan_bytes, plan_storage
 from windlass.server.startup.display import summary
 
 MEMORY = (ROOT / "docs" / "memory.md").read_text(encoding="utf-8")

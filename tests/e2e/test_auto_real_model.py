@@ -15,8 +15,8 @@ import transformers
 from helpers.engines import greedy, make_core, run
 from helpers.rotary_formulas import by_formula
 
-from windlass.engine.rotary.ladder import AUTO
-from windlass.engine.rotary.scaling import RotaryBase
+from windlass.engine.rotary.auto_scaling import AUTO
+from windlass.engine.rotary.rope_scaling import RotaryBase
 
 ROOT = Path(__file__).parents[2]
 MODEL = os.environ.get("WINDLASS_TEST_MODEL", "")

@@ -17,7 +17,7 @@ from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import ScriptedEngine
 
 import windlass
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.rotary.rotary_policy import RotaryReport
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 LOOP = [901, 455] * 30

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gguf
 import torch
 
-from windlass.kernels.layouts.forms import BlockForm
+from windlass.kernels.layouts.weight_layouts import BlockForm
 
 # Where the float16 numbers of a block stand, whose bits may not all be random.
 _FLOATS = {"q4_1": (0, 2), "q5_1": (0, 2), "q4_k": (0, 2), "q5_k": (0, 2), "q6_k": (208,)}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from windlass.kernels import BlockForm, BlockWeight
-from windlass.kernels.layouts.blocks import store_block_rows
+from windlass.kernels.layouts.weight_layouts import store_block_rows
 
 
 def random_blocks(rows: int, columns: int, form: BlockForm) -> BlockWeight:

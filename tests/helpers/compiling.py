@@ -136,7 +136,7 @@ def everything(capability: int) -> None:
 
 
 def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
-    from windlass.kernels.triton.attention import paged_attention
+    from windlass.kernels.triton.paged_attention import paged_attention
 
     cap, sinks = options.pop("soft_cap", None), options.pop("sinks", False)
     case = PrefillCase([(17, 4), (3, 1)], page_type=kind, **options)
@@ -150,7 +150,7 @@ def _attend(dtype: torch.dtype, kind: torch.dtype, **options: Any) -> None:
 
 def _attention_of_all_kinds(dtype: torch.dtype) -> None:
     """Each size of heads, each number that shares keys, and each way to limit what is seen."""
-    from windlass.kernels.triton.attention import paged_attention
+    from windlass.kernels.triton.paged_attention import paged_attention
 
     shapes = [
         (64, 1),
@@ -188,7 +188,7 @@ def _attention_of_all_kinds(dtype: torch.dtype) -> None:
 
 def _prompts(dtype: torch.dtype) -> None:
     """Over keys in order."""
-    from windlass.kernels.triton import in_order
+    from windlass.kernels.triton import prefill_attention
 
     for dim, kind, options in (
         (64, dtype, {}),
@@ -201,7 +201,7 @@ def _prompts(dtype: torch.dtype) -> None:
         operands = case.table, case.start, case.lengths, case.temperature, case.scale
         call = AttentionCall(*operands, window=case.window, causal=case.causal, chunk=case.chunk)
         q = case.q.to(dtype)
-        in_order.prefill_attention(q, case.all_pages, call, torch.empty_like(q))
+        prefill_attention.prefill_attention(q, case.all_pages, call, torch.empty_like(q))
 
 
 def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
@@ -211,19 +211,19 @@ def _pages(kind: torch.dtype, heads: int, dim: int, value_dim: int) -> KVPages:
 
 
 def _rotation(dtype: torch.dtype, kind: torch.dtype, dim: int) -> None:
-    from windlass.kernels.triton import rotary
+    from windlass.kernels.triton import rotary_embedding
 
     pages, q, k = _pages(kind, 2, dim, dim), torch.ones(4, 4, dim).to(dtype), torch.ones(4, 2, dim).to(dtype)
     slots = torch.arange(4)
     for half in (dim // 2, 16, 0):
         angles = torch.ones(4, half)
-        rotary.rotate_and_append(q, k, k, angles, angles, torch.ones(4), pages, slots)
-        rotary.rerotate_cached_keys(pages, slots, slots, angles, angles)
-        rotary.rotate_queries(q, slots, angles, angles)
+        rotary_embedding.rotate_and_append(q, k, k, angles, angles, torch.ones(4), pages, slots)
+        rotary_embedding.rerotate_cached_keys(pages, slots, slots, angles, angles)
+        rotary_embedding.rotate_queries(q, slots, angles, angles)
 
 
 def _by_element(dtype: torch.dtype) -> None:
-    from windlass.kernels.triton import norms, pointwise
+    from windlass.kernels.triton import elementwise, norms
 
     for width in (128, 4096, 16384):
         x, weight = torch.ones(20, width).to(dtype), torch.ones(width)
@@ -231,28 +231,28 @@ def _by_element(dtype: torch.dtype) -> None:
         norms.add_rms_norm(x, x, weight, 1e-5)
         norms.layer_norm(x, weight, weight, 1e-5)
     for name in ("silu", "gelu_tanh", "gelu", "relu2"):
-        pointwise.activation(x, name, gated=True)
-        pointwise.activation(x, name)
-    pointwise.clamped_glu(x, 1.7, 7.0)
-    pointwise.gate_by_sigmoid(x, x)
-    pointwise.gate_by_sigmoid(x, x[:, :1])
-    pointwise.soft_cap(x.float(), 30.0)
-    pointwise.sum_of_experts(x, torch.ones(10, 2))
+        elementwise.activation(x, name, gated=True)
+        elementwise.activation(x, name)
+    elementwise.clamped_glu(x, 1.7, 7.0)
+    elementwise.gate_by_sigmoid(x, x)
+    elementwise.gate_by_sigmoid(x, x[:, :1])
+    elementwise.soft_cap(x.float(), 30.0)
+    elementwise.sum_of_experts(x, torch.ones(10, 2))
 
 
 def _states(dtype: torch.dtype) -> None:
     """Qwen 3.5's shapes, a smaller one, LFM2's, and those of Mamba 2 in Granite 4 and Nemotron H."""
-    from windlass.kernels.triton import recurrence
+    from windlass.kernels.triton import recurrent_layers
 
     some = state_rows([1, 0], [1, 9], [False, True])
     for key_heads, heads, dim, kept in ((16, 32, 128, None), (16, 32, 128, torch.full((10,), -1)), (2, 2, 64, None)):
         rows = some._replace(kept=kept)
         own = DeltaRule.random(rows, key_heads, heads, dim, dim, dtype)
-        recurrence.gated_delta_rule(*own.operands(rows))
-        recurrence.short_convolution(
+        recurrent_layers.gated_delta_rule(*own.operands(rows))
+        recurrent_layers.short_convolution(
             *Convolution.random(rows, 2 * dim * (key_heads + heads // 2), 4, dtype).operands(rows)
         )
-    recurrence.short_convolution(*Convolution.random(rows, 2048, 3, dtype).plain.operands(rows))  # LFM2's
+    recurrent_layers.short_convolution(*Convolution.random(rows, 2048, 3, dtype).plain.operands(rows))  # LFM2's
     for key_heads, heads, value_dim, kept in (
         (1, 48, 64, None),
         (8, 128, 80, torch.full((10,), -1)),
@@ -260,50 +260,50 @@ def _states(dtype: torch.dtype) -> None:
     ):
         rows = some._replace(kept=kept)
         space = StateSpace.random(rows, key_heads, heads, 128, value_dim, dtype)
-        recurrence.state_space(*space.operands(rows))
+        recurrent_layers.state_space(*space.operands(rows))
 
 
 def _products(dtype: torch.dtype) -> None:
-    from windlass.kernels.triton import products, thin
+    from windlass.kernels.triton import gemv, matmul
 
     if dtype != torch.float32:
         y = torch.ones(1, 4096).to(dtype)
-        thin.linear_single_row(y, torch.ones(128, 4096).to(dtype), torch.ones(128).to(dtype))
-        thin.linear_single_row(y, torch.ones(128, 4096).to(dtype), None, "silu")
+        gemv.linear_single_row(y, torch.ones(128, 4096).to(dtype), torch.ones(128).to(dtype))
+        gemv.linear_single_row(y, torch.ones(128, 4096).to(dtype), None, "silu")
     chosen = torch.zeros(300, 2).long()
     for rows in (4, 300):
         y = torch.ones(rows, 256).to(dtype)
-        products.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype), fixed=rows == 4)
+        matmul.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype), fixed=rows == 4)
         for form in FORMS.values():
             own = random_blocks(128, 256, form)
-            products.linear(y, own, torch.ones(128).to(dtype))
-            products.embed(own, torch.arange(4), dtype, 2.0)
-            products.linear_of_experts(y, products.PointerTableExperts([own, own]), chosen[:rows])
+            matmul.linear(y, own, torch.ones(128).to(dtype))
+            matmul.embed(own, torch.arange(4), dtype, 2.0)
+            matmul.linear_of_experts(y, matmul.PointerTableExperts([own, own]), chosen[:rows])
         plain = [torch.ones(128, 256).to(dtype)] * 2
-        experts = products.PointerTableExperts(plain, [torch.ones(128)] * 2)
-        products.linear_of_experts(y, experts, chosen[:rows])
+        experts = matmul.PointerTableExperts(plain, [torch.ones(128)] * 2)
+        matmul.linear_of_experts(y, experts, chosen[:rows])
         if dtype != torch.float32 and rows == 300:
             _many_rows(y, experts, chosen)
         if rows == 300:
-            with patch.object(products, "_MOST_BEHIND", 1):  # as where there are more tiles of rows than that
-                products.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype))
-                products.linear(y, random_blocks(128, 256, FORMS["q4_k"]), None)
-                products.linear_of_experts(y, experts, chosen)
-        products.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
+            with patch.object(matmul, "_MOST_BEHIND", 1):  # as where there are more tiles of rows than that
+                matmul.linear(y, torch.ones(128, 256).to(dtype), torch.ones(128).to(dtype))
+                matmul.linear(y, random_blocks(128, 256, FORMS["q4_k"]), None)
+                matmul.linear_of_experts(y, experts, chosen)
+        matmul.by_head(y[:, :128].view(rows, 1, 128).expand(rows, 3, 128), torch.ones(3, 128, 512).to(dtype))
 
 
 def _many_rows(x: Tensor, experts: Any, chosen: Tensor) -> None:
     """Of experts in large tiles, and in those of fewer rows."""
-    from windlass.kernels.triton import grouped, products
+    from windlass.kernels.triton import grouped_gemm, matmul
 
-    down = products.PointerTableExperts([torch.ones(256, 64).to(x.dtype)] * 2)
-    plain = products.PointerTableExperts(experts.weights)
+    down = matmul.PointerTableExperts([torch.ones(256, 64).to(x.dtype)] * 2)
+    plain = matmul.PointerTableExperts(experts.weights)
     for rows in (100, 300):
         some, own = x[:rows], chosen[:rows]
-        grouped.linear_of_experts(some, experts, own, launch.SMALL)
+        grouped_gemm.linear_of_experts(some, experts, own, launch.SMALL)
         for kind in ("silu", "gelu"):
             routed = Routed(own, torch.ones(rows, 2))
-            grouped.feed_forward_of_experts(some, plain, down, routed, kind, launch.SMALL)
+            grouped_gemm.feed_forward_of_experts(some, plain, down, routed, kind, launch.SMALL)
 
 
 def _low_rank(dtype: torch.dtype) -> None:
@@ -322,7 +322,7 @@ def _low_rank(dtype: torch.dtype) -> None:
 
 def _routes() -> None:
     """Of models with few experts, with many, and with groups of them."""
-    from windlass.kernels.triton import routing
+    from windlass.kernels.triton import moe_routing
 
     for experts, rule in (
         (8, Routing(2)),
@@ -332,14 +332,14 @@ def _routes() -> None:
         (1024, Routing(4, "sigmoid", groups=2, group_score="largest")),
     ):
         for bias in (None, torch.ones(experts)):
-            routing.route(torch.ones(3, experts), rule, bias)
-        routing.route(torch.ones(3, experts), rule, None, torch.ones(experts))
+            moe_routing.route(torch.ones(3, experts), rule, bias)
+        moe_routing.route(torch.ones(3, experts), rule, None, torch.ones(experts))
 
 
 def _latent(dtype: torch.dtype) -> None:
     """DeepSeek's shape: one cached row of 576 for 128 heads."""
-    from windlass.kernels.triton import rotary
-    from windlass.kernels.triton.attention import paged_attention
+    from windlass.kernels.triton import rotary_embedding
+    from windlass.kernels.triton.paged_attention import paged_attention
 
     for kind in (dtype, torch.float8_e4m3fn):
         case = PrefillCase([(17, 4), (3, 1)], dim=576, heads=128, kv_heads=1, page_type=dtype)
@@ -348,16 +348,16 @@ def _latent(dtype: torch.dtype) -> None:
         for deterministic in (False, True):
             paged_attention(case.q.to(dtype), pages.with_keys_as_values, call, deterministic=deterministic)
         q, k, angles = torch.ones(4, 128, 192).to(dtype), torch.ones(4, 1, 576).to(dtype), torch.ones(4, 32)
-        rotary.rotate_and_append(q, k, k[:, :, :0], angles, angles, torch.ones(4), pages, torch.arange(4))
+        rotary_embedding.rotate_and_append(q, k, k[:, :, :0], angles, angles, torch.ones(4), pages, torch.arange(4))
 
 
 def _draws() -> None:
-    from windlass.kernels.triton import drawing
+    from windlass.kernels.triton import triton_sampler
 
     logits = torch.randn(2, 128_256)
-    drawing.row_maxima(logits)
-    drawing.log_sums(logits)
-    token_sampler = drawing.TritonSampler()
+    triton_sampler.row_maxima(logits)
+    triton_sampler.log_sums(logits)
+    token_sampler = triton_sampler.TritonSampler()
     one, some, numbers = token_sampler.new(Filters(top_k=5, top_p=0.9), Penalties(1.1)), torch.arange(3), torch.ones(3)
     one.change(LogitsChanges(some, some, some, numbers, some, numbers, some, numbers))
     try:
@@ -365,8 +365,10 @@ def _draws() -> None:
     except ValueError as error:  # what was never drawn is no status
         assert "SamplingStatus" in str(error)
     shares = torch.ones(2, dtype=torch.float64)
-    drawing.sample_rows(
-        logits, drawing.row_maxima(logits), SamplingTensors(shares.float(), *[some[:2].int()] * 2, shares, shares)
+    triton_sampler.sample_rows(
+        logits,
+        triton_sampler.row_maxima(logits),
+        SamplingTensors(shares.float(), *[some[:2].int()] * 2, shares, shares),
     )
 
 

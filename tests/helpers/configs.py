@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.interface.config import EngineConfig
 from windlass.server.options.engine_names import from_flat
 
 

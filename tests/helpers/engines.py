@@ -11,9 +11,10 @@ import torch
 from helpers.configs import engine_config
 from helpers.device import DEVICE, DTYPE
 
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 
 @dataclass

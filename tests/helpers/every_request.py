@@ -12,8 +12,8 @@ from helpers.engines import Finished, greedy, run
 from helpers.tiny_models import make_model
 
 import windlass
-from windlass.engine.api.request import EngineRequest, RepeatPenalty
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.request import EngineRequest, RepeatPenalty
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 Results = dict[tuple[str, int], Finished]

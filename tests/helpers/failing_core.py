@@ -13,7 +13,8 @@ from typing import Any
 
 import torch
 
-from windlass.engine.core.loop import ProgressCallback, default_core
+from windlass.engine.core.engine_process import default_core
+from windlass.engine.core.messages import ProgressCallback
 
 FATAL, STUCK = 77, 78
 FULL, LOST = 79, 80

@@ -21,29 +21,25 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from windlass.engine.api.config import SchedulerConfig, SpeculationConfig
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest, SamplingParams, TokenLogprobs
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.changes import KeyRerotation
-from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.pool import BlockPool
-from windlass.engine.cache.runs import SlotLayout
-from windlass.engine.execution.burst import MultiStepState
-from windlass.engine.execution.sequences import InputBatch, MissedPlanError
-from windlass.engine.rotary.distances import PLAIN_DISTANCES, Distances
-from windlass.engine.rotary.policy import RopeUpdate, RotaryReport, RotaryStage
-from windlass.engine.sampling.slot import SampleSlot
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.block_pool import BlockPool
+from windlass.engine.cache.cache_operations import KeyRerotation
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.cache.sequence_cache import SlotLayout
+from windlass.engine.execution.input_batch import InputBatch, MissedPlanError
+from windlass.engine.execution.model_runner import MultiStepState
+from windlass.engine.interface.config import SchedulerConfig, SpeculationConfig
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.outputs import TokenLogprobs
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES, Distances
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryReport, RotaryStage
+from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.scheduling import sequence
-from windlass.engine.scheduling.plan import (
-    ScheduledSequence,
-    SchedulerOutput,
-    Snapshot,
-    StepResult,
-)
+from windlass.engine.scheduling.context_shift import ContextLimits, SequenceContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 from windlass.engine.scheduling.sequence import SequenceStatus
-from windlass.engine.scheduling.shifting import ContextLimits, SequenceContextLimits
 
 VOCAB = 6
 EOS = 5

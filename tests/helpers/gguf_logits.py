@@ -8,8 +8,8 @@ from pathlib import Path
 import torch
 from helpers.engines import greedy, make_core, run
 
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 
 PROMPT = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 

@@ -24,9 +24,9 @@ def prompt(number: int) -> list[int]:
 
 def main(folder: str | None, first: int, largest_file: int | None = None) -> None:
     import windlass
-    from windlass.engine.api.config import CacheConfig, ComputeConfig, EngineConfig
-    from windlass.engine.api.request import EngineRequest, SamplingParams
     from windlass.engine.core.engine_core import EngineCore
+    from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
+    from windlass.engine.interface.request import EngineRequest, SamplingParams
 
     demo = str(Path(windlass.__file__).parent / "models" / "demo")
     cache = CacheConfig(memory=16 << 20, persist=folder)

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.loop import ProgressCallback
+from windlass.engine.core.messages import ProgressCallback
 
 NO_ROOM = "CUDA out of memory. Tried to allocate 20.00 MiB. GPU 0 has a total capacity of 79.10 GiB of which 2.69 MiB is free."
 POINTS = ("attention", "head", "draw")

@@ -12,10 +12,10 @@ from helpers.every_request import Results
 from helpers.played_graphs import PlayedBackend, PlayedGraphs
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.drafter import DraftModelProposer
-from windlass.engine.execution.graphs_on_demand import GraphKey
+from windlass.engine.execution.cuda_graphs import GraphKey
+from windlass.engine.execution.proposers import DraftModelProposer
 from windlass.engine.model.decoder import Decoder
-from windlass.kernels import binding
+from windlass.kernels import backend_selector
 
 
 @pytest.fixture(autouse=True)
@@ -34,8 +34,8 @@ def a_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _play(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = binding._NativeBackend(lambda options: None, PlayedBackend, narrow=False)
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
+    own = backend_selector._NativeBackend(lambda options: None, PlayedBackend, narrow=False)
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {"cpu": own})
 
 
 def graphed(directory: Path, **options: Any) -> tuple[EngineCore, PlayedGraphs]:

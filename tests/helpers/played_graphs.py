@@ -20,9 +20,9 @@ from torch.utils._pytree import tree_flatten
 
 from windlass.kernels import AdapterSlots, AttentionCall, DeviceEvent, Graphs, KVPages, LowRankTable, SamplingTensors
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.draws import Filters
-from windlass.kernels.torch import draw, rowwise
-from windlass.kernels.torch.backend import RowIndependentBackend
+from windlass.kernels.token_sampling import Filters
+from windlass.kernels.torch import row_independent, torch_sampler
+from windlass.kernels.torch.torch_backend import RowIndependentBackend
 
 # The host reads the device's memory, or makes a tensor of the host's.
 _WAITS = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select", "aten::lift_fresh", "aten::equal")
@@ -248,11 +248,11 @@ def _attend(q: Tensor, pages: KVPages, call: AttentionCall, out: Tensor) -> None
     if not len(rows):
         return
     own = call.select_sequences(rows)[1]
-    out[rows] = rowwise.paged_attention(call.queries(q, rows), pages, own)
+    out[rows] = row_independent.paged_attention(call.queries(q, rows), pages, own)
 
 
 def _maxima(logits: Tensor, ids: Tensor, values: Tensor) -> None:
-    found, largest = draw.row_maxima(logits)
+    found, largest = torch_sampler.row_maxima(logits)
     ids.copy_(torch.tensor(found))
     values.copy_(torch.tensor(largest, dtype=torch.float32))
 
@@ -278,4 +278,4 @@ def _draw(
             floor = magnitude[row].view(torch.float32)
             min_p = 0.0 if int(magnitude[row]) == 0x7F7FFFFF else float(torch.exp(-floor.double()))
             filters = Filters(float(temperature[row]), min_p, int(top_k[row]), float(top_p[row]))
-            tokens[row], statuses[row] = draw.sample(own.clone(), [filters], [float(uniform[row])])[0], 0
+            tokens[row], statuses[row] = torch_sampler.sample(own.clone(), [filters], [float(uniform[row])])[0], 0

@@ -23,7 +23,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from transformers.modeling_layers import MtpLayer
 
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 # What adds to the stream.
 _ADDING = ("o_proj.weight", "o_proj.bias", "out_proj.weight", "down_proj.weight", "down_proj.bias", "down_proj")

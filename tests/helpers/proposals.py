@@ -10,8 +10,8 @@ from helpers.engines import make_core
 from helpers.prediction_layers import PredictionOracle
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.predictor import MTPProposer
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.execution.proposers import MTPProposer
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 
 def mtp_engine(directory: Path, **options: Any) -> EngineCore:

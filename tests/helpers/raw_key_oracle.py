@@ -17,7 +17,7 @@ import torch
 from helpers.loaded import loaded
 from transformers import AttentionInterface
 
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 _CURRENT: list[RawKeyOracle] = []
 

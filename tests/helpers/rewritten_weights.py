@@ -11,7 +11,7 @@ from helpers.engines import greedy, make_core, run
 from safetensors.torch import save_file
 from torch import Tensor
 
-from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.interface.model_info import AdapterSource
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 

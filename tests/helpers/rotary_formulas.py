@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from windlass.engine.rotary.scaling import RotaryBase
+from windlass.engine.rotary.rope_scaling import RotaryBase
 
 
 def by_formula(obj: dict[str, Any], length: int, base: RotaryBase) -> tuple[np.ndarray, float]:

@@ -18,15 +18,15 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, IntrospectionQuery
-from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.core.black_box import PlanWatcher
-from windlass.engine.core.forecast import Announce
+from windlass.engine.core.flight_recorder import PlanWatcher
+from windlass.engine.core.messages import Announce
 from windlass.engine.errors import LoadError, QueueFullError, RequestError
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.introspection import A, IntrospectionQuery
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
+from windlass.engine.interface.outputs import EngineStats, RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, apply_scaling
 
 CRASH, KILL, HANG, REFUSE, BUG, FAIL, SPIN = 1, 2, 3, 4, 5, 6, 7
 FIRST_TOKEN = 100

@@ -13,9 +13,9 @@ import time
 from collections.abc import AsyncGenerator, Callable
 from dataclasses import dataclass, field
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.context import ContextReport
-from windlass.engine.api.looks import (
+from windlass.engine.errors import DeadlineError, EngineDeadError
+from windlass.engine.interface.context import ContextReport
+from windlass.engine.interface.introspection import (
     A,
     AttentionQuery,
     AttentionSnapshot,
@@ -25,12 +25,11 @@ from windlass.engine.api.looks import (
     CacheSnapshot,
     IntrospectionQuery,
 )
-from windlass.engine.api.pooling import PooledRows
-from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput, TokenLogprobs
-from windlass.engine.errors import DeadlineError, EngineDeadError
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.policy import RotaryReport
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
+from windlass.engine.interface.outputs import EngineStats, PooledRows, RequestOutput, TokenLogprobs
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
+from windlass.engine.rotary.rotary_policy import RotaryReport
 
 LIKELY, UNLIKELY = -0.25, -1.5
 ROTARY = (RotaryGroup("full_attention", RotaryBase(10000.0, 16, 16, 128), RopeScaling()),)

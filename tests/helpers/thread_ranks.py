@@ -14,14 +14,14 @@ import pytest
 from helpers.device import DEVICE
 from helpers.engines import make_core
 
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.cache.budget import CachePlan
+from windlass.engine.cache.kv_cache_budget import CachePlan
 from windlass.engine.core import engine_core
-from windlass.engine.core.black_box import create_memory_file
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.ranks.messages import AvailableMemory, ShardLoaded
-from windlass.engine.core.ranks.part import RankShard
+from windlass.engine.core.messages import AvailableMemory, ShardLoaded
+from windlass.engine.core.ranks import RankShard
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.process_setup import create_memory_file
 from windlass.kernels import RankGroup, shared_memory_bytes
 
 

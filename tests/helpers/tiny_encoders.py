@@ -10,7 +10,7 @@ from typing import Any
 import torch
 import transformers
 
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 _COMMON = {
     "vocab_size": 128,

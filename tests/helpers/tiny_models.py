@@ -15,7 +15,7 @@ import transformers
 from helpers import tiny_experts, tiny_families, tiny_plain
 from helpers.loaded import loaded
 
-from windlass.engine.rotary.scaling import RotarySpec
+from windlass.engine.rotary.rope_scaling import RotarySpec
 
 SIZES = {
     "vocab_size": 128,

@@ -12,9 +12,9 @@ from types import SimpleNamespace
 
 from helpers.scripted_core import ScriptedCore
 
-from windlass.engine.api.request import RequestOutput
-from windlass.engine.core.black_box import PlanWatcher
-from windlass.engine.core.forecast import Announce
+from windlass.engine.core.flight_recorder import PlanWatcher
+from windlass.engine.core.messages import Announce
+from windlass.engine.interface.outputs import RequestOutput
 
 POISON = 8
 

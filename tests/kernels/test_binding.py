@@ -13,15 +13,15 @@ from windlass.kernels import (
     Backend,
     BlockWeight,
     PanelWeight,
-    binding,
+    backend_selector,
     cpu,
     has_native_bf16,
     ranks_refusal,
     reads_16bit_weights,
     select_backend,
 )
-from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
 WITH_KERNELS = pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="needs the compiled kernels")
 
@@ -63,8 +63,8 @@ def test_other_devices_get_plain_torch_as_their_first_choice(deterministic: bool
 
 
 def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.MonkeyPatch) -> None:
-    def entry(refused: str | None = None, **fields: Any) -> binding._NativeBackend:
-        return binding._NativeBackend(lambda _: refused, TorchBackend, **fields)
+    def entry(refused: str | None = None, **fields: Any) -> backend_selector._NativeBackend:
+        return backend_selector._NativeBackend(lambda _: refused, TorchBackend, **fields)
 
     for own, expected in (
         (None, (False, False, "no group for meta")),
@@ -73,7 +73,7 @@ def test_what_a_kind_of_device_does_is_said_by_its_entry(monkeypatch: pytest.Mon
         (entry(narrow=True, share_memory=True), (True, False, None)),
         (entry("none", narrow=True, pairs=lambda _: True, share_memory=True), (False, False, "no group for meta")),
     ):
-        monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {} if own is None else {"meta": own})
+        monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {} if own is None else {"meta": own})
         refusal = ranks_refusal("meta")
         assert (reads_16bit_weights("meta"), has_native_bf16("meta")) == expected[:2]
         assert refusal is None if expected[2] is None else refusal is not None and expected[2] in refusal

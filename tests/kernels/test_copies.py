@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.kernels.memory.copies import CudaCopies, copies_of
+from windlass.kernels.device_memory import CudaCopies, copies_of
 
 DEVICE = torch.device("cuda:1")
 

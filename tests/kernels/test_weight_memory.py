@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from windlass.kernels import FORMS, BlockWeight
-from windlass.kernels.memory import weights as weight_memory
-from windlass.kernels.memory.weights import WeightMemory
+from windlass.kernels import device_memory as weight_memory
+from windlass.kernels.device_memory import WeightMemory
 
 
 @pytest.fixture

@@ -15,23 +15,21 @@ from simulation.faults import INJECTED
 from simulation.invariants import check_bounds
 from simulation.model import EOS, GROUPS, PLANNER, VOCAB, PagedKeys, draw, frequencies_of, key_of
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.request import EngineRequest, ModelInfo
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.core.adapter_shelf import AdapterManager
-from windlass.engine.core.compiling import GrammarQueue
-from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.steps import StepExecutor
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.core.adapter_manager import AdapterManager
+from windlass.engine.core.engine_core import EngineCore, GrammarQueue, StepExecutor
 from windlass.engine.errors import EngineError, RequestError
-from windlass.engine.execution.burst import MultiStepState
-from windlass.engine.execution.sequences import InputBatch
-from windlass.engine.model.adapters.adapter import LoadedAdapters
-from windlass.engine.rotary.scaling import RotarySpec
-from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, StepResult
+from windlass.engine.execution.input_batch import InputBatch
+from windlass.engine.execution.model_runner import MultiStepState
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.model.lora import LoadedAdapters
+from windlass.engine.rotary.rope_scaling import RotarySpec
+from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.shifting import ContextLimits
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, StepResult
 
 if TYPE_CHECKING:
     from simulation.engine import EngineProcess

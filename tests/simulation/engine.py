@@ -17,11 +17,22 @@ from simulation.core import SimulatedCore
 from simulation.faults import INJECTED
 from simulation.network import connection
 
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.client.child import UNPINNED, ProcessPlacement
-from windlass.engine.core.process import ORPHAN_GRACE, serve
-from windlass.engine.core.wire import Add, Close, Crashed, FrameReader, Load, Message, Ready, Rejected, StepDone, encode
+from windlass.engine.client.child_process import UNPINNED, ProcessPlacement
+from windlass.engine.core.engine_process import ORPHAN_GRACE, serve
+from windlass.engine.core.messages import (
+    Add,
+    Close,
+    Crashed,
+    FrameReader,
+    Load,
+    Message,
+    Ready,
+    Rejected,
+    StepDone,
+    encode,
+)
 from windlass.engine.errors import LoadError, QueueFullError
+from windlass.engine.interface.config import EngineConfig
 
 if TYPE_CHECKING:
     from simulation.world import World
@@ -30,7 +41,7 @@ SIGKILL = -9
 
 
 class EngineProcess:
-    """What `windlass.engine.client.child.ChildProcess` is to its client. Its `process` is itself."""
+    """What `windlass.engine.client.child_process.ChildProcess` is to its client. Its `process` is itself."""
 
     def __init__(
         self,
@@ -258,7 +269,7 @@ class _Nothing:
 
 
 class SignsOfLife:
-    """What `windlass.engine.client.pulse.ProcessActivity` is."""
+    """What `windlass.engine.client.supervision.ProcessActivity` is."""
 
     def __init__(self, world: World, pid: int) -> None:
         self._process = world.processes[pid]

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from simulation.client import Record
 
-from windlass.engine.client.replicas.client import ReplicatedClient
+from windlass.engine.client.replicated_client import ReplicatedClient
 
 if TYPE_CHECKING:
     from simulation.world import World

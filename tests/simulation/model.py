@@ -15,9 +15,8 @@ from dataclasses import dataclass
 
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, RotarySpec
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, RotarySpec
+from windlass.engine.rotary.rotary_policy import RotaryPlan, RotaryPlanner
 
 VOCAB = byte_level().get_vocab_size()
 EOS: int = byte_level().token_to_id("<|eos|>")

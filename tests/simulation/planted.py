@@ -8,17 +8,15 @@ from dataclasses import replace
 from typing import Any
 from unittest import mock
 
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.pool import BlockPool
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.router import RequestRouter
-from windlass.engine.core.wire import Message, StepDone
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.block_pool import BlockPool
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.replicated_client import ReplicatedClient
+from windlass.engine.client.request_router import RequestRouter
+from windlass.engine.core.messages import Message, StepDone
 from windlass.engine.errors import EngineDeadError
-from windlass.engine.scheduling.deadlines import Deadlines
-from windlass.engine.scheduling.places import SchedulerQueues
-from windlass.engine.scheduling.results import ResultProcessor
-from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.request_queue import Deadlines, SchedulerQueues
+from windlass.engine.scheduling.scheduler import ResultProcessor, Scheduler
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.http.uvicorn_protocol import HttpProtocol
 from windlass.server.text.workers.lanes import Lane

@@ -15,7 +15,7 @@ from typing import Any
 from simulation.model import LETTERS, PLANNER, TEXT, answer
 from simulation.text import tasks, tokenizer
 
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.text.workers.frames import unpack_ids
 
 ADAPTERS = ("first", "second")

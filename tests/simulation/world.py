@@ -29,10 +29,10 @@ from simulation.network import Listener, Weather
 from simulation.text import SimulatedForkServer, tokenizer
 from simulation.workload import ADAPTERS, TokenSampler
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.client import ReplicatedClient
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.replicated_client import ReplicatedClient
+from windlass.engine.interface.config import AdapterConfig, EngineConfig, SchedulerConfig, SpeculationConfig
+from windlass.engine.interface.model_info import AdapterSource
 from windlass.server.app.app import create_app
 from windlass.server.http.server import HttpServer
 from windlass.server.options.connection_settings import ConnectionSettings
@@ -323,7 +323,7 @@ def simulate(seed: int, replicas: int = 1) -> Report:
 @contextlib.contextmanager
 def _operating_system(world: World) -> Iterator[None]:
     """What the simulation has instead: time, processes, signs of life. Logs are quiet, and nothing is collected in between."""
-    client, text = "windlass.engine.client", "windlass.server.text.workers.pool"
+    client, text = "windlass.engine.client.engine_client", "windlass.server.text.workers.pool"
     collecting = gc.isenabled()
     gc.disable()  # the ends of forgotten generators would come at any time
     level = logging.root.manager.disable

@@ -1,1 +1,3 @@
-"""Reads config.json: its values, its names old and new, the pattern of layers, the rotary groups. Knows no single family."""
+"""Reading config.json: values, key names, layer patterns, rotary groups, quantization. Independent of any single family."""
+
+from __future__ import annotations

@@ -1,33 +1,165 @@
-"""Reads a model's rotary groups from config.json, under the names of transformers 5 and under the older ones.
+"""Rotary groups and layer windows of a model, from config.json.
 
-Responsible for names, defaults and the choice of groups; what a scaling means is `scaling`'s business. It knows no
-weights and no tensors. A rotary group is a set of layers that rotate alike; most models have one.
+Accepts the keys of transformers 5 and older ones (`rotary_pct`, `rotary_dim`, `rotary_emb_base`, `rope_ratio`,
+`global_rope_theta`, `local_rope_theta`, `attn_config.rope_theta`, `dual_chunk_attention_config`). Two keys that contradict each
+other are an error. A rotary group is a set of layers that rotate alike; most models have one. Frequencies are computed in
+`rotary`. Imports no torch.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.config_json.layer_pattern import LayerPattern, read_layer_pattern
-from windlass.engine.model.config_json.older_names import normalize_rope_keys
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_list, read_number, read_object, read_size
-from windlass.engine.rotary.fields import ALIASES, format_value
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import (
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    read_list,
+    read_number,
+    read_object,
+    read_size,
+)
+from windlass.engine.rotary.rope_scaling import (
     FULL_ATTENTION,
     GROUP_NAMES,
     SLIDING_ATTENTION,
     RopeScaling,
     RotaryBase,
+    RotaryGroup,
     check,
 )
+from windlass.engine.rotary.scaling_fields import ALIASES, format_value
+
+LEGACY_ROPE_KEYS = (
+    "rotary_pct",  # GPT-NeoX, StableLM
+    "rotary_emb_base",  # GPT-NeoX
+    "rotary_dim",  # GPT-J, CodeGen, MiniMax: dimensions rather than a share of them
+    "rope_ratio",  # ChatGLM: theta is 10,000 times it
+    "global_rope_theta",  # ModernBERT
+    "local_rope_theta",  # ModernBERT
+    "attn_config",  # DBRX
+    "dual_chunk_attention_config",  # Qwen2.5-1M
+)
+
+_CHATGLM_THETA = 10_000.0
+
+
+def normalize_rope_keys(config: Config, head_dim: int) -> dict[str, Any]:
+    """The config with `rope_theta`, `rope_local_base_freq` and `partial_rotary_factor` for the older names it carries.
+
+    Raises LoadError for a wrong value and for two names that say different things.
+    """
+    result = dict(config)
+
+    def put(name: str, older: str, value: float | dict[str, Any] | None) -> None:
+        if value is None:
+            return
+        given = result.get(name)
+        if given is not None and given != value:
+            raise LoadError(
+                f"config.json: {name} is {format_value(given)} and {older} makes it {format_value(value)}: keep one"
+            )
+        result[name] = value
+
+    put("rope_theta", "rotary_emb_base", read_number(config, "rotary_emb_base"))
+    put("rope_theta", "global_rope_theta", read_number(config, "global_rope_theta"))
+    put("rope_local_base_freq", "local_rope_theta", read_number(config, "local_rope_theta"))
+    put("partial_rotary_factor", "rotary_pct", read_number(config, "rotary_pct"))
+    ratio = read_number(config, "rope_ratio")
+    put("rope_theta", "rope_ratio", None if ratio is None else _CHATGLM_THETA * ratio)
+    attention = config.get("attn_config")
+    if isinstance(attention, Mapping):
+        put("rope_theta", "attn_config.rope_theta", read_number(attention, "rope_theta"))
+    chunks = read_object(config, "dual_chunk_attention_config")
+    if chunks is not None:
+        put("rope_scaling", "dual_chunk_attention_config", _dual_chunks(chunks))
+    if config.get("rotary_dim") is not None:
+        dim = read_size(config, "rotary_dim")
+        share = dim / head_dim
+        # A share is read back as int(head_dim * share), which rounding must not take below the whole number.
+        put("partial_rotary_factor", "rotary_dim", share if int(head_dim * share) == dim else math.nextafter(share, 2))
+    return result
+
+
+def _dual_chunks(given: Config) -> dict[str, Any]:
+    """The scaling that Qwen2.5-1M writes apart: scores grow with the length of the request.
+
+    Which keys are left out to save time (`sparse_attention_…`) is no part of the model: all are looked at.
+    """
+    names = ("chunk_size", "local_size", "original_max_position_embeddings")
+    chosen = {name: given[name] for name in names if given.get(name) is not None}
+    return {"rope_type": "dual_chunk", **chosen, "length_scores": True}
+
+
+_MOST_LAYERS = 10_000  # far above any model, and below what would keep a loop busy
+
+
+@dataclass(frozen=True, slots=True)
+class LayerPattern:
+    """One layer. group: the name of its rotary group, None where it does not rotate (NoPE). window: keys a query sees,
+    itself included; None: all."""
+
+    group: str | None
+    window: int | None
+
+
+def read_layer_pattern(config: Config, rules: ConfigRules) -> tuple[LayerPattern, ...]:
+    """One entry per layer. Raises LoadError for a pattern the family does not have or that says nothing clear."""
+    count = read_size(config, "num_hidden_layers", rules.num_hidden_layers, most=_MOST_LAYERS)
+    windowed = config.get("sliding_window", rules.sliding_window) is not None
+    rotates = _rotating(config, rules, count)
+    facts = LayerFacts(count, _layer_types(config, count, rules.other_layers), rotates, windowed)
+    kinds, groups = rules.layer_pattern(config, facts)
+    return tuple(
+        LayerPattern(
+            group=group if rotating else None,
+            window=read_size(config, "sliding_window", rules.sliding_window)
+            if windowed and kind == SLIDING_ATTENTION
+            else None,
+        )
+        for kind, group, rotating in zip(kinds, groups, rotates, strict=True)
+    )
+
+
+def _layer_types(config: Config, count: int, others: tuple[str, ...]) -> list[str] | None:
+    types = config.get("layer_types")
+    if types is None:
+        return None
+    if not isinstance(types, list) or not types:
+        raise LoadError("config.json: layer_types must be a list with one name per layer")
+    known = (*GROUP_NAMES, *others)
+    unknown = sorted({str(kind) for kind in types} - set(known))
+    if unknown:
+        raise LoadError(f"config.json: layer_types has {format_value(unknown[0])}: known are {', '.join(known)}")
+    if len(types) != count:
+        raise LoadError(f"config.json: layer_types must name {count} layers, each {' or '.join(known)}")
+    return types
+
+
+def _rotating(config: Config, rules: ConfigRules, count: int) -> list[bool]:
+    """Whether each layer rotates. Three names: a list of ones and zeros, an interval, or a list of thetas with zeros."""
+    thetas = read_list(config, "layer_rope_theta", count)
+    if thetas is not None:
+        return [theta != 0 for theta in thetas]
+    flags = read_list(config, "no_rope_layers", count)  # named for what it is not: 1 marks a layer that rotates
+    if flags is not None:
+        if any(isinstance(flag, str) or flag not in (0, 1) for flag in flags):
+            raise LoadError("config.json: no_rope_layers must hold 1 for layers that rotate and 0 for the others")
+        return [bool(flag) for flag in flags]
+    interval = config.get("no_rope_layer_interval", rules.no_rope_layer_interval)
+    if interval in (None, 0):
+        return [True] * count
+    interval = read_size(config, "no_rope_layer_interval", rules.no_rope_layer_interval)
+    return [(i + 1) % interval != 0 for i in range(count)]
+
 
 # Kinds whose frequencies refer to a length before scaling; a top-level `original_max_position_embeddings` is theirs.
 _WITH_ORIGINAL_LENGTH = ("yarn", "llama3", "longrope")
+
 _MOST_HEAD_DIM = 1 << 16  # there is a frequency for every two numbers of a head
 
 

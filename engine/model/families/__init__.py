@@ -1,1 +1,3 @@
-"""What distinguishes one family of models from the next, as data."""
+"""Model families, as data: what distinguishes one from the next."""
+
+from __future__ import annotations

@@ -1,20 +1,19 @@
-"""Baichuan 1 and 2: a Llama with one tensor for queries, keys and values. The second has a head of unit rows; the 13B models
-have ALiBi instead of rotation.
+"""Baichuan 1 and 2: Llama with one fused tensor for queries, keys and values.
 
-Its class is not in transformers but beside the weights; defaults are those of its configuration there.
+The second has a head of unit rows; the 13B models have ALiBi instead of rotation. The class is not in transformers but next to the weights;
+defaults are from its configuration there.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.patterns import nope_layers
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, nope_layers, read_size
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.mixers.attention import AttentionNames
 
 _ALIBI_HEADS = 40  # of the 13B models, which are told apart by nothing else
+
 _SECOND_VOCAB = 125_696
 
 

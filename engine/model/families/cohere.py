@@ -1,15 +1,13 @@
-"""Cohere's Command R and R7B: norms around the mean, mixer and feed-forward side by side, interleaved pairs, scaled logits."""
+"""Cohere's Command R and R7B: LayerNorm, mixer and feed-forward in parallel, interleaved pairs, scaled logits."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.patterns import local_layers_rotate
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_flag
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, local_layers_rotate, read_flag
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, Multipliers
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.model.model_spec import LayerNorms
+from windlass.engine.model.norm import NormSpec
 
 _RULES = ConfigRules(
     max_position_embeddings=8192,

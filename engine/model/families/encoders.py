@@ -1,4 +1,4 @@
-"""Encoders that rotate: ModernBERT, EuroBERT, RoFormer, NomicBERT. Tokens see the whole text; they embed and classify."""
+"""Encoders that rotate: ModernBERT, EuroBERT, RoFormer, NomicBERT. Attention is bidirectional; they embed and classify."""
 
 from __future__ import annotations
 
@@ -6,17 +6,22 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import LayerFacts
-from windlass.engine.model.config_json.rules import GPT_NAMES, ConfigRules, renamed
-from windlass.engine.model.config_json.values import Config, read_flag, read_size
+from windlass.engine.model.classification_head import ClassificationHeadNames
+from windlass.engine.model.config_json.config_rules import (
+    GPT_NAMES,
+    Config,
+    ConfigRules,
+    LayerFacts,
+    read_flag,
+    read_size,
+    renamed,
+)
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
-from windlass.engine.model.head_spec import ClassificationHeadNames
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms, OuterNames
-from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.model_spec import LayerNorms, OuterNames
+from windlass.engine.model.norm import NormSpec
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 _FORM = NormSpec(centered=True, bias=True)
 
@@ -198,6 +203,7 @@ _nomic_names = renamed(
         "activation_function": "hidden_act",
     }
 )
+
 # Of the files that came with a program: what another model would be made of, with what published ones have.
 _NOMIC_FIXED_VALUES = {
     "prenorm": False,

@@ -1,14 +1,12 @@
-"""EXAONE 4: norms behind every part, and global layers that do not rotate where others see a window."""
+"""EXAONE 4: norms after every part; global layers do not rotate and local ones have a window."""
 
 from __future__ import annotations
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import LayerFacts
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_size
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_size
 from windlass.engine.model.families.family import Family
 from windlass.engine.model.families.olmo import NORMS_BEHIND
-from windlass.engine.rotary.scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 
 def _local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:

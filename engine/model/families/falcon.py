@@ -1,30 +1,54 @@
-"""Falcon: fused projections, norms around the mean, and three ways to place them, which config.json tells apart.
+"""Falcon and Falcon H1.
 
-Falcon-RW does not rotate: its scores lose by the distance (ALiBi) before they are divided by the root of a head's size, so that
-the slopes are divided, too. transformers rounds what is lost to bfloat16; here it is not rounded.
+Falcon has fused projections, LayerNorm, and three placements of the norms, told apart by config.json. Falcon-RW does not rotate: its
+scores have ALiBi added before they are divided by the root of the head size, so that the slopes are divided, too. transformers rounds
+the ALiBi bias to bfloat16; here it is not rounded. Falcon H1 has a state-space layer (Mamba 2) in parallel with attention in every layer.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
-from windlass.engine.model.config_json.patterns import nope_layers
-from windlass.engine.model.config_json.rules import ConfigRules, renamed
-from windlass.engine.model.config_json.values import Config, read_flag, read_size
-from windlass.engine.model.families.family import ConfigFlag, Family, FamilyClassificationHead
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
-from windlass.engine.model.head_spec import ClassificationHeadNames
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms, OuterNames
+from windlass.engine.errors import LoadError
+from windlass.engine.model.classification_head import ClassificationHeadNames
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    nope_layers,
+    read_flag,
+    read_number,
+    read_size,
+    renamed,
+)
+from windlass.engine.model.families.family import (
+    ATTENTION_BIAS,
+    MLP_BIAS,
+    ConfigFlag,
+    Family,
+    FamilyClassificationHead,
+    Multipliers,
+)
+from windlass.engine.model.families.recurrent_layers import MAX_SIZE, read_limits, read_shape, reject_unsupported_values
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames, GatedMLPSpec, PlainMLPNames
+from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
+from windlass.engine.model.mixers.state_space import ParallelStateSpaceSpec, StateSpaceSpec
+from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.model.norm import NormSpec
+from windlass.engine.rotary.scaling_fields import format_value
 
 _FORM = NormSpec(centered=True, bias=True)
+
 _ONE_NORM = LayerNorms(feed_forward=None, form=_FORM, parallel=True)
+
 _TWO_NORMS = LayerNorms(mixer="ln_attn", feed_forward="ln_mlp", form=_FORM, parallel=True)
+
 _IN_TURN = LayerNorms(form=_FORM)
+
 _FUSED = AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense")
+
 _BIAS = ConfigFlag("bias")
+
 _names = renamed({"num_kv_heads": "num_key_value_heads", "ffn_hidden_size": "intermediate_size"})
 
 
@@ -77,4 +101,126 @@ FALCON = Family(
     extra_keys=frozenset(
         {"new_decoder_architecture", "multi_query", "parallel_attn", "num_ln_in_parallel_attn", "alibi"}
     ),
+)
+
+_IN, _STATE_IN, _BIASES = "attention_in_multiplier", "ssm_in_multiplier", ("mamba_proj_bias", "projectors_bias")
+
+_MAX_FACTOR = 1e6  # far above any model's; what is multiplied stays finite
+
+_READ = frozenset(
+    "attention_in_multiplier attention_out_multiplier key_multiplier mlp_multipliers ssm_in_multiplier ssm_multipliers "
+    "ssm_out_multiplier mamba_chunk_size mamba_conv_bias mamba_d_conv mamba_d_head mamba_d_ssm mamba_d_state mamba_expand "
+    "mamba_n_groups mamba_n_heads mamba_norm_before_gate mamba_proj_bias mamba_rms_norm mamba_use_mlp projectors_bias "
+    "time_step_limit time_step_floor time_step_min time_step_max time_step_rank num_logits_to_keep layers_block_type "
+    "attn_layer_indices".split()
+)
+
+# What other values would make another model of.
+_FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
+    "hidden_act": ("silu", "swish"),
+    "mamba_use_mlp": (True,),
+    "attn_layer_indices": ([],),
+}
+
+
+def _refine(spec: ModelSpec, config: Config) -> ModelSpec:
+    reject_unsupported_values(config, _FIXED_VALUES)
+    given, key = (_factor(config, name) for name in (_IN, "key_multiplier"))
+    if given != 1 and read_flag(config, "attention_bias"):
+        raise LoadError(f"config.json: {_IN} {given} together with attention_bias is not supported")
+    state = _falcon_h1_state_space(config)
+    parallel_state_space = ParallelStateSpaceSpec(
+        state,
+        attention_factor=given * _factor(config, "attention_out_multiplier"),
+        state_factor=_factor(config, "ssm_out_multiplier"),
+    )
+    gate, down = _factors(config, "mlp_multipliers", 2)
+    factors = None if gate == down == 1 else (gate, down)
+    layers = []
+    for layer in spec.layers:
+        attention, feed_forward = layer.mixer, layer.feed_forward
+        assert isinstance(attention, AttentionSpec) and isinstance(feed_forward, GatedMLPSpec)
+        mixer = replace(attention, scale=attention.scale * given**2 * key)
+        layers.append(
+            replace(layer, mixer=mixer, feed_forward=replace(feed_forward, factors=factors), state=parallel_state_space)
+        )
+    return replace(spec, layers=tuple(layers), state_group=state.state_group(tuple(range(len(layers)))))
+
+
+def _falcon_h1_state_space(config: Config) -> StateSpaceSpec:
+    heads = read_size(config, "mamba_n_heads", 128, most=MAX_SIZE)
+    inner = read_size(config, "mamba_d_ssm", 1024) if "mamba_d_ssm" not in config or config["mamba_d_ssm"] else None
+    if inner is None:
+        inner = read_size(config, "mamba_expand", 2, most=MAX_SIZE) * read_size(config, "hidden_size")
+    if config.get("mamba_d_head") in (None, "auto"):
+        config = {**config, "mamba_d_head": max(1, inner // heads)}
+    shape = read_shape(
+        config, {"mamba_n_heads": 128, "mamba_d_head": 64, "mamba_n_groups": 1, "mamba_d_state": 256, "mamba_d_conv": 4}
+    )
+    heads, head_dim, *_ = shape
+    if heads * head_dim != inner:
+        raise LoadError(
+            f"config.json: mamba_n_heads {heads} of {head_dim} numbers are not the {inner} that mamba_d_ssm, or mamba_expand "
+            "times hidden_size, says"
+        )
+    given = _factor(config, _STATE_IN)
+    bias, out_bias = (read_flag(config, name) for name in _BIASES)
+    if bias != out_bias or (bias and given != 1):
+        raise LoadError(
+            f"config.json: {' and '.join(_BIASES)} must be alike, and false where {_STATE_IN} is not 1: others are not supported"
+        )
+    gates, values, keys, queries, steps = (given * one for one in _factors(config, "ssm_multipliers", 5))
+    normed: Literal["gated", "before the gate"] | None = None
+    if read_flag(config, "mamba_rms_norm"):
+        normed = "before the gate" if read_flag(config, "mamba_norm_before_gate", default=True) else "gated"
+    return StateSpaceSpec(
+        *shape,
+        read_number(config, "rms_norm_eps") or FALCON_H1.rules.rms_norm_eps,
+        read_limits(config),
+        bias,
+        read_flag(config, "mamba_conv_bias", default=True),
+        normed=normed,
+        factors=None if {gates, values, keys, queries, steps} == {1.0} else (gates, values, keys, queries, steps),
+    )
+
+
+def _factor(config: Config, key: str) -> float:
+    """One where config.json has none."""
+    found = read_number(config, key) or 1.0
+    if found > _MAX_FACTOR:
+        raise LoadError(
+            f"config.json: {key} must be a positive number up to {_MAX_FACTOR:g}, got {format_value(found)}"
+        )
+    return found
+
+
+def _factors(config: Config, key: str, count: int) -> tuple[float, ...]:
+    """Ones where config.json has none."""
+    given = config.get(key)
+    if given is None:
+        return (1.0,) * count
+    numbers = given if isinstance(given, list) else []
+    if len(numbers) != count or not all(
+        isinstance(one, int | float) and not isinstance(one, bool) and 0 < one <= _MAX_FACTOR for one in numbers
+    ):
+        raise LoadError(
+            f"config.json: {key} must be a list of {count} positive numbers up to {_MAX_FACTOR:g}, got {format_value(given)}"
+        )
+    return tuple(map(float, numbers))
+
+
+FALCON_H1 = Family(
+    architecture="FalconH1ForCausalLM",
+    title="Falcon H1",
+    model_type="falcon_h1",
+    rules=ConfigRules(max_position_embeddings=8192, num_key_value_heads=8, rms_norm_eps=1e-5, eos_token_id=(2,)),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    multipliers=Multipliers(embedding="embedding_multiplier", logits="lm_head_multiplier"),
+    feed_forward_names=GatedMLPNames("feed_forward.gate_proj", "feed_forward.up_proj", down="feed_forward.down_proj"),
+    norms=LayerNorms(feed_forward="pre_ff_layernorm"),
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    refine=_refine,
+    extra_keys=_READ,
 )

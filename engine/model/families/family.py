@@ -1,7 +1,6 @@
-"""What a family of models is to the one decoder: its names and defaults in config.json, its switches, its tensors.
+"""Family: one architecture's names and defaults in config.json, its switches and its tensor names.
 
-Responsible for the shape of this description. The families themselves stand in a file each, and `registry` lists them.
-Imports no torch.
+Each family is an instance in a file of its own; `registry` lists them. Imports no torch.
 """
 
 from __future__ import annotations
@@ -10,15 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_flag
-from windlass.engine.model.families.experts_rules import MoERules
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
-from windlass.engine.model.head_spec import ClassificationHeadNames, HeadPooling
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.model.classification_head import ClassificationHeadNames, HeadPooling
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag
+from windlass.engine.model.families.moe_rules import MoERules
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.model.norm import NormSpec
 
 _NORMS_HEADS = frozenset({"use_qk_norm", "qk_layernorm"})  # keys that say that queries and keys are normed
 
@@ -36,6 +33,7 @@ def is_set(config: Config, switch: bool | ConfigFlag) -> bool:
 
 
 ATTENTION_BIAS = ConfigFlag("attention_bias")
+
 MLP_BIAS = ConfigFlag("mlp_bias")
 
 

@@ -1,13 +1,36 @@
-"""Gemma 1 and 2 and VaultGemma: norms that multiply by one more than their weight, embeddings grown by the root of their size."""
+"""Gemma 1 to 4 (text) and VaultGemma.
+
+Norms of Gemma 1 to 3 multiply by one plus their weight; embeddings are scaled by the root of their size. Gemma 3 has local layers with a theta
+of their own between global ones, and norms around every part. Gemma 4 has wider heads in global layers, normed values and, depending on the
+model, layers that share the keys of earlier ones, per-layer embeddings, and experts in parallel with the MLP.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any
 
-from windlass.engine.model.config_json.patterns import every_nth_full
-from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    every_nth_full,
+    read_flag,
+    read_object,
+    read_size,
+)
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.model.families.moe_rules import MoERules, read_count, read_experts
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
+from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, ParallelExpertsSpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.model_spec import LayerNorms, LayerSpec, ModelSpec
+from windlass.engine.model.per_layer_embeddings import PerLayerEmbeddingsSpec, PerLayerProjectionSpec
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
 
 GEMMA = Family(
     architecture="GemmaForCausalLM",
@@ -67,4 +90,265 @@ VAULT_GEMMA = replace(
     title="VaultGemma",
     model_type="vaultgemma",
     norms=LayerNorms(feed_forward="pre_feedforward_layernorm"),
+)
+
+
+def _gemma3_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every `sliding_window_pattern`-th layer, the sixth by default, sees everything; `layer_types` says it directly."""
+    if not facts.windowed:
+        # Local layers would rotate by their own theta without a window; nothing says which layers those are.
+        raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
+    kinds = facts.given or _every(read_size(config, "sliding_window_pattern", 6), facts.count)
+    return kinds, kinds
+
+
+def _every(interval: int, count: int) -> list[str]:
+    return [SLIDING_ATTENTION if (i + 1) % interval else FULL_ATTENTION for i in range(count)]
+
+
+GEMMA3 = Family(
+    architecture="Gemma3ForCausalLM",
+    title="Gemma 3 (text)",
+    model_type="gemma3_text",
+    text_part="Text",
+    rules=ConfigRules(
+        layer_pattern=_gemma3_layer_pattern,
+        max_position_embeddings=131_072,
+        hidden_size=2304,
+        num_hidden_layers=26,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        tie_word_embeddings=True,
+        sliding_window=4096,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="before",
+    norm_offset=1.0,
+    activation="gelu_pytorch_tanh",
+    activation_key="hidden_activation",
+    scaled_embeddings=True,
+    query_pre_attn_scalar=256.0,
+    soft_caps=SoftCaps(),
+    norms=LayerNorms(
+        mixer="input_layernorm",
+        mixer_output="post_attention_layernorm",
+        feed_forward="pre_feedforward_layernorm",
+        feed_forward_output="post_feedforward_layernorm",
+    ),
+)
+
+_WIDTH, _KV_HEADS = "global_head_dim", "num_global_key_value_heads"
+
+_PER_LAYER_KEYS = ("head_dim", "num_key_value_heads")
+
+_UNIFIED = "gemma4_unified_text"  # of 12B, whose layers have no input of their own and no experts
+
+_EXPERTS = MoERules(
+    experts=128,
+    top_k=8,
+    counts=("num_experts",),
+    top_k_keys=("top_k_experts",),
+    names=MoENames(router="router.proj", stacks=ExpertStacks("experts.gate_up_proj", "experts.down_proj")),
+)
+
+
+def _rewrite_gemma4(config: Config) -> dict[str, Any]:
+    """Sizes of global layers under one key each, where transformers 5.24 writes them layer by layer."""
+    result = dict(config)
+    if config.get("model_type") == _UNIFIED:
+        result |= {"hidden_size_per_layer_input": 0, "enable_moe_block": False}
+        result = {"sliding_window": 1024, "max_position_embeddings": 262_144, **result}
+    if config.get("use_bidirectional_attention") == "vision":  # on text alone tokens see none behind them
+        del result["use_bidirectional_attention"]
+    result["rope_parameters"] = _drop_default_partial_rotary_factor(config)
+    result.pop("partial_rotary_factor", None)
+    if not read_flag(config, "attention_k_eq_v"):
+        result.pop(_KV_HEADS, None)  # it has a meaning beside that only
+    if "per_layer_config" not in config:
+        return result
+    by_layer = read_object(config, "per_layer_config") or {}
+    del result["per_layer_config"]
+    sizes: Any = next(iter(by_layer.values()), {})
+    kinds = config.get("layer_types")
+    global_layers = {
+        str(i) for i, kind in enumerate(kinds if isinstance(kinds, list) else ()) if kind == FULL_ATTENTION
+    }
+    if any(one != sizes for one in by_layer.values()) or (by_layer and by_layer.keys() != global_layers):
+        raise LoadError(
+            "config.json: per_layer_config has to say the same of all layers of full attention in layer_types, and nothing of "
+            f"others, got {format_value(by_layer)}"
+        )
+    if not isinstance(sizes, Mapping) or not sizes.keys() <= set(_PER_LAYER_KEYS):
+        raise LoadError(
+            f"config.json: per_layer_config may say {' and '.join(_PER_LAYER_KEYS)}, got {format_value(sizes)}"
+        )
+    result[_WIDTH] = sizes.get("head_dim", config.get("head_dim", 256))
+    result[_KV_HEADS] = sizes.get("num_key_value_heads", config.get("num_key_value_heads"))
+    return result
+
+
+def _drop_default_partial_rotary_factor(config: Config) -> Any:
+    """`rope_parameters` without the share of pairs where they turn by the default frequencies: it has no meaning there."""
+    given = config.get("rope_parameters")
+    if not isinstance(given, Mapping):
+        return given
+    return {
+        kind: {key: value for key, value in one.items() if key != "partial_rotary_factor"}
+        if isinstance(one, Mapping) and one.get("rope_type", "default") == "default"
+        else one
+        for kind, one in given.items()
+    }
+
+
+def _gemma4_layer_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every sixth layer sees everything, or those that `layer_types` says; the last always does."""
+    if not facts.windowed:
+        raise LoadError("config.json: sliding_window is null, and local layers need one: give its size")
+    kinds = facts.given or [FULL_ATTENTION if (i + 1) % 6 == 0 else SLIDING_ATTENTION for i in range(facts.count)]
+    kinds = [*kinds[:-1], FULL_ATTENTION]
+    return kinds, kinds
+
+
+def _refine_gemma4(spec: ModelSpec, config: Config) -> ModelSpec:
+    """The spec of a plain decoder with what its layers have besides."""
+    count, shared = len(spec.layers), read_count(config, "num_kv_shared_layers", 0)
+    owners = _kv_source_layers([mixer.window for mixer in spec.attention.values()], shared)
+    own_input = read_count(config, "hidden_size_per_layer_input", 256)
+    doubled = read_flag(config, "use_double_wide_mlp")
+    parallel_experts = None
+    first = spec.layers[0].feed_forward
+    assert isinstance(first, GatedMLPSpec)
+    if read_flag(config, "enable_moe_block"):
+        parallel_experts = ParallelExpertsSpec(read_experts(config, _EXPERTS, first.activation, False))
+
+    def layer(index: int, one: LayerSpec) -> LayerSpec:
+        assert isinstance(one.mixer, AttentionSpec)
+        owner, mixer = owners[index], _mixer(spec, config, one.mixer)
+        wide = doubled and owner is not None
+        return replace(
+            one,
+            mixer=replace(mixer, kv_source_layer=owner),
+            feed_forward=replace(first, intermediate_size=first.intermediate_size * (2 if wide else 1)),
+            parallel_experts=parallel_experts,
+            input=PerLayerProjectionSpec(own_input, first.activation) if own_input else None,
+            scalar="layer_scalar",
+        )
+
+    layers = tuple(layer(index, one) for index, one in enumerate(spec.layers))
+    unused = tuple(
+        f"{spec.names.layer(index)}self_attn.{name}."  # files have them all the same
+        for index in range(count - shared, count)
+        for name in ("k_proj", "v_proj", "k_norm", "v_norm")
+    )
+    inputs = None
+    if own_input:
+        inputs = PerLayerEmbeddingsSpec(own_input, read_size(config, "vocab_size_per_layer_input", 262_144))
+        if inputs.rows < spec.vocab_size:
+            raise LoadError(
+                f"config.json: vocab_size_per_layer_input {inputs.rows} is less than vocab_size {spec.vocab_size}: each token "
+                "needs a row"
+            )
+    return replace(
+        spec, layers=layers, kv_groups=_kv_groups(layers), unused=spec.unused + unused, per_layer_embeddings=inputs
+    )
+
+
+def _kv_source_layers(windows: list[int | None], shared: int) -> list[int | None]:
+    """Of each layer the one whose keys it reads: of the last `shared` ones, the last of their kind before them."""
+    first = len(windows) - shared
+    if first < 0 or set(windows[first:]) - set(windows[:first]):
+        raise LoadError(
+            f"config.json: num_kv_shared_layers {shared} of {len(windows)} layers leaves none of a kind whose keys are read"
+        )
+    last = {window: index for index, window in enumerate(windows[:first])}
+    return [None if index < first else last[window] for index, window in enumerate(windows)]
+
+
+def _mixer(spec: ModelSpec, config: Config, plain: AttentionSpec) -> AttentionSpec:
+    """The attention of a layer by its kind, all keys its own."""
+    is_global, kv_heads = plain.window is None, plain.num_kv_heads
+    if is_global:
+        kv_heads = read_size(config, _KV_HEADS, kv_heads)
+        if plain.num_heads % kv_heads:
+            raise LoadError(
+                f"config.json: num_attention_heads {plain.num_heads} is not a multiple of {_KV_HEADS} {kv_heads}"
+            )
+    assert plain.rotary_group is not None
+    return replace(
+        plain,
+        num_kv_heads=kv_heads,
+        head_dim=spec.rotary_groups[plain.rotary_group].base.head_dim,
+        soft_cap=None,
+        scale=1.0,  # what the norms of queries and keys multiply by does for it
+        values_normed=True,
+        keys_as_values=is_global and read_flag(config, "attention_k_eq_v"),
+    )
+
+
+def _kv_groups(layers: tuple[LayerSpec, ...]) -> tuple[KVGroupSpec, ...]:
+    """A group for each kind, in the order in which `AttentionSpec.kv_group` counts them; of layers with keys of their own."""
+    groups: dict[int, list[int]] = {}
+    mixers = [layer.mixer for layer in layers]
+    for index, mixer in enumerate(mixers):
+        assert isinstance(mixer, AttentionSpec)
+        if mixer.kv_source_layer is None:
+            groups.setdefault(mixer.kv_group, []).append(index)
+    found = []
+    for group in sorted(groups):
+        first = mixers[groups[group][0]]
+        assert isinstance(first, AttentionSpec)
+        found.append(KVGroupSpec(tuple(groups[group]), first.num_kv_heads, first.head_dim, first.window))
+    return tuple(found)
+
+
+GEMMA4 = replace(
+    GEMMA3,
+    architecture="Gemma4ForCausalLM",
+    title="Gemma 4 (text)",
+    other_names=("Gemma4UnifiedForCausalLM",),
+    model_type="gemma4_text",
+    other_model_types=(_UNIFIED,),
+    rules=ConfigRules(
+        layer_pattern=_gemma4_layer_pattern,
+        max_position_embeddings=131_072,
+        hidden_size=2304,
+        num_hidden_layers=30,
+        num_attention_heads=8,
+        num_key_value_heads=4,
+        head_dim=256,
+        full_head_dim=512,
+        full_head_dim_key=_WIDTH,
+        tie_word_embeddings=True,
+        eos_token_id=(1,),
+        sliding_window=512,
+        rope_theta=1_000_000.0,
+        local_rope_theta=10_000.0,
+        rope_parameters={
+            FULL_ATTENTION: {
+                "rope_type": "proportional",
+                "partial_rotary_factor": 0.25,
+                "rope_theta": 1_000_000.0,
+            },
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": 10_000.0},
+        },
+        rewrite=_rewrite_gemma4,
+    ),
+    norm_offset=0.0,
+    query_pre_attn_scalar=None,
+    refine=_refine_gemma4,
+    extra_keys=_EXPERTS.keys
+    | {
+        _WIDTH,
+        _KV_HEADS,
+        "num_kv_shared_layers",
+        "hidden_size_per_layer_input",
+        "vocab_size_per_layer_input",
+        "use_double_wide_mlp",
+        "attention_k_eq_v",
+        "enable_moe_block",
+    },
 )

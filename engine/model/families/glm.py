@@ -1,18 +1,34 @@
-"""GLM 4: half of each head rotates, in interleaved pairs. Glm4 has norms around every part as well."""
+"""GLM: ChatGLM 2 and 3, GLM 4, GLM 4 MoE and GLM 4.7 Flash (latent attention).
+
+Half of each head rotates, in interleaved pairs. Glm4 has norms around every part. ChatGLM's class is not in transformers but next to the
+weights; its defaults are from its configuration there. GLM-4 MoE and GLM 4.7 Flash have an MTP layer after their last layer.
+"""
 
 from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
 
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_size
-from windlass.engine.model.families.family import ConfigFlag, Family
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, read_size, renamed
+from windlass.engine.model.families.deepseek import (
+    DEEPSEEK_EXPERTS,
+    DEEPSEEK_LAYER_KEYS,
+    DEEPSEEK_NAMES,
+    ROPE_INTERLEAVE,
+)
+from windlass.engine.model.families.family import ATTENTION_BIAS, ConfigFlag, Family, LatentSizes
+from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, first_layers_dense
+from windlass.engine.model.families.mtp import with_appended_mtp_layer
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.feed_forward.moe import RouterSpec
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
 _BIAS = ConfigFlag("attention_bias", default=True)
+
 _GATE_UP = GatedMLPNames(gate_up="mlp.gate_up_proj")
+
 _RULES = ConfigRules(
     max_position_embeddings=131_072,
     num_hidden_layers=40,
@@ -51,4 +67,133 @@ GLM4 = Family(
     interleaved=True,
     feed_forward_names=_GATE_UP,
     norms=LayerNorms(mixer_output="post_self_attn_layernorm", feed_forward_output="post_mlp_layernorm"),
+)
+
+_CHATGLM_BIAS = ConfigFlag("add_bias_linear")
+
+_rename_keys = renamed(
+    {
+        "num_layers": "num_hidden_layers",
+        "padded_vocab_size": "vocab_size",
+        "kv_channels": "head_dim",
+        "ffn_hidden_size": "intermediate_size",
+        "seq_length": "max_position_embeddings",
+        "layernorm_epsilon": "rms_norm_eps",
+        "multi_query_group_num": "num_key_value_heads",
+    }
+)
+
+
+def _rewrite_chatglm(config: Config) -> dict[str, Any]:
+    found = _rename_keys(config)
+    if not read_flag(config, "multi_query_attention"):
+        found["num_key_value_heads"] = found.get("num_attention_heads")
+    return found
+
+
+def _chatglm_variant(family: Family, config: Config) -> Family:
+    if config.get("position_encoding_2d") is not None:
+        raise LoadError(
+            "config.json describes the first ChatGLM, whose positions are of two dimensions: it is not supported, use "
+            "ChatGLM 2 or 3"
+        )
+    usual = {"rmsnorm": True, "post_layer_norm": True, "apply_residual_connection_post_layernorm": False}
+    for key, value in usual.items():
+        if read_flag(config, key, value) != value:
+            raise LoadError(
+                f"config.json sets {key}={str(not value).lower()}, which changes the model and is not supported"
+            )
+    biased = read_flag(config, "add_qkv_bias") or read_flag(config, "add_bias_linear")
+    return replace(family, qkv_bias=biased)
+
+
+CHATGLM = Family(
+    architecture="ChatGLMModel",
+    other_names=("ChatGLMForConditionalGeneration",),
+    title="ChatGLM 2 and 3, GLM-4 (older files)",
+    model_type="chatglm",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        num_hidden_layers=28,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+        rewrite=_rewrite_chatglm,
+    ),
+    out_bias=_CHATGLM_BIAS,
+    feed_forward_bias=_CHATGLM_BIAS,
+    interleaved=True,
+    attention_names=AttentionNames(qkv="self_attention.query_key_value", out="self_attention.dense"),
+    feed_forward_names=GatedMLPNames(gate_up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    outer_names=OuterNames(
+        "transformer.embedding.word_embeddings",
+        "transformer.encoder.layers",
+        "transformer.encoder.final_layernorm",
+        "transformer.output_layer",
+    ),
+    variant=_chatglm_variant,
+    extra_keys=frozenset(
+        "multi_query_attention add_bias_linear add_qkv_bias rmsnorm post_layer_norm bias_dropout_fusion original_rope "
+        "apply_residual_connection_post_layernorm apply_query_key_layer_scaling attention_softmax_in_fp32 "
+        "fp32_residual_connection quantization_bit pre_seq_len prefix_projection interleaved_qkv".split()
+    ),
+)
+
+
+def _optional_qk_norm(family: Family, config: Config) -> Family:
+    return replace(family, qk_norm="before" if read_flag(config, "use_qk_norm") else None)
+
+
+GLM4_MOE = Family(
+    architecture="Glm4MoeForCausalLM",
+    title="GLM-4.5 and 4.6",
+    model_type="glm4_moe",
+    other_model_types=("glm4v_moe_text",),
+    rules=ConfigRules(
+        max_position_embeddings=131_072,
+        num_hidden_layers=46,
+        num_attention_heads=96,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    variant=_optional_qk_norm,
+    refine=with_appended_mtp_layer,
+    extra_keys=frozenset({"use_qk_norm"}),
+    experts=replace(DEEPSEEK_EXPERTS, width=1408),
+)
+
+GLM4_MOE_LITE = Family(
+    architecture="Glm4MoeLiteForCausalLM",
+    title="GLM 4.7 Flash",
+    model_type="glm4_moe_lite",
+    rules=ConfigRules(
+        max_position_embeddings=202_752,
+        hidden_size=2048,
+        num_hidden_layers=47,
+        num_attention_heads=20,
+        num_key_value_heads=20,
+        head_dim=64,
+        head_dim_key="qk_rope_head_dim",
+        rms_norm_eps=1e-5,
+        scales_scores=True,
+    ),
+    out_bias=ATTENTION_BIAS,
+    interleaved=ROPE_INTERLEAVE,
+    refine=with_appended_mtp_layer,
+    experts=MoERules(
+        experts=64,
+        top_k=4,
+        width=1536,
+        router=RouterSpec(scores="sigmoid", scale=1.8, least_sum=1e-20),
+        normalized_key="norm_topk_prob",
+        scale_key="routed_scaling_factor",
+        grouped=True,
+        shared=SharedExpert(count_key="n_shared_experts"),
+        dense=first_layers_dense("first_k_dense_replace", 1),
+        names=DEEPSEEK_NAMES,
+        more_keys=DEEPSEEK_LAYER_KEYS,
+    ),
+    latent=LatentSizes(kv_lora_rank=512, q_lora_rank=768, qk_nope_head_dim=192, v_head_dim=256),
 )

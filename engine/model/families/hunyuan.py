@@ -1,10 +1,18 @@
-"""HunYuan (dense): query and key norms behind the rotation."""
+"""HunYuan, dense and MoE: query and key norms after the rotation."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.rules import ConfigRules
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.mixers.attention_spec import AttentionNames
+from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.feed_forward.moe import MoENames
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.rotary.scaling_fields import format_value
 
 HUNYUAN = Family(
     architecture="HunYuanDenseV1ForCausalLM",
@@ -15,4 +23,41 @@ HUNYUAN = Family(
     out_bias=ATTENTION_BIAS,
     qk_norm="after",
     attention_names=AttentionNames(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"),
+)
+
+
+def _uniform_values(config: Config) -> dict[str, Any]:
+    """Numbers of experts and their widths are lists with an entry for each layer; all layers have to be alike."""
+    result = dict(config)
+    for key in ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert"):
+        found = config.get(key)
+        if not isinstance(found, list):
+            continue
+        if not found or any(one != found[0] for one in found):
+            raise LoadError(
+                f"config.json: {key} {format_value(found)} differs from layer to layer, which is not supported"
+            )
+        result[key] = found[0]
+    return result
+
+
+HUNYUAN_MOE = replace(
+    HUNYUAN,
+    architecture="HunYuanMoEV1ForCausalLM",
+    title="HunYuan V1 MoE",
+    model_type="hunyuan_v1_moe",
+    rules=replace(HUNYUAN.rules, rewrite=_uniform_values),
+    experts=MoERules(
+        experts=1,
+        top_k=1,
+        counts=("num_experts",),
+        top_k_keys=("moe_topk", "num_experts_per_tok"),
+        width_keys=("moe_intermediate_size", "intermediate_size"),
+        shared=SharedExpert(count_key="num_shared_expert"),
+        names=MoENames(
+            router="mlp.gate.wg",
+            shared=GatedMLPNames("mlp.shared_mlp.gate_proj", "mlp.shared_mlp.up_proj", down="mlp.shared_mlp.down_proj"),
+        ),
+        more_keys=frozenset({"use_mixed_mlp_moe"}),
+    ),
 )

@@ -1,12 +1,12 @@
-"""InternLM 2, whose projections are fused head by head of the keys, and InternLM 3, a Llama by other switches."""
+"""InternLM 2 (projections fused per key head) and InternLM 3 (Llama with other switches)."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.rules import ConfigRules, renamed
+from windlass.engine.model.config_json.config_rules import ConfigRules, renamed
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.spec import LayerNorms, OuterNames
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.model_spec import LayerNorms, OuterNames
 
 _BIAS = ConfigFlag("bias", default=True)
 

@@ -1,4 +1,4 @@
-"""LFM2, dense and of experts: short convolutions between gates in most layers, in the others attention with normed heads."""
+"""LFM2, dense and MoE: gated short convolutions in most layers, attention with normed heads in the others."""
 
 from __future__ import annotations
 
@@ -6,26 +6,32 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import LayerFacts
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_flag, read_number, read_size
-from windlass.engine.model.families.carried_states import (
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    read_flag,
+    read_number,
+    read_size,
+)
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.moe_rules import MoERules, first_layers_dense
+from windlass.engine.model.families.recurrent_layers import (
     check_convolution_width,
     check_layer_types,
     reject_unsupported_values,
     with_recurrent_layers,
 )
-from windlass.engine.model.families.experts_rules import MoERules, first_layers_dense
-from windlass.engine.model.families.family import Family
-from windlass.engine.model.feed_forward.experts_spec import ExpertStacks, MoENames, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPNames
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.rotary.fields import format_value
-from windlass.engine.rotary.scaling import FULL_ATTENTION
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, RouterSpec
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
+from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
 
 CONVOLUTION = "conv"
+
 # What config.json says of what always holds, or of how weights began; None: any.
 _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_use_swiglu": (True,),
@@ -36,6 +42,7 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
     "block_out_init_scale": None,
     "conv_use_xavier_init": None,
 }
+
 # Second names of what other keys say.
 _ALIASES = {
     "block_dim": "hidden_size",
@@ -45,6 +52,7 @@ _ALIASES = {
     "block_norm_eps": "norm_eps",
     "theta": "rope_theta",
 }
+
 _READ = frozenset({*_FIXED_VALUES, *_ALIASES, "conv_bias", "conv_L_cache", "full_attn_idxs"})
 
 

@@ -1,9 +1,29 @@
-"""Llama 1 to 3.3, and the many models that say they are one."""
+"""Llama 1 to 3.3, the many models that declare themselves one, and the text part of Llama 4.
+
+In Llama 4, layers that rotate attend within chunks of the context and norm queries and keys after the rotation; every fourth layer does
+neither, attends to everything, and scales its queries by their position (2501.19399).
+"""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.rules import ConfigRules
+from dataclasses import replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import (
+    Config,
+    ConfigRules,
+    LayerFacts,
+    read_flag,
+    read_number,
+    read_size,
+)
 from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, Family
+from windlass.engine.model.families.moe_rules import MoERules, SharedExpert
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.feed_forward.moe import ExpertStacks, MoENames, RouterSpec
+from windlass.engine.model.norm import NormSpec
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
 
 LLAMA = Family(
     architecture="LlamaForCausalLM",
@@ -13,4 +33,100 @@ LLAMA = Family(
     qkv_bias=ATTENTION_BIAS,
     out_bias=ATTENTION_BIAS,
     feed_forward_bias=MLP_BIAS,
+)
+
+_PART = "feed_forward"
+
+
+def _rewritten(config: Config) -> dict[str, Any]:
+    """In the names of other families: a chunk is a window, and `intermediate_size` is that of layers without experts."""
+    result = {
+        key: value for key, value in config.items() if key not in ("attention_chunk_size", "intermediate_size_mlp")
+    }
+    if "attention_chunk_size" in config:
+        result["sliding_window"] = config["attention_chunk_size"]
+    if config.get("no_rope_layers") == []:
+        del result["no_rope_layers"]
+    if isinstance(kinds := config.get("layer_types"), list):
+        result["layer_types"] = [SLIDING_ATTENTION if kind == "chunked_attention" else kind for kind in kinds]
+    result["moe_intermediate_size"] = config.get("intermediate_size", 8192)
+    result["intermediate_size"] = config.get("intermediate_size_mlp", 16_384)
+    return result
+
+
+def _chunks_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Layers that rotate see a chunk, the others everything; `layer_types` says it layer by layer."""
+    full = [FULL_ATTENTION] * facts.count
+    own = [SLIDING_ATTENTION if rotates else FULL_ATTENTION for rotates in facts.rotates]
+    return (facts.given or own) if facts.windowed else full, full
+
+
+def _is_dense(config: Config, index: int) -> bool:
+    """Every `interleave_moe_layer_step`-th layer has experts; `moe_layers` names them one by one."""
+    named = config.get("moe_layers")
+    if named is None:
+        return (index + 1) % read_size(config, "interleave_moe_layer_step", 1) != 0
+    if not isinstance(named, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in named):
+        raise LoadError("config.json: moe_layers must be a list of the numbers of layers")
+    return index not in named
+
+
+def _temperature(config: Config) -> tuple[float, int] | None:
+    if "attn_temperature_tuning" in config and not config["attn_temperature_tuning"]:  # older files have a number there
+        return None
+    return read_number(config, "attn_scale") or 0.1, read_size(config, "floor_scale", 8192)
+
+
+def _optional_qk_norm(family: Family, config: Config) -> Family:
+    return family if read_flag(config, "use_qk_norm", default=True) else replace(family, qk_norm=None)
+
+
+LLAMA4 = Family(
+    architecture="Llama4ForCausalLM",
+    title="Llama 4 (text)",
+    model_type="llama4_text",
+    rules=ConfigRules(
+        layer_pattern=_chunks_rotate,
+        max_position_embeddings=131_072,
+        hidden_size=5120,
+        num_hidden_layers=48,
+        num_attention_heads=40,
+        num_key_value_heads=8,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        sliding_window=8192,
+        rope_theta=500_000.0,
+        no_rope_layer_interval=4,
+        rewrite=_rewritten,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="after",
+    qk_norm_form=NormSpec(weight=False),
+    norms_rotated=True,
+    interleaved=True,
+    chunked=True,
+    unrotated_temperature=_temperature,
+    feed_forward_names=GatedMLPNames(f"{_PART}.gate_proj", f"{_PART}.up_proj", down=f"{_PART}.down_proj"),
+    variant=_optional_qk_norm,
+    extra_keys=frozenset({"use_qk_norm", "attn_temperature_tuning", "attn_scale", "floor_scale", "for_llm_compressor"}),
+    experts=MoERules(
+        experts=16,
+        top_k=1,
+        counts=("num_local_experts",),
+        router=RouterSpec(scores="sigmoid", normalized=False),
+        scaled_inputs=True,
+        shared=SharedExpert(),
+        dense=_is_dense,
+        names=MoENames(
+            router=f"{_PART}.router",
+            shared=GatedMLPNames(
+                f"{_PART}.shared_expert.gate_proj",
+                f"{_PART}.shared_expert.up_proj",
+                down=f"{_PART}.shared_expert.down_proj",
+            ),
+            stacks=ExpertStacks(f"{_PART}.experts.gate_up_proj", f"{_PART}.experts.down_proj", transposed=True),
+        ),
+        more_keys=frozenset({"moe_layers", "interleave_moe_layer_step"}),
+    ),
 )

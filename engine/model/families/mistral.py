@@ -1,10 +1,12 @@
-"""Mistral, which may see a window only, Ministral, where layers may, and Ministral 3, whose queries grow with their position."""
+"""Mistral and Mixtral (optional window), Ministral (window in some layers), Ministral 3 (queries scaled by their position)."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.patterns import layer_types_pattern, sliding_window_layers
-from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.config_rules import ConfigRules, layer_types_pattern, sliding_window_layers
 from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.moe_rules import MoERules
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames
+from windlass.engine.model.feed_forward.moe import MoENames
 
 MISTRAL = Family(
     architecture="MistralForCausalLM",
@@ -50,4 +52,21 @@ MINISTRAL3 = Family(
             "llama_4_scaling_beta": 0.1,
         },
     ),
+)
+
+MIXTRAL_NAMES = MoENames(
+    router="block_sparse_moe.gate", experts="block_sparse_moe.experts", expert=GatedMLPNames("w1", "w3", down="w2")
+)
+
+MIXTRAL = Family(
+    architecture="MixtralForCausalLM",
+    model_type="mixtral",
+    rules=ConfigRules(
+        layer_pattern=sliding_window_layers,
+        max_position_embeddings=131_072,
+        num_key_value_heads=8,
+        rms_norm_eps=1e-5,
+        rope_theta=1_000_000.0,
+    ),
+    experts=MoERules(experts=8, top_k=2, width_keys=("intermediate_size",), names=MIXTRAL_NAMES),
 )

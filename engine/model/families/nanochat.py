@@ -1,12 +1,12 @@
-"""NanoChat: norms without weights, also of the embedding and behind the rotation, which goes the other way round."""
+"""NanoChat: norms without weights, also of the embedding and after the rotation, which has the opposite sign."""
 
 from __future__ import annotations
 
-from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.config_rules import ConfigRules
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family, SoftCaps
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.model.feed_forward.mlp import PlainMLPNames
+from windlass.engine.model.model_spec import LayerNorms
+from windlass.engine.model.norm import NormSpec
 
 _FORM = NormSpec(weight=False)
 

@@ -1,6 +1,7 @@
-"""Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano: a layer is one part alone, a memory that fades (Mamba 2), attention, or a
-feed-forward, which may be of experts. Neither these nor a feed-forward have gates. Nemotron 3.5 has two layers more, which
-together predict a token further."""
+"""Nemotron H, Nemotron Nano 2 and Nemotron 3 Nano: each layer is one part alone: state-space (Mamba 2), attention, or a feed-forward.
+
+Feed-forwards may be MoE and have no gates. Nemotron 3.5 has two more layers, which together form the MTP head.
+"""
 
 from __future__ import annotations
 
@@ -8,31 +9,35 @@ from dataclasses import replace
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.patterns import LayerFacts
-from windlass.engine.model.config_json.rules import ConfigRules
-from windlass.engine.model.config_json.values import Config, read_flag, read_number
-from windlass.engine.model.families.carried_states import (
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, LayerFacts, read_flag, read_number
+from windlass.engine.model.families.family import MLP_BIAS, Family
+from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
+from windlass.engine.model.families.mtp import nemotron_mtp
+from windlass.engine.model.families.recurrent_layers import (
     check_layer_types,
+    read_limits,
+    read_shape,
     reject_unsupported_values,
     with_recurrent_layers,
 )
-from windlass.engine.model.families.experts_rules import MoERules, SharedExpert, read_count
-from windlass.engine.model.families.family import MLP_BIAS, Family
-from windlass.engine.model.families.prediction import nemotron_mtp
-from windlass.engine.model.families.state_spaces import read_limits, read_shape
-from windlass.engine.model.feed_forward.experts_spec import MoENames, RouterSpec
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames
-from windlass.engine.model.mixers.attention_spec import AttentionNames
-from windlass.engine.model.mixers.state_space_spec import StateSpaceNames, StateSpaceSpec
-from windlass.engine.model.spec import LayerNorms, ModelSpec, OuterNames
-from windlass.engine.rotary.fields import format_value
-from windlass.engine.rotary.scaling import FULL_ATTENTION
+from windlass.engine.model.feed_forward.mlp import PlainMLPNames
+from windlass.engine.model.feed_forward.moe import MoENames, RouterSpec
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.mixers.state_space import StateSpaceNames, StateSpaceSpec
+from windlass.engine.model.model_spec import LayerNorms, ModelSpec, OuterNames
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
 
 STATE_SPACE, FEED_FORWARD, EXPERTS = "linear_attention", "mlp", "moe"
+
 _BY_LETTER = {"M": STATE_SPACE, "*": FULL_ATTENTION, "-": FEED_FORWARD, "E": EXPERTS}
+
 _KINDS = {"attention": FULL_ATTENTION, "mamba": STATE_SPACE}
+
 _PATTERN = "hybrid_override_pattern"
+
 _MAX_LAYERS = 10_000
+
 # Second names of what other keys say, which count.
 _ALIASES = {
     "mamba_n_groups": "n_groups",
@@ -40,6 +45,7 @@ _ALIASES = {
     "mamba_dt_limit": "time_step_limit",
     "mamba_conv_bias": "use_conv_bias",
 }
+
 # What config.json says of what always holds, of parts that are not there, or of how weights began; None: any. No step is limited
 # by time_step_min: transformers 5.24 does that, the published code and llama.cpp do not (transformers' pull request 48989).
 _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
@@ -55,6 +61,7 @@ _FIXED_VALUES: dict[str, tuple[object, ...] | None] = {
         "num_local_experts norm_topk_prob num_experts_per_tok routed_scaling_factor".split()
     ),
 }
+
 _READ = frozenset(
     (*_FIXED_VALUES, *_ALIASES, *_ALIASES.values(), _PATTERN, "ssm_state_size", "mamba_num_heads", "mamba_head_dim")
 ) | {"mlp_hidden_act", "layers_block_type"}
@@ -164,6 +171,7 @@ _EXPERTS = MoERules(
         shared=PlainMLPNames("mixer.shared_experts.up_proj", "mixer.shared_experts.down_proj"),
     ),
 )
+
 NEMOTRON_H = Family(
     architecture="NemotronHForCausalLM",
     title="Nemotron H, Nano 2 and 3",

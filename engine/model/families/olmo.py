@@ -1,15 +1,14 @@
-"""OLMo 1, whose norms have no weights; OLMo 2 and 3: norms behind every part instead of before it, and one over all heads of
-the queries, one of the keys."""
+"""OLMo 1 to 3 and OLMoE."""
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from windlass.engine.model.config_json.patterns import every_nth_full
-from windlass.engine.model.config_json.rules import ConfigRules
+from windlass.engine.model.config_json.config_rules import ConfigRules, every_nth_full
 from windlass.engine.model.families.family import ATTENTION_BIAS, Family
-from windlass.engine.model.norm_spec import NormSpec
-from windlass.engine.model.spec import LayerNorms
+from windlass.engine.model.families.moe_rules import UNNORMALIZED_ROUTER, MoERules
+from windlass.engine.model.model_spec import LayerNorms
+from windlass.engine.model.norm import NormSpec
 
 NORMS_BEHIND = LayerNorms(
     mixer=None,
@@ -17,6 +16,7 @@ NORMS_BEHIND = LayerNorms(
     feed_forward=None,
     feed_forward_output="post_feedforward_layernorm",
 )
+
 _RULES = ConfigRules(max_position_embeddings=2048, rms_norm_eps=1e-5)
 
 OLMO = Family(
@@ -54,5 +54,29 @@ OLMO3 = replace(
         scales_full_attention_only=True,
         sliding_window=4096,
         rope_theta=500_000.0,
+    ),
+)
+
+OLMOE = Family(
+    architecture="OlmoeForCausalLM",
+    title="OLMoE",
+    model_type="olmoe",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=2048,
+        num_hidden_layers=16,
+        num_attention_heads=16,
+        rms_norm_eps=1e-5,
+        eos_token_id=(50_279,),
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    qk_norm="all heads",
+    experts=MoERules(
+        experts=64,
+        top_k=8,
+        width_keys=("intermediate_size",),
+        router=UNNORMALIZED_ROUTER,
+        normalized_key="norm_topk_prob",
     ),
 )

@@ -1,1 +1,3 @@
-"""Feed-forwards: what works on each token alone. A kind is a spec, which needs no torch, and a layer that runs it."""
+"""Feed-forwards: the part of a layer that works on each token alone. Each module has specifications and the layers that run them."""
+
+from __future__ import annotations

@@ -1,1 +1,3 @@
-"""Reads GGUF files, the format of llama.cpp: what they say of a model, in the names of Hugging Face. Imports no torch."""
+"""GGUF files: header, metadata as config.json, tensor names of a Hugging Face checkpoint."""
+
+from __future__ import annotations

@@ -1,65 +1,300 @@
-"""The architectures of GGUF files that are read, each with the family that it is to the decoder.
+"""Supported values of `general.architecture`, and the family that implements each.
 
-Responsible for what distinguishes one from the next; what they share is the business of `metadata` and `tensor_names`. To
-read another one: a line here, where a file has what the names there say.
+Holds what is specific to an architecture: Gemma 2 to 4, MLA (`deepseek2`), GLM-4.5 and small differences of others. Shared keys
+are read in `gguf_description`, tensor names in `tensor_mapping`, models with recurrent layers in `hybrid_architectures`. To add
+an architecture, add an entry to `ARCHITECTURES`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.families.cohere import COHERE, COHERE2
-from windlass.engine.model.families.ernie4_5 import ERNIE4_5
+from windlass.engine.model.families.deepseek import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
+from windlass.engine.model.families.ernie import ERNIE4_5
 from windlass.engine.model.families.exaone4 import EXAONE4
-from windlass.engine.model.families.falcon import FALCON
-from windlass.engine.model.families.falcon_h1 import FALCON_H1
+from windlass.engine.model.families.falcon import FALCON, FALCON_H1
 from windlass.engine.model.families.family import Family
-from windlass.engine.model.families.gated_delta import QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
-from windlass.engine.model.families.gemma import GEMMA, GEMMA2
-from windlass.engine.model.families.gemma3 import GEMMA3
-from windlass.engine.model.families.gemma4 import GEMMA4
-from windlass.engine.model.families.glm import GLM, GLM4
-from windlass.engine.model.families.granite4 import GRANITE4
+from windlass.engine.model.families.gemma import GEMMA, GEMMA2, GEMMA3, GEMMA4
+from windlass.engine.model.families.glm import GLM, GLM4, GLM4_MOE
+from windlass.engine.model.families.gpt_oss import GPT_OSS
+from windlass.engine.model.families.granite import GRANITE, GRANITE4, GRANITE_MOE, GRANITE_MOE_SHARED
 from windlass.engine.model.families.hunyuan import HUNYUAN
-from windlass.engine.model.families.latent_attention import DEEPSEEK_V2, DEEPSEEK_V3, YOUTU
-from windlass.engine.model.families.layer_norms import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
+from windlass.engine.model.families.layer_norm_families import GPT_NEOX, NEMOTRON, PHI, STABLELM, STARCODER2
 from windlass.engine.model.families.lfm2 import LFM2, LFM2_MOE
 from windlass.engine.model.families.llama import LLAMA
-from windlass.engine.model.families.llama_like import ARCEE, GRANITE, SEED_OSS
-from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL
+from windlass.engine.model.families.llama_variants import ARCEE, SEED_OSS, SMOLLM3
+from windlass.engine.model.families.mistral import MINISTRAL3, MISTRAL, MIXTRAL
 from windlass.engine.model.families.nemotron_h import NEMOTRON_H
-from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3
-from windlass.engine.model.families.phi3 import PHI3
-from windlass.engine.model.families.qwen import QWEN2, QWEN3
-from windlass.engine.model.families.sigmoid_experts import GLM4_MOE
-from windlass.engine.model.families.smollm3 import SMOLLM3
-from windlass.engine.model.families.softmax_experts import (
-    GPT_OSS,
-    GRANITE_MOE,
-    GRANITE_MOE_SHARED,
-    MIXTRAL,
-    OLMOE,
-    QWEN2_MOE,
-    QWEN3_MOE,
+from windlass.engine.model.families.olmo import OLMO, OLMO2, OLMO3, OLMOE
+from windlass.engine.model.families.phi import PHI3
+from windlass.engine.model.families.qwen import QWEN2, QWEN2_MOE, QWEN3, QWEN3_5, QWEN3_5_MOE, QWEN3_MOE, QWEN3_NEXT
+from windlass.engine.model.gguf import hybrid_architectures
+from windlass.engine.model.gguf.gguf_rope import Factors, read_proportional_rope, required_theta
+from windlass.engine.model.gguf.hybrid_architectures import (
+    GATED_DELTA_FIELDS,
+    GATED_DELTA_MOE_FIELDS,
+    attention_layers_only,
 )
-from windlass.engine.model.gguf import falcon_h1, granite, lfm2, nemotron_h
-from windlass.engine.model.gguf.carried_states import attention_layers_only
-from windlass.engine.model.gguf.delta import GATED_DELTA_FIELDS, GATED_DELTA_MOE_FIELDS
-from windlass.engine.model.gguf.fields import ArchitectureKeys
-from windlass.engine.model.gguf.gemma import gemma2, gemma3
-from windlass.engine.model.gguf.gemma4 import GEMMA4_KEYS, gemma4, gemma4_by_tensors, gemma4_local, gemma4_rotation
-from windlass.engine.model.gguf.glm4_moe import GLM4_MOE_FIELDS
-from windlass.engine.model.gguf.latent import MLA_KEYS, mla_experts, mla_family, mla_rope
-from windlass.engine.model.gguf.local_layers import PATTERN, WINDOW, local_and_global
-from windlass.engine.model.gguf.rope import Factors
-from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation
-from windlass.engine.rotary.fields import format_value
+from windlass.engine.model.gguf.metadata_keys import PATTERN, WINDOW, ArchitectureKeys, local_and_global, local_layers
+from windlass.engine.model.gguf.tensor_mapping import LAYER_TABLE, GGUFTensorLocation
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
+
+GATING = "expert_gating_func"
+
+_SOFTMAX, SIGMOID = 1, 2
+
+_PER_FACTOR = 0.1  # of YaRN's attention factor, by which the file's number is multiplied
+
+GROUPED_EXPERTS_KEYS = (
+    "leading_dense_block_count expert_count expert_used_count expert_feed_forward_length expert_shared_count "
+    "expert_weights_scale expert_weights_norm expert_gating_func expert_group_count expert_group_used_count"
+).split()
+
+MLA_KEYS = (
+    "attention.q_lora_rank attention.kv_lora_rank attention.key_length_mla attention.value_length_mla "
+    "rope.scaling.yarn_log_multiplier"
+).split() + GROUPED_EXPERTS_KEYS
+
+
+def mla_family(keys: ArchitectureKeys) -> Family:
+    """Files name one architecture for all of them: without experts it is Youtu's, and how experts are chosen tells the others."""
+    if not keys.count("expert_count"):
+        return YOUTU
+    gating = keys.count(GATING) or _SOFTMAX
+    if gating not in (_SOFTMAX, SIGMOID):
+        raise LoadError(f"{keys.key(GATING)} is {format_value(gating)}: 1 (softmax) and 2 (sigmoid) are known")
+    return DEEPSEEK_V3 if gating == SIGMOID else DEEPSEEK_V2
+
+
+def mla_sizes(keys: ArchitectureKeys) -> dict[str, int | None]:
+    """The widths of the parts of queries, keys and values."""
+    compressed = keys.count("attention.key_length_mla") > 0
+    head = keys.size("attention.key_length_mla" if compressed else "attention.key_length")
+    rotated = keys.size("rope.dimension_count")
+    if rotated >= head:
+        raise LoadError(f"{keys.key('rope.dimension_count')} is {rotated}, not less than the {head} of a head's key")
+    return {
+        "q_lora_rank": keys.count("attention.q_lora_rank") or None,
+        "kv_lora_rank": keys.size("attention.kv_lora_rank"),
+        "qk_rope_head_dim": rotated,
+        "qk_nope_head_dim": head - rotated,
+        "v_head_dim": keys.size("attention.value_length_mla" if compressed else "attention.value_length"),
+    }
+
+
+def mla_experts(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """The keys of its experts; none where it has none."""
+    if not keys.count("expert_count"):
+        return {}
+    found = grouped_experts(keys)
+    if keys.count(GATING) != SIGMOID:
+        found["topk_method"] = "group_limited_greedy" if found["n_group"] > 1 else "greedy"
+    return found
+
+
+def grouped_experts(keys: ArchitectureKeys) -> dict[str, Any]:
+    """The keys of experts in groups, of which the best are looked at, behind layers that have none."""
+    return {
+        "n_routed_experts": keys.size("expert_count"),
+        "num_experts_per_tok": keys.size("expert_used_count"),
+        "moe_intermediate_size": keys.size("expert_feed_forward_length"),
+        "n_shared_experts": keys.count("expert_shared_count"),
+        "routed_scaling_factor": keys.number("expert_weights_scale") or 1.0,
+        "norm_topk_prob": bool(keys.raw("expert_weights_norm")),
+        "first_k_dense_replace": keys.count("leading_dense_block_count"),
+        "n_group": keys.count("expert_group_count") or 1,
+        "topk_group": keys.count("expert_group_used_count") or 1,
+    }
+
+
+def mla_rope(rope: Mapping[str, Any], keys: ArchitectureKeys) -> dict[str, Any]:
+    """Of YaRN: cosines are not scaled, scores are, by what the file's number makes of the factor."""
+    multiplier = keys.number("rope.scaling.yarn_log_multiplier")
+    if rope["rope_type"] != "yarn" or multiplier is None:
+        return dict(rope)
+    share = float(f"{multiplier / _PER_FACTOR:.7g}")
+    return {**rope, "mscale": share, "mscale_all_dim": share}
+
+
+def gemma2(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Nothing says what scales q·k: the inverse root of the head's width, but for the 27B model, which has 46 layers."""
+    count, head_dim = config["num_hidden_layers"], config["head_dim"]
+    return {
+        "query_pre_attn_scalar": config["hidden_size"] / config["num_attention_heads"] if count == 46 else head_dim,
+        "layer_types": local_layers(keys, count, 2),
+        "sliding_window": keys.count(WINDOW) or 4096,
+        "attn_logit_softcapping": keys.number("attn_logit_softcapping") or 50.0,
+        "final_logit_softcapping": keys.number("final_logit_softcapping") or 30.0,
+    }
+
+
+def gemma3(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Local and global layers, and the number whose inverse root scales q·k, which the 27B model has from elsewhere.
+
+    Older files leave the pattern out, since every sixth layer is global; none has that number.
+    """
+    count, head_dim = config["num_hidden_layers"], config["head_dim"]
+    scale = keys.number("attention.scale")
+    if scale is not None:
+        scaled_by = scale**-2
+    else:
+        scaled_by = config["hidden_size"] / config["num_attention_heads"] if count == 62 else head_dim
+    window = keys.count(WINDOW)
+    return {
+        "query_pre_attn_scalar": scaled_by,
+        "layer_types": local_layers(keys, count, 6) if window else [FULL_ATTENTION] * count,
+        "sliding_window": window or config["max_position_embeddings"],
+        "final_logit_softcapping": keys.number("final_logit_softcapping"),
+    }
+
+
+_SHARED, _KV_HEADS, _WIDTH = "attention.shared_kv_layers", "attention.head_count_kv", "feed_forward_length"
+
+_KEY, _VALUE, _ROTATED = "attention.key_length", "attention.value_length", "rope.dimension_count"
+
+_LOCAL = "_swa"
+
+_LOCAL_THETA = "rope.freq_base_swa"
+
+_INPUT, _CAP = "embedding_length_per_layer_input", "final_logit_softcapping"
+
+_EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH = "expert_count", "expert_used_count", "expert_feed_forward_length"
+
+GEMMA4_KEYS = (
+    *(WINDOW, PATTERN, _SHARED, _LOCAL_THETA, _INPUT, _CAP, _EXPERT_COUNT, _USED, _GEMMA4_EXPERT_WIDTH),
+    *(key + _LOCAL for key in (_KEY, _VALUE, _ROTATED)),
+)
+
+
+def gemma4_local(keys: ArchitectureKeys, count: int) -> ArchitectureKeys:
+    """The keys of a model all of whose layers have a window, and keys of their own. count: of layers."""
+    return keys.replaced(
+        {
+            _KEY: keys.size(_KEY + _LOCAL),
+            _VALUE: keys.size(_VALUE + _LOCAL),
+            _KV_HEADS: _kv_heads(keys, _gemma4_layer_types(keys, count))[SLIDING_ATTENTION],
+            _WIDTH: keys.sizes(_WIDTH, count)[0],
+        }
+    )
+
+
+def gemma4(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """What its layers have besides, and what those that see everything have of their own."""
+    count = config["num_hidden_layers"]
+    kinds, width, shared = _gemma4_layer_types(keys, count), keys.size(_KEY), keys.count(_SHARED)
+    if keys.size(_VALUE, width) != width:
+        raise LoadError("has keys and values of different widths, which is not supported: choose another model")
+    if shared >= count:
+        raise LoadError(f"{keys.key(_SHARED)} is {shared} of {count} layers: none is left whose keys are read")
+    experts = keys.count(_EXPERT_COUNT)
+    found = {
+        "layer_types": kinds,
+        "sliding_window": keys.size(WINDOW),
+        "global_head_dim": width,
+        "num_global_key_value_heads": _kv_heads(keys, kinds)[FULL_ATTENTION],
+        "num_kv_shared_layers": shared,
+        "use_double_wide_mlp": _is_doubled(keys, keys.sizes(_WIDTH, count), shared),
+        "hidden_size_per_layer_input": keys.count(_INPUT),
+        "final_logit_softcapping": keys.number(_CAP),
+        "enable_moe_block": experts > 0,
+    }
+    if experts:
+        found |= {
+            "num_experts": experts,
+            "top_k_experts": keys.size(_USED),
+            "moe_intermediate_size": keys.size(_GEMMA4_EXPERT_WIDTH),
+        }
+    return found
+
+
+def gemma4_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+    """Whether keys are values in layers that see everything, and how many tokens have an input of the layers."""
+    layer, found = 0, {"attention_k_eq_v": False}
+    while f"blk.{layer}.attn_k.weight" in tensors and not found["attention_k_eq_v"]:
+        found["attention_k_eq_v"] = f"blk.{layer}.attn_v.weight" not in tensors
+        layer += 1
+    table = tensors.get(LAYER_TABLE)
+    return found if table is None else {**found, "vocab_size_per_layer_input": table.shape[0]}
+
+
+def gemma4_rotation(keys: ArchitectureKeys, config: Mapping[str, Any], factors: Factors) -> dict[str, Any]:
+    """That of both kinds of layers."""
+    for key, head_dim in ((_ROTATED, config["global_head_dim"]), (_ROTATED + _LOCAL, config["head_dim"])):
+        if (rotated := keys.size(key, head_dim)) != head_dim:
+            raise LoadError(f"{keys.key(key)} is {rotated}, not the {head_dim} of a head: get another conversion")
+    return {
+        "rope_parameters": {
+            FULL_ATTENTION: read_proportional_rope(keys, factors, config["global_head_dim"]),
+            SLIDING_ATTENTION: {"rope_type": "default", "rope_theta": required_theta(keys, _LOCAL_THETA)},
+        }
+    }
+
+
+def _gemma4_layer_types(keys: ArchitectureKeys, count: int) -> list[str]:
+    """What each layer sees: the file lists it, and the last one sees everything."""
+    pattern = keys.raw(PATTERN)
+    if not isinstance(pattern, list):
+        raise LoadError(
+            f"{keys.key(PATTERN)} must be a list of flags, got {format_value(pattern)}: get another conversion"
+        )
+    kinds = local_layers(keys, count, 0)
+    if kinds[-1] != FULL_ATTENTION:
+        raise LoadError(f"{keys.key(PATTERN)} gives the last layer a window, which is not supported")
+    return kinds
+
+
+def _kv_heads(keys: ArchitectureKeys, kinds: Sequence[str]) -> dict[str, int]:
+    """Those of each kind of layers; where there are none of a kind, the other's."""
+    found: dict[str, int] = {}
+    for kind, heads in zip(kinds, keys.sizes(_KV_HEADS, len(kinds)), strict=True):
+        if found.setdefault(kind, heads) != heads:
+            raise LoadError(f"{keys.key(_KV_HEADS)} differs among layers that see alike: choose another model")
+    return {kind: found.get(kind, found[FULL_ATTENTION]) for kind in (SLIDING_ATTENTION, FULL_ATTENTION)}
+
+
+def _is_doubled(keys: ArchitectureKeys, widths: Sequence[int], shared: int) -> bool:
+    """Whether layers that read the keys of earlier ones are twice as wide as those."""
+    own, narrow = len(widths) - shared, widths[0]
+    if all(width == narrow for width in widths):
+        return False
+    if list(widths) != [narrow] * own + [2 * narrow] * shared:
+        raise LoadError(
+            f"{keys.key(_WIDTH)} must be the same for all layers, or twice as much for the last {shared}, which read the keys of "
+            "earlier ones: choose another model"
+        )
+    return True
+
+
+def _glm4_moe(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+    """Chosen by sigmoids, also where the file does not say so."""
+    if keys.raw(GATING) not in (None, 0, SIGMOID):
+        raise LoadError(
+            f"{keys.key(GATING)} is {format_value(keys.raw(GATING))}: these experts are chosen by sigmoids ({SIGMOID})"
+        )
+    return grouped_experts(keys)
+
+
+def _glm4_moe_by_tensors(tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, Any]:
+    return {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors}
+
+
+# Fields of `Architecture`.
+GLM4_MOE_FIELDS: dict[str, Any] = {
+    "more": _glm4_moe,
+    "reads": tuple(GROUPED_EXPERTS_KEYS),
+    "told_by": _glm4_moe_by_tensors,
+    "aliases": {"post_attention_norm": "ffn_norm"},
+}
 
 _EXPERTS = ("expert_count", "expert_used_count")
+
 _EXPERT_WIDTH, _SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
+
 _TEMPERATURE = "attention.temperature_scale"
 
 
@@ -291,14 +526,16 @@ ARCHITECTURES: dict[str, Architecture] = {
         told_by=lambda tensors: {"use_qk_norm": "blk.0.attn_q_norm.weight" in tensors},
     ),
     "cohere2": Architecture(COHERE2, interleaved=True, more=_cohere2, reads=(WINDOW, PATTERN, "logit_scale")),
-    "granite": Architecture(GRANITE, interleaved=True, **granite.GRANITE_FIELDS),
+    "granite": Architecture(GRANITE, interleaved=True, **hybrid_architectures.GRANITE_FIELDS),
     "granitemoe": Architecture(
-        GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **granite.GRANITE_MOE_FIELDS
+        GRANITE_MOE, interleaved=True, others=(GRANITE_MOE_SHARED,), **hybrid_architectures.GRANITE_MOE_FIELDS
     ),
-    "granitehybrid": Architecture(GRANITE4, interleaved=True, gates_apart=True, **granite.GRANITE_HYBRID_FIELDS),
-    "falcon-h1": Architecture(FALCON_H1, factored=True, **falcon_h1.FALCON_H1_FIELDS),
-    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.NEMOTRON_H_FIELDS),
-    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **nemotron_h.NEMOTRON_H_MOE_FIELDS),
+    "granitehybrid": Architecture(
+        GRANITE4, interleaved=True, gates_apart=True, **hybrid_architectures.GRANITE_HYBRID_FIELDS
+    ),
+    "falcon-h1": Architecture(FALCON_H1, factored=True, **hybrid_architectures.FALCON_H1_FIELDS),
+    "nemotron_h": Architecture(NEMOTRON_H, interleaved=True, **hybrid_architectures.NEMOTRON_H_FIELDS),
+    "nemotron_h_moe": Architecture(NEMOTRON_H, interleaved=True, **hybrid_architectures.NEMOTRON_H_MOE_FIELDS),
     "gpt-oss": Architecture(
         GPT_OSS,
         more=_gpt_oss,
@@ -320,13 +557,17 @@ ARCHITECTURES: dict[str, Architecture] = {
     "seed_oss": Architecture(SEED_OSS, aliases={"post_attention_norm": "ffn_norm"}),
     "arcee": Architecture(ARCEE, interleaved=True),
     "lfm2": Architecture(
-        LFM2, more=lfm2.lfm2, reads=lfm2.LFM2_KEYS, told_by=lfm2.lfm2_by_tensors, plain=attention_layers_only
+        LFM2,
+        more=hybrid_architectures.lfm2,
+        reads=hybrid_architectures.LFM2_KEYS,
+        told_by=hybrid_architectures.lfm2_by_tensors,
+        plain=attention_layers_only,
     ),
     "lfm2moe": Architecture(
         LFM2_MOE,
-        more=lfm2.lfm2_moe,
-        reads=lfm2.LFM2_MOE_KEYS,
-        told_by=lfm2.lfm2_moe_by_tensors,
+        more=hybrid_architectures.lfm2_moe,
+        reads=hybrid_architectures.LFM2_MOE_KEYS,
+        told_by=hybrid_architectures.lfm2_moe_by_tensors,
         plain=attention_layers_only,
     ),
 }

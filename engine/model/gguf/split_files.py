@@ -1,6 +1,7 @@
-"""The files of a GGUF model that is split ("name-00001-of-00003.gguf"): finds them all from any of them.
+"""File names of a split GGUF model ("name-00001-of-00003.gguf").
 
-Responsible for names only; that the files say the same of themselves is checked where they are read.
+Finds all parts from any of them. Handles names only; `gguf_description` checks that the files' contents agree. Imports neither
+gguf nor torch.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 
 _PART = re.compile(r"(?P<stem>.+)-(?P<number>\d{5})-of-(?P<count>\d{5})", re.DOTALL)
+
 _MOST_PARTS = 1000
 
 

@@ -1,1 +1,3 @@
-"""From files to weights in memory, and what is refused before that."""
+"""Loading a model: checkpoint files, preflight checks, weights."""
+
+from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The index of a GGUF model: which tensors its files hold and where, under the names that a Hugging Face checkpoint has.
+"""Index of a GGUF model (`gguf.json`): its tensors and their locations under Hugging Face names.
 
-It lies as `gguf.json` in the directory that is derived from the files, beside the config.json and the tokenizer made of their
-metadata. Responsible for reading it, for checking that the files are still those it was made from, and for the storage in
-which each type of tensor is kept. Imports neither torch nor the `gguf` package: an ordinary start needs no more than this.
+The index is in the directory derived from the GGUF files, next to config.json and the tokenizer. This module reads it, checks
+that the files have not changed, and determines the storage of each tensor type. Imports neither torch nor `gguf`.
 """
 
 from __future__ import annotations
@@ -16,18 +15,20 @@ from pathlib import Path
 from typing import Any
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
+from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.loading.safetensors_header import TensorHeader
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaNetSpec
-from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetSpec
+from windlass.engine.model.mixers.latent_attention import LatentSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space import StateSpaceSpec
+from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 
 INDEX = "gguf.json"
+
 VERSION = 1
+
 _UNKNOWN_SCALE = (
     "the head of this GGUF file is its embedding, with a factor in it that the file does not name: the likeliest token is the "
     "model's, probabilities may be far from it: serve the original Hugging Face model to sample from them"
@@ -45,7 +46,9 @@ BLOCKS = {
     "Q6_K": ("q6_k", 256, 210),
     "MXFP4": ("q5_0", 32, 17),  # as other blocks of the same numbers
 }
+
 PLAIN = {"F32": ("float32", 4), "F16": ("float16", 2), "BF16": ("bfloat16", 2)}
+
 # Types that are dequantized while they are loaded, and kept with 8 bits: elements and bytes of a block.
 _OTHERS = {
     "Q2_K": (256, 84),
@@ -63,6 +66,7 @@ _OTHERS = {
     "TQ2_0": (256, 66),
     "NVFP4": (64, 36),
 }
+
 _FALLBACK_STORAGE = "q8_0"
 
 

@@ -1,4 +1,7 @@
-"""From a model directory to a decoder with weights, plus the facts about it that the rest of the engine needs."""
+"""Model loader: from a model directory to a decoder with weights.
+
+Also fills weights with random numbers for benchmarks (`loading.format=dummy`), without reading weight files.
+"""
 
 from __future__ import annotations
 
@@ -6,28 +9,71 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from windlass import kernels
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.model_heads import PoolingDefaults
-from windlass.engine.cache.memory import gib
+from windlass.engine.cache.kv_cache_budget import gib
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.model_info import PoolingDefaults
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.checkpoint import weights_digest
-from windlass.engine.model.loading.chosen_device import choose_device, free_memory, is_out_of_memory
-from windlass.engine.model.loading.draft_model import draft_config, reword_for_draft
-from windlass.engine.model.loading.pooling_files import read_pooling
-from windlass.engine.model.loading.prediction_layer import MTPPart, mtp
-from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
-from windlass.engine.model.loading.random_weights import randomize_weights
-from windlass.engine.model.loading.refusals import check_replicas
+from windlass.engine.model.loading.device_selection import choose_device, free_memory, is_out_of_memory
+from windlass.engine.model.loading.draft_model import MTPPart, draft_config, mtp, reword_for_draft
+from windlass.engine.model.loading.preflight import check_replicas, prepare_model
+from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
+from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.engine.model.loading.weights import Progress, load_weights
-from windlass.engine.model.parallel.split import ModelShard
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import plan_bytes
-from windlass.engine.rotary.groups import RotaryGroup
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.model.tensor_parallel import ModelShard
+from windlass.engine.model.weight_storage import plan_bytes
+from windlass.engine.rotary.rope_scaling import RotaryGroup
+from windlass.kernels import Backend, BlockWeight, PanelWeight, StackedWeight, Weight
+from windlass.kernels.layouts import weight_layouts
+from windlass.kernels.layouts.weight_layouts import PANEL
+
+_RANDOM_BYTES = 4 << 20  # drawn at a time for a weight in panels: they are still in a cache when they are packed
+
+
+def randomize_weights(decoder: Decoder, seed: int, progress: Progress | None = None) -> None:
+    """Distinct random weights everywhere, scaled so that activations stay of order one."""
+    generator = torch.Generator(device=decoder.device).manual_seed(seed)
+    tensors = decoder.tensors()
+    for i, tensor in enumerate(tensors):
+        _randomize(decoder.backend, tensor, generator)
+        if progress:
+            progress("making random weights", i + 1, len(tensors))
+
+
+def _randomize(backend: Backend, weight: Weight, generator: torch.Generator) -> None:
+    if isinstance(weight, StackedWeight):
+        for part in weight.parts:
+            _randomize(backend, part, generator)
+    elif isinstance(weight, BlockWeight):
+        weight_layouts.randomize(weight, generator)
+    elif isinstance(weight, PanelWeight):
+        _randomize_panels(backend, weight, generator)
+    elif weight.dim() == 1:
+        weight.copy_(1 + 0.1 * torch.randn(weight.shape, generator=generator, device=weight.device))
+    else:
+        _randomize_rows(weight, generator)
+
+
+def _randomize_rows(rows: Tensor, generator: torch.Generator) -> None:
+    """Uniform, several times quicker to draw than normal; the variance is that of 1 / fan-in."""
+    bound = (3.0 / rows.shape[1]) ** 0.5
+    rows.uniform_(-bound, bound, generator=generator)
+
+
+def _randomize_panels(backend: Backend, weight: PanelWeight, generator: torch.Generator) -> None:
+    """The same numbers that the weight would get as rows."""
+    step = max(1, _RANDOM_BYTES // (PANEL * max(weight.columns, 1) * weight.dtype.itemsize)) * PANEL
+    for first in range(0, weight.rows, step):
+        rows = torch.empty((min(step, weight.rows - first), weight.columns), dtype=weight.dtype)
+        _randomize_rows(rows, generator)
+        backend.pack(weight.narrow(first, len(rows)), rows)
+
 
 _TORCH_DTYPES = {
     "float32": torch.float32,

@@ -1,78 +1,313 @@
-"""What stands against a start, told from config.json, file names, file headers and options before a weight is read.
+"""Preflight checks: dtypes, storage, memory and option errors, before a weight is read.
 
-The server asks here before it listens and the engine's loader asks again, so there is one set of rules. It imports no torch:
-what only torch can tell (a GPU's memory, which kernels there are) its caller says, or it is left to the loader.
+The server runs them before it listens and the loader runs them again, so there is one set of rules. Imports no torch: what only
+torch can determine (a GPU's free memory, the available kernels) is passed in by the caller.
 """
 
 from __future__ import annotations
 
-import json
+import importlib.util
+import os
+import re
 from dataclasses import dataclass, replace
+from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Protocol
 
-from windlass.engine.api.config import EngineConfig, parse_dtype
-from windlass.engine.api.machine import available_memory
-from windlass.engine.cache.budget import bytes_per_token
-from windlass.engine.cache.persist.folder import check_tier_options, check_tier_support
-from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.config_json.unsupported import describe_quantized, describe_tensors
-from windlass.engine.model.config_json.values import Config
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_config_of
-from windlass.engine.model.loading import dtypes
-from windlass.engine.model.loading.checkpoint import matrix_types, read_headers
-from windlass.engine.model.loading.device import check_rank_device, expect_device
-from windlass.engine.model.loading.draft_model import check_draft_compatible, draft_config, reword_for_draft
-from windlass.engine.model.loading.fitting import check_memory
-from windlass.engine.model.loading.gguf_index import GGUFIndex, gguf_storages, read_index, requantization_notice
-from windlass.engine.model.loading.inventory import check_tensors
-from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
-from windlass.engine.model.loading.part import prepare_shard
-from windlass.engine.model.loading.prediction_layer import MTPPart, has_usable_mtp_head, mtp, prediction_layer
-from windlass.engine.model.loading.quantized.describing import describe_quantized_weights
-from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
-from windlass.engine.model.loading.refusals import (
-    check_device_share,
-    check_not_quantized_twice,
-    check_quantization,
-    check_replicas,
+from windlass.engine.cache.disk_tier import check_tier_options, check_tier_support
+from windlass.engine.cache.kv_cache_budget import bytes_per_token, default_kv_budget, gib, plan_cache
+from windlass.engine.errors import LoadError
+from windlass.engine.host_resources import available_memory, processor_quota, processors
+from windlass.engine.interface.config import EngineConfig, parse_cache_dtype, parse_dtype
+from windlass.engine.model.config_json.config_rules import Config
+from windlass.engine.model.loading.checkpoint import matrix_types
+from windlass.engine.model.loading.draft_model import (
+    MTPPart,
+    check_draft_compatible,
+    draft_config,
+    has_usable_mtp_head,
+    mtp,
+    reword_for_draft,
 )
-from windlass.engine.model.loading.safetensors_header import TensorHeader
-from windlass.engine.model.loading.stored_names import with_expert_layout, with_stored_names
-from windlass.engine.model.parallel.split import ModelShard
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import StoragePlan, block_formats, plan_bytes, plan_storage
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.ladder import AUTO, checked_thresholds
+from windlass.engine.model.loading.gguf_index import GGUFIndex, block_columns, gguf_storages, requantization_notice
+from windlass.engine.model.loading.model_description import ModelDescription, describe_model
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.model.tensor_parallel import ModelShard, shard_model
+from windlass.engine.model.weight_storage import StoragePlan, block_formats, plan_bytes, plan_storage
 
-_OFFER = "the files hold a layer that predicts further tokens: `scheduling.speculation.mtp` lets it propose them"
-_SCALING, LADDER = "`rotary.scaling`", "`rotary.ladder`"  # fields at fault
+_CUDA_LIBRARIES = ("libtorch_cuda.so", "libtorch_hip.so", "torch_cuda.dll")
 
 
-@dataclass(frozen=True, slots=True)
-class ModelDescription:
-    """A model as its files describe it.
+def expect_device(name: str) -> str | None:
+    """ "cpu", "cuda", or None where only torch can tell. Raises LoadError for a device that this torch cannot have."""
+    if name == "cpu":
+        return "cpu"
+    if name == "auto":
+        return None if _torch_has_cuda() else "cpu"
+    if not re.fullmatch(r"cuda(:\d+)?", name):
+        raise LoadError(f"`compute.device={name}` is not known: use auto, cpu, cuda, or cuda:1 for the second GPU")
+    if not _torch_has_cuda():
+        raise LoadError(
+            f"`compute.device={name}`: the installed torch has no CUDA: use `compute.device=cpu`, or install a CUDA build"
+        )
+    return "cuda"
 
-    spec: under the server's scaling; unscaled_groups: the rotary groups before it. headers: of every tensor in the files, none
-    under `loading.format=dummy`. gguf: the index of the files where they are GGUF. quantized: what their weights are made of
-    where they are quantized in the ways of Hugging Face. original_spec: with rows in the order of the original weights.
+
+def check_rank_device(name: str, ranks: int) -> None:
+    """LoadError for one named GPU, where each of several ranks has one."""
+    if ranks > 1 and ":" in name:
+        raise LoadError(
+            f"`compute.device={name}` is one GPU, and `compute.tensor_parallel={ranks}` takes one for each rank: use "
+            "`compute.device=cuda`, and name those it may see in CUDA_VISIBLE_DEVICES"
+        )
+
+
+def _torch_has_cuda() -> bool:
+    """Whether the installed torch brings its CUDA (or ROCm) library; there may still be no GPU."""
+    found = importlib.util.find_spec("torch")
+    folders = found.submodule_search_locations if found is not None else None
+    return any(Path(folder, "lib", name).is_file() for folder in folders or () for name in _CUDA_LIBRARIES)
+
+
+_LEAST_ROUNDED = 64 << 20  # bytes of weights; what is smaller is quick enough in float32
+
+BFLOAT16_NOTICE = (
+    "computed in bfloat16, which this processor multiplies natively: `compute.dtype=float32` rounds nothing and takes twice as "
+    "long for prompts"
+)
+
+
+def compute_dtype(config: EngineConfig, hf_config: Config, device: str, in_files: str | None = None) -> str:
+    """What the model computes in. auto: on CUDA the checkpoint's own; on a CPU float32, but see `prefers_bfloat16`.
+
+    in_files: the one type that the matrices have in the files, which counts where the config names none.
     """
+    name = parse_dtype(config.compute.dtype)
+    if name != "auto":
+        return name
+    if device == "cpu":
+        return "float32"
+    return parse_dtype(str(hf_config.get("dtype") or hf_config.get("torch_dtype") or in_files or "bfloat16"))
 
-    config: Config
-    spec: ModelSpec
-    unscaled_groups: tuple[RotaryGroup, ...]
-    headers: dict[str, TensorHeader]
-    gguf: GGUFIndex | None = None
-    quantized: QuantizedCheckpoint | None = None
-    original_spec: ModelSpec | None = None
+
+def cache_dtype(config: EngineConfig, dtype: str, *, rounded: bool) -> str:
+    """What keys and values are cached in, where the model computes in `dtype`.
+
+    rounded: whether compiled kernels multiply rows of 8 bits by weights in blocks. What such products change of predictions
+    is ten thousand times what float16 does, and half the bytes are read (docs/benchmarks.md); so float16 is what `auto` means.
+    """
+    name = parse_cache_dtype(config.cache.dtype)
+    if name != "auto":
+        return name
+    return "float16" if rounded and dtype == "float32" else dtype
+
+
+def prefers_bfloat16(config: EngineConfig, spec: ModelSpec, plan: StoragePlan, stored: str) -> bool:
+    """Whether `auto` means bfloat16 on a CPU whose kernels multiply that natively: prompts are read twice as quickly for 0.0005
+    nats (docs/benchmarks.md). Only for matrices that are bfloat16 already and lie in no blocks, not for experts and ranks, where
+    it was not measured, and not where tokens must not depend on how a text was cut.
+    """
+    return (
+        parse_dtype(config.compute.dtype) == "auto"
+        and stored == "bfloat16"
+        and not config.compute.deterministic
+        and config.compute.tensor_parallel == 1
+        and not block_formats(spec, plan)
+        and not spec.has_experts
+        and plan_bytes(spec, plan) >= _LEAST_ROUNDED
+    )
+
+
+def processor_multiplies_bfloat16() -> bool:
+    """What `kernels.has_native_bf16` says of a CPU, as far as that can be told without torch: by Linux's list
+    of what the processor has, unless the kernels were told to use less of it."""
+    if os.environ.get("WINDLASS_CPU_ISA", "avx512_bf16") not in ("avx512_bf16", "avx512_amx"):
+        return False
+    try:
+        flags = set(Path("/proc/cpuinfo").read_text(encoding="utf-8").split())
+    except OSError:
+        return False
+    return "avx512_bf16" in flags
+
+
+def check_quantization(config: EngineConfig) -> None:
+    """LoadError for a way to quantize weights that there is not."""
+    if config.compute.quantization == "none":
+        return
+    option = f"`compute.quantization={config.compute.quantization}`"
+    if config.compute.quantization not in ("int8", "int4"):
+        raise LoadError(f"{option} is not known: use none, int8 or int4")
+
+
+def check_replicas(config: EngineConfig, device: str) -> None:
+    """LoadError where several engines cannot stand side by side. device: "cpu", "cuda:1", …"""
+    if device != "cpu" and (config.replicas > 1 or config.loading.shared_memory):
+        raise LoadError(
+            f"`replicas` share the cores and the memory of a CPU, not {device}: use `compute.device=cpu`, or leave it out"
+        )
+
+
+def check_device_share(config: EngineConfig, device: str) -> None:
+    """LoadError for a share of a GPU where there is none. device: "cpu", "cuda:1", …"""
+    if device == "cpu" and config.cache.device_share is not None:
+        raise LoadError("`cache.device_share` is for GPUs: use `cache.memory` on a CPU")
+
+
+class WeighedModel(Protocol):
+    """A model as its files describe it: see `preflight.ModelDescription`."""
 
     @property
-    def is_quantized(self) -> bool:
-        """Whether the weights are quantized already."""
-        return (self.gguf is not None and self.gguf.is_quantized()) or (
-            self.quantized is not None and self.quantized.is_integers
+    def spec(self) -> ModelSpec: ...
+    @property
+    def is_quantized(self) -> bool: ...
+
+
+def check_memory(
+    config: EngineConfig,
+    model: WeighedModel,
+    plan: StoragePlan,
+    cached: str,
+    stored: str,
+    device: str,
+    free: int | None,
+    draft_token_bytes: int = 0,
+    draft_state_bytes: int = 0,
+) -> None:
+    """LoadError where weights, or cached keys and values beside them, plainly do not fit into the memory that is free.
+
+    cached, stored: what keys and values are cached in, and matrices stored in before they are quantized. free: bytes before
+    the weights are there, None if nobody knows. beside, draft_state_bytes: bytes of a draft model's per token, and of its states.
+    """
+    spec = model.spec
+    weights = plan_bytes(spec, plan)
+    on = "" if device == "cpu" else f" on {device}"
+    if free is not None and weights > free:
+        smaller = _smaller_options(model, weights, stored, free)
+        raise LoadError(f"the weights need {gib(weights)} of memory, {gib(free)} are free{on}: {smaller}")
+    left = None if free is None else free - weights
+    if config.cache.memory is None and left is None:
+        return
+    # What a GPU has in all and a step takes of it is known once the weights are there: the engine counts again.
+    share = default_kv_budget(left, config.replicas) if left is None or device == "cpu" else left
+    budget = config.cache.memory or share
+    engines = config.replicas
+    most = None if left is None else left // engines
+    cache = plan_cache(
+        config,
+        spec.kv_groups,
+        spec.trained_len,
+        cached,
+        budget,
+        most,
+        draft_token_bytes,
+        whole_prompts=spec.is_bidirectional,
+        states=spec.state_group,
+        draft_state_bytes=draft_state_bytes,
+    )
+    if left is not None and cache.num_bytes * engines > left:
+        there = f"{gib(free or 0)} are free{on}, {gib(weights)} of it for the weights"
+        raise LoadError(kv_cache_too_large(there, cache.num_bytes * engines, cached, engines))
+
+
+def kv_cache_too_large(there: str, num_bytes: int, cached: str, engines: int = 1) -> str:
+    """What to say of the KV caches of so many engines that there is no memory for. there: the memory there is, in words."""
+    less = "" if cached == "int8" else ", or use `cache.dtype=int8`"
+    lower = f"`cache.memory`, `max_model_len` or `scheduling.max_num_seqs`{less}"
+    if engines == 1:
+        return f"the KV cache needs {gib(num_bytes)} of memory, {there}: lower {lower}"
+    return f"the KV caches of {engines} replicas need {gib(num_bytes)} of memory, {there}: lower `replicas`, {lower}"
+
+
+def _smaller_options(model: WeighedModel, weights: int, stored: str, free: int) -> str:
+    """Options under which the weights fit, each with what they then need."""
+    choices: list[tuple[str, int]] = []
+    quantized = model.is_quantized
+    if stored == "float32" and not quantized:
+        choices.append(("`compute.dtype=bfloat16`", plan_bytes(model.spec, plan_storage(model.spec, "bfloat16"))))
+    if not quantized:
+        choices += [
+            (f"`compute.quantization={q}`", plan_bytes(model.spec, plan_storage(model.spec, stored, q)))
+            for q in ("int8", "int4")
+        ]
+    fitting = [f"{option} ({gib(size)})" for option, size in choices if size < min(weights, free)]
+    return f"use {', '.join(fitting)} or a smaller model" if fitting else "use a smaller model or free some memory"
+
+
+_TABLE_BYTES = 2  # of an element of an embedding, which every rank has whole, about
+
+
+def prepare_shard(
+    config: EngineConfig,
+    spec: ModelSpec,
+    plan: StoragePlan,
+    device: str,
+    gguf: GGUFIndex | None,
+    quantized: str | None,
+    free: int | None,
+    rank: int,
+) -> tuple[ModelShard | None, tuple[str, ...]]:
+    """A rank's part, and what a person should know of it; None where there is one rank. Raises LoadError.
+
+    plan: of the whole model. device: "cpu" or "cuda". quantized: what to call a checkpoint that is quantized already. free:
+    bytes of memory, None if nobody knows.
+    """
+    ranks = config.compute.tensor_parallel
+    if ranks == 1:
+        return None, ()
+    _check_tensor_parallel(config, quantized)
+    part = shard_model(spec, plan, rank, ranks, None if gguf is None else block_columns(gguf.tensors))
+    found = _uneven_heads_notice(part)
+    if device == "cpu":  # else each has a device of its own
+        found += _shared_resource_notices(config, part, plan_bytes(spec, plan), free)
+    return part, tuple(found)
+
+
+def _check_tensor_parallel(config: EngineConfig, quantized: str | None) -> None:
+    """LoadError for what an engine of several ranks does not do."""
+    option = f"`compute.tensor_parallel={config.compute.tensor_parallel}`"
+    if quantized is not None:
+        raise LoadError(
+            f"{option}: a {quantized} checkpoint is not split: give the unquantized model with `compute.quantization=int8`, or "
+            "a GGUF file"
         )
+    if config.loading.format == "dummy":
+        raise LoadError(f"{option} splits weights that are in files: leave `loading.format=dummy` out")
+    if config.adapters.sources:
+        raise LoadError(f"{option}: adapters are not split: leave `adapters.sources` out, or merge them into the model")
+    for field, where in (("persist", config.cache.persist), ("host_memory", config.cache.host_memory)):
+        if where is not None:
+            raise LoadError(
+                f"{option}: each rank caches heads of its own, which are kept nowhere else: leave `cache.{field}` out"
+            )
+
+
+def _uneven_heads_notice(part: ModelShard) -> list[str]:
+    heads = {layer.mixer.num_kv_heads for layer in part.whole.layers if isinstance(layer.mixer, AttentionSpec)}
+    return [
+        f"{count} heads of keys are not shared out evenly over {part.ranks} ranks: those with fewer wait for those with more"
+        for count in sorted(count for count in heads if count % part.ranks)[:1]
+    ]
+
+
+def _shared_resource_notices(config: EngineConfig, part: ModelShard, whole_bytes: int, free: int | None) -> list[str]:
+    """What ranks have in common and may have too little of."""
+    ranks, engines, found = part.ranks, config.replicas, list[str]()
+    own = config.compute.cores
+    processes, cores = (ranks * engines, processors()) if own is None else (ranks, len(own))
+    if own is not None and (quota := processor_quota()) is not None:  # all engines have that in common
+        cores = max(1, min(cores, int(quota) // engines))
+    if processes > cores:
+        shared = "one core" if cores == 1 else f"{cores} cores"
+        found.append(f"{processes} ranks share {shared}, and wait for each other: use fewer")
+    tables = [prod(one.shape) for one in part.whole.weights() if one.kind in ("table", "wide table", "table and head")]
+    needed = engines * (whole_bytes + (ranks - 1) * sum(tables) * _TABLE_BYTES)
+    if free is not None and needed > free:
+        found.append(f"the weights of all ranks need {gib(needed)} of memory, {gib(free)} are free")
+    return found
+
+
+_OFFER = "the files hold a layer that predicts further tokens: `scheduling.speculation.mtp` lets it propose them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +386,15 @@ def prepare_model(
         free = None if free is None else max(0, free - plan_bytes(draft.model.spec, draft.plan))
         draft_token_bytes = sum(bytes_per_token(group, draft.cache_dtype) for group in draft.model.spec.kv_groups)
         draft_state_bytes = draft.model.spec.state_bytes
-    dtype = dtypes.compute_dtype(config, model.config, kind, _type_in_files(model))
+    dtype = compute_dtype(config, model.config, kind, _type_in_files(model))
     stored = weight_dtype(config, model, dtype, kind, reads_narrow=reads_narrow)
     plan = storage_plan(config, model, stored, reads_narrow=reads_narrow)
     said: tuple[str, ...] = ()
-    if multiplies_narrow and dtypes.prefers_bfloat16(config, model.spec, plan, stored):
-        dtype, said = "bfloat16", (dtypes.BFLOAT16_NOTICE,)
+    if multiplies_narrow and prefers_bfloat16(config, model.spec, plan, stored):
+        dtype, said = "bfloat16", (BFLOAT16_NOTICE,)
     in_blocks = reads_narrow and kind == "cpu" and bool(block_formats(model.spec, plan))
     rounded = in_blocks and config.compute.activations == "int8"
-    cached = dtypes.cache_dtype(config, dtype, rounded=rounded)
+    cached = cache_dtype(config, dtype, rounded=rounded)
     check_cache_dtype(model.spec, cached, kind)
     title = None if model.quantized is None else model.quantized.title
     part, of_ranks = prepare_shard(config, model.spec, plan, kind, model.gguf, title, free, rank)
@@ -212,74 +447,6 @@ def _describe_draft(config: EngineConfig, draft: EngineConfig) -> ModelDescripti
         return describe_model(draft, what=mtp(speculation))
     except LoadError as error:
         raise reword_for_draft(error, speculation) from None
-
-
-def describe_model(config: EngineConfig, *, what: MTPPart | None = None) -> ModelDescription:
-    """Read config.json and the headers of the weights. Raises LoadError for a model that is not understood.
-
-    what: of the model, where it is not the model.
-    """
-    directory = Path(config.model)
-    part = text_config_of(read_json(directory / "config.json"))
-    hf_config = part.config
-    generation_path = directory / "generation_config.json"
-    spec = read_spec(hf_config, read_json(generation_path) if generation_path.is_file() else None)
-    dummy = config.loading.format == "dummy"
-    headers = {} if dummy else read_headers(directory)
-    spec = part.adapt_spec(spec, headers)
-    gguf = None if dummy else read_index(directory)
-    original_spec = spec
-    if spec.positions and (config.max_model_len or 0) > spec.positions:
-        raise LoadError(
-            f"`max_model_len` is {config.max_model_len}, and the positions of this model are a table of {spec.positions}, beyond "
-            "which there are none: lower it"
-        )
-    if gguf is not None:
-        original_spec, spec = gguf.original(spec), gguf.adapt(spec)
-    fault = describe_quantized(hf_config, headers)
-    if fault is None and not part.is_multimodal:
-        fault = describe_tensors(headers)
-    if fault is not None:
-        raise LoadError(f"{directory}: {fault}")
-    try:
-        spec = with_stored_names(spec, headers)
-        if what is not None:
-            spec = prediction_layer(spec, headers, what, in_gguf=gguf is not None)
-        spec = with_expert_layout(spec, headers)
-    except LoadError as error:
-        raise LoadError(f"{directory}: {error}") from None
-    gguf = None if gguf is None else gguf.of(spec)
-    quantized = None if dummy or gguf is not None else describe_quantized_weights(hf_config, spec, directory)
-    check_not_quantized_twice(config, directory, gguf, quantized)
-    unscaled_groups = with_learned_frequencies(spec.rotary_groups, directory)
-    scaling = config.rotary.scaling
-    if config.rotary.ladder:
-        checked_thresholds(unscaled_groups, config.rotary.ladder, LADDER)
-    try:
-        groups = apply_scaling(unscaled_groups, None if scaling == AUTO else scaling, param=_SCALING)
-    except RequestError as error:
-        raise LoadError(error.message) from None
-    adapt_spec = replace(spec, rotary_groups=groups)
-    if not dummy:
-        check_tensors(directory, adapt_spec, headers, gguf, quantized)
-    return ModelDescription(hf_config, adapt_spec, unscaled_groups, headers, gguf, quantized, original_spec)
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file, or LoadError."""
-    try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except FileNotFoundError:
-        raise LoadError(
-            f"{path} does not exist: give a Hugging Face model directory (config.json, *.safetensors, …)"
-        ) from None
-    except OSError as error:
-        raise LoadError(f"cannot read {path}: {error.strerror}") from None
-    except (ValueError, RecursionError) as error:
-        raise LoadError(f"{path} is not valid JSON ({error}): download it again") from None
-    if not isinstance(value, dict):
-        raise LoadError(f"{path} does not hold a JSON object: download it again")
-    return value
 
 
 def weight_dtype(config: EngineConfig, model: ModelDescription, dtype: str, device: str, *, reads_narrow: bool) -> str:

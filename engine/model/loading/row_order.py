@@ -1,4 +1,4 @@
-"""In which order the rows of a checkpoint's tensor become those of a weight here. Knows shapes, no files."""
+"""Row permutations between checkpoint tensors and weights: interleaved RoPE pairs, fused QKV, rank slices."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from itertools import pairwise
 import torch
 from torch import Tensor
 
-from windlass.engine.model.parallel.shares import RowRange, WeightSlice
+from windlass.engine.model.tensor_parallel import RowRange, WeightSlice
 from windlass.engine.model.weight_spec import RotaryLast, StoredTensor
 
 

@@ -1,8 +1,7 @@
-"""The header of a safetensors file: which tensors it holds and where, read without their data.
+"""Header of a safetensors file: names, types, shapes and offsets of its tensors.
 
-The one reader of the format: 8 bytes of length, a JSON object, then the data. It needs nothing but the standard library, so
-that the API process, which has neither torch nor numpy, can look before an engine is started; it checks what its callers
-rely on. Whoever reads the data has the `safetensors` library check the rest.
+The format is 8 bytes of length, a JSON object, then the data. Uses the standard library only, so that the API process can read
+it; checks what its callers rely on. `tensor_reader` lets the `safetensors` library check the rest before data are read.
 """
 
 from __future__ import annotations
@@ -17,6 +16,7 @@ from pathlib import Path
 from windlass.engine.errors import LoadError
 
 _MAX_HEADER = 100_000_000  # bytes, the format's own limit
+
 _SIZES = {
     **dict.fromkeys(("F64", "I64", "U64", "C64"), 8),
     **dict.fromkeys(("F32", "I32", "U32"), 4),

@@ -1,12 +1,9 @@
-"""Quantized weights kept on disk, so that the next start reads them instead of quantizing the checkpoint again.
+"""Disk cache of quantized weights, which saves quantizing the checkpoint at every start.
 
-Responsible for telling whether such a file is the one that quantizing would give now, and for leaving only whole files.
-A cache never stops a server: a file that cannot be used is a notice and is made anew, a folder that cannot be written to
-is a notice. The file is an ordinary safetensors file of a decoder's tensors; nothing in it is executed.
-
-Its name says what the weights were made into and, in a folder of the user's, of which model, so that servers with different
-options keep files of their own; its metadata holds a fingerprint of all that the bytes depend on. A newer checkpoint or
-program thus writes over the file of the older one, and gigabytes do not pile up.
+Checks that a cache file matches what quantizing would produce now, and leaves complete files only. A cache never stops a start:
+an unusable file is a notice and is rewritten, an unwritable folder is a notice. The file is a safetensors file of the decoder's
+tensors. Its name holds the quantization and, in a user's folder, the model; its metadata hold a fingerprint of everything the bytes
+depend on, so a newer checkpoint or program overwrites the older file.
 """
 
 from __future__ import annotations
@@ -27,21 +24,25 @@ from torch import Tensor
 
 from windlass import kernels
 from windlass._version import __version__
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
-from windlass.engine.model.loading.safetensors_file import read_layout, read_tensors, write_tensors
+from windlass.engine.model.loading.tensor_reader import read_layout, read_tensors, write_tensors
 from windlass.engine.model.loading.weights import Progress
-from windlass.engine.model.parallel.split import ModelShard
+from windlass.engine.model.tensor_parallel import ModelShard
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 NEXT_TO_MODEL = "beside"
+
 FOLDER = (
     "windlass-cache"  # not the model's directory itself, where other programs load every safetensors file they find
 )
+
 _KIND = "windlass quantized weights"
+
 _PART = ".part"
+
 _ABANDONED_SECONDS = 3600.0  # a file that was begun so long ago has lost its writer
 
 

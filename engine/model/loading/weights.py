@@ -1,6 +1,6 @@
-"""Fills a Decoder's tensors from the files of a checkpoint, streamed part by part into place.
+"""Loading of checkpoint weights into a decoder, streamed chunk by chunk.
 
-Which tensor goes where is said by the specs of the weights. Reads safetensors and GGUF files only, never pickle.
+The weight specs determine the destination of each tensor. Reads safetensors and GGUF files only, never pickle.
 """
 
 from __future__ import annotations
@@ -16,33 +16,39 @@ from torch import Tensor
 from torch.nn.functional import normalize
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.allocation import kernel_storage
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.checkpoint import checkpoint_files
-from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GGUFIndex, read_index
-from windlass.engine.model.loading.gguf_tensors import (
+from windlass.engine.model.loading.dequantize import (
+    decode_blocks,
+    decode_numbers,
     dequantize_gguf,
-    read_gguf_tensors,
+    read_quantized,
     scales_are_finite,
     to_block_format,
 )
-from windlass.engine.model.loading.inventory import is_derived
-from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
-from windlass.engine.model.loading.quantized.plan import QuantizedCheckpoint
-from windlass.engine.model.loading.quantized.reading import read_quantized
+from windlass.engine.model.loading.gguf_index import BLOCKS, PLAIN, GGUFIndex, read_index
+from windlass.engine.model.loading.model_description import is_derived
+from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint
 from windlass.engine.model.loading.row_order import select_rows
-from windlass.engine.model.loading.safetensors_file import read_tensors
-from windlass.engine.model.loading.tensor_stream import Destination, TensorChunk, TensorSlice
-from windlass.engine.model.parallel.shares import RowRange, WeightSlice
-from windlass.engine.model.parallel.split import ModelShard
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.loading.tensor_reader import (
+    Destination,
+    TensorChunk,
+    TensorSlice,
+    read_gguf_tensors,
+    read_tensors,
+)
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.model.tensor_parallel import ModelShard, RowRange, WeightSlice
+from windlass.engine.model.weight_storage import kernel_storage
 from windlass.kernels import FORMS, Backend, BlockRows, BlockWeight, PanelRows, Weight
-from windlass.kernels.layouts.blocks import store_block_rows
+from windlass.kernels.layouts.weight_layouts import store_block_rows
 
 Progress = Callable[[str, int, int], None]
+
 _Rows = BlockRows | PanelRows
 
 _COMPARED = 1 << 22  # numbers at a time
+
 _PACKED_FROM = (torch.float32, torch.bfloat16, torch.float16)
 
 

@@ -1,1 +1,3 @@
-"""Mixers: what lets a token see others. A kind is a spec, which needs no torch, and a layer that runs it."""
+"""Mixers: the part of a layer through which a token sees other tokens. Each module has a specification and the layer that runs it."""
+
+from __future__ import annotations

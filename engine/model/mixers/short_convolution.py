@@ -1,7 +1,4 @@
-"""A layer of a short convolution between two gates, which its input makes itself (LFM2, arXiv 2511.23404).
-
-Knows its spec, its weights and the backend. It knows no other layer, no checkpoint and no request.
-"""
+"""Short convolution between two gates (LFM2, 2511.23404): specification and layer. Its recurrent state is the last inputs."""
 
 from __future__ import annotations
 
@@ -9,13 +6,56 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
+from windlass.engine.cache.kv_cache_spec import StateGroupSpec
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, projection
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-    from windlass.engine.model.adapters.adapter import LayerLoRA
+    from windlass.engine.model.lora import LayerLoRA
     from windlass.kernels import Backend, StatePages, StateRows, Weight
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionNames:
+    """Of a checkpoint's tensors, within their layer."""
+
+    projections: str = "conv.in_proj"
+    convolution: str = "conv.conv"
+    out: str = "conv.out_proj"
+
+
+@dataclass(frozen=True, slots=True)
+class ShortConvolutionSpec:
+    """One layer. width: of the convolution, in tokens. bias: on both projections and the convolution.
+
+    in_gguf: the tensor of its weights is [channels, width], as GGUF files have it.
+    """
+
+    channels: int
+    width: int
+    bias: bool = False
+    names: ShortConvolutionNames = ShortConvolutionNames()
+    in_gguf: bool = False
+
+    def state_group(self, layers: tuple[int, ...]) -> StateGroupSpec:
+        """The states of these layers, all of this kind: inputs of convolutions alone."""
+        return StateGroupSpec(layers, self.channels, self.width, heads=0, key_dim=0, value_dim=0)
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `ShortConvolutionWeights`."""
+        names, channels = self.names, self.channels
+        taps = StoredTensor(f"{names.convolution}.weight", channels, channels=not self.in_gguf)
+        shift = WeightSpec(
+            "convolution_bias", "shift", (channels,), (StoredTensor(f"{names.convolution}.bias", channels),)
+        )
+        stored = StoredTensor(names.projections, 3 * channels, role="q k v")
+        return (
+            *projection("projections", [stored], hidden_size, bias=self.bias),
+            WeightSpec("convolution", "score", (channels, self.width), (taps,)),
+            *((shift,) if self.bias else ()),
+            *projection("out", [StoredTensor(names.out, hidden_size, role="out")], channels, bias=self.bias),
+        )
 
 
 @dataclass(slots=True)

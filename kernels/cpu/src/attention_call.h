@@ -1,4 +1,4 @@
-// What one call of attention is asked, as the entry points take it: field by field the same as in kernels/cpu/structs.py.
+// What one call of attention is asked, as the entry points take it: field by field the same as in kernels/cpu/library.py.
 //
 // Strides are in elements. Fields of no use to a kernel are there for those to come: see `unknown_to_the_kernels`.
 

@@ -1,6 +1,6 @@
 // Weights in blocks as they lie in memory: codes of a quad out of a group's lines, and scales of a panel as float32.
 //
-// The layout is that of windlass.kernels.layouts.blocks: panels of 16 rows, groups of K, lines of 64 bytes that hold a byte for
+// The layout is that of windlass.kernels.layouts.weight_layouts: panels of 16 rows, groups of K, lines of 64 bytes that hold a byte for
 // each of four neighbouring elements (a quad) of each row. 8 bits: a line is a quad, signed. Fewer: line j holds quads 2j and
 // 2j + 1 in the halves of its bytes, and what a code has above four bits lies in lines behind those.
 

@@ -1,6 +1,6 @@
 // Quantizes rows of a weight into blocks (the layout is block_repack.h's): q8_0, and the forms with super groups.
 //
-// What is computed, kernels/torch/block_quantizers.py says, operation by operation: the bytes are the same. Rows go side by
+// What is computed, kernels/torch/block_quantization.py says, operation by operation: the bytes are the same. Rows go side by
 // side as in a panel, one a lane, so that nothing is summed across lanes. No product may join an addition (see `times`):
 // there, instruction sets would differ. Only sums of codes and of their squares are whole numbers that fused products leave
 // as they are.

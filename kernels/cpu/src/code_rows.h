@@ -1,4 +1,4 @@
-// Rows of int8 codes with a float32 scale for every 32 numbers, as latent attention's pages hold them: kernels/layouts/int8_rows.py.
+// Rows of int8 codes with a float32 scale for every 32 numbers, as latent attention's pages hold them: kernels/layouts/kv_pages.py.
 //
 // [slot][kv head] both. A row is key and value at once, and is turned into floats once for all heads that meet it.
 

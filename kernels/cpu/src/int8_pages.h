@@ -1,4 +1,4 @@
-// Where int8 pages hold what, in the order of kernels/layouts/int8.py: all of a head's codes of a block in one run.
+// Where int8 pages hold what, in the order of kernels/layouts/kv_pages.py: all of a head's codes of a block in one run.
 //
 // Keys: 64 bytes hold four dims (a quad) of 16 tokens. Values: 64 bytes hold 16 dims of four tokens. A vector of W lanes
 // therefore holds a quad of W tokens, or W dims of four tokens, and nothing moves across lanes. Scales lie token by token.

@@ -106,7 +106,7 @@ EXPORT const FieldOffset *windlass_attention_fields() {
     return places;
 }
 
-// The size in bytes of a struct that Python lays out as well (kernels/cpu/structs.py), or -1 for a name that is none here.
+// The size in bytes of a struct that Python lays out as well (kernels/cpu/library.py), or -1 for a name that is none here.
 EXPORT long windlass_struct_size(const char *name) {
 #define SIZE(type) if (!std::strcmp(name, #type)) return sizeof(type)
     SIZE(AttentionArguments);

@@ -3,7 +3,7 @@
 //
 // Nothing is sorted, and every number that decides is exact: weights are multiples of 2^-34, so that their sums in float64
 // are right to the last bit in any order. Which token a row yields therefore follows from its own numbers alone, whatever
-// the instruction set, and kernels/torch/draw.py comes to the same one with other means.
+// the instruction set, and kernels/torch/torch_sampler.py comes to the same one with other means.
 
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace {
 
-// One row to draw. The same in kernels/cpu/sampling.py.
+// One row to draw. The same in kernels/cpu/elementwise_bindings.py.
 struct Draw {
     int64_t row;                                       // of the logits
     const int64_t *allowed; int64_t num_allowed;       // null: all tokens
@@ -38,7 +38,7 @@ struct Draw {
 };
 static_assert(sizeof(void *) != 8 || sizeof(Draw) == 192, "no padding but what ctypes expects");
 
-// Applies masks, biases, penalties and decreases in this order (see kernels/draws.py); false where an id is no token.
+// Applies masks, biases, penalties and decreases in this order (see kernels/token_sampling.py); false where an id is no token.
 INLINE bool change(const Draw &d, const float *source, float *row, long vocab) {
     auto each = [&](const int64_t *ids, int64_t count, auto f) {
         for (int64_t i = 0; i < count; i++) {

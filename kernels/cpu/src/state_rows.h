@@ -1,4 +1,4 @@
-// Whose states the tokens of a step change (kernels/operations/recurrence.py), read anew at every call.
+// Whose states the tokens of a step change (kernels/backend.py), read anew at every call.
 
 #pragma once
 

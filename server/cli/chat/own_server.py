@@ -15,8 +15,8 @@ from collections.abc import Sequence
 from types import TracebackType
 from typing import TYPE_CHECKING, Self
 
+from windlass.clients.terminal.loading_display import PROGRESS_VARIABLE, LoadingDisplay
 from windlass.engine.errors import EngineError
-from windlass.server.startup.display import PROGRESS_VARIABLE, LoadingDisplay
 
 if TYPE_CHECKING:
     from windlass.clients import Client

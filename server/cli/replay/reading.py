@@ -12,7 +12,7 @@ from pydantic import BaseModel, Field, ValidationError
 
 from windlass.clients.terminal.errors import CommandError
 from windlass.clients.terminal.lines import say
-from windlass.engine.api.pooling import PoolingKind
+from windlass.engine.interface.model_info import PoolingKind
 from windlass.server.routes.recorded import FORM, OK
 
 Model = TypeVar("Model", bound=BaseModel)

@@ -7,8 +7,9 @@ from pydantic_core import to_json
 from starlette.requests import Request
 from starlette.responses import Response
 
-from windlass.engine.api.model_heads import ClassifierInfo
-from windlass.engine.api.pooling import PooledRows, PoolingRule
+from windlass.engine.interface.model_info import ClassifierInfo
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import PoolingRule
 from windlass.server.answers.vectors import vector_bytes
 from windlass.server.errors import answer_too_large, bad_request
 from windlass.server.exchange.streaming import Exchange

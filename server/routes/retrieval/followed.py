@@ -11,8 +11,8 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import RequestOutput
+from windlass.engine.interface.outputs import PooledRows, RequestOutput
+from windlass.engine.interface.request import PoolingRule
 from windlass.server.exchange.recording import WorkloadRecorder
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.routes.followed import RequestFollower

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from windlass.engine.api.request import ModelInfo
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.errors import bad_request
 from windlass.server.exchange.state import ServerState
 from windlass.server.generation.context_rules import size_of, window_rule

@@ -12,9 +12,9 @@ from array import array
 from collections.abc import Awaitable, Callable, Collection, Iterator, Sequence
 from contextlib import aclosing, contextmanager
 
-from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import RequestOutput, SamplingParams
 from windlass.engine.errors import EngineDeadError
+from windlass.engine.interface.outputs import PooledRows, RequestOutput
+from windlass.engine.interface.request import PoolingRule, SamplingParams
 from windlass.server.errors import ApiError, bad_request
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.generation.prompts import check_token_prompts

@@ -13,8 +13,8 @@ from itertools import chain
 from operator import mul
 from typing import Any
 
-from windlass.engine.api.model_heads import Activation
-from windlass.engine.api.pooling import PoolingRule
+from windlass.engine.interface.model_info import Activation
+from windlass.engine.interface.request import PoolingRule
 from windlass.server.errors import bad_request, context_length_exceeded
 from windlass.server.protocol.retrieval import MAX_INPUTS
 from windlass.server.routes.retrieval.job import PoolingJob

@@ -13,15 +13,15 @@ import weakref
 from collections.abc import Coroutine
 from typing import Any, TypeVar
 
+from windlass.clients.terminal.loading_display import LoadingDisplay
 from windlass.clients.terminal.streams import on_terminal
-from windlass.engine.api.context_size import context_sizes_of
-from windlass.engine.api.request import ModelInfo
+from windlass.engine.interface.context import context_sizes_of
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.generation.request_rotation import check_profiles
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import ServerSettings
 from windlass.server.options.spelling import check_log_level
-from windlass.server.startup.display import LoadingDisplay
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.in_process.loop import LoopThread
 from windlass.server.startup.in_process.transport import AppTransport

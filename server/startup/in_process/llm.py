@@ -29,8 +29,8 @@ from windlass.clients import (
     Stream,
 )
 from windlass.clients.options import Messages, TokenIds
-from windlass.engine.api.request import ModelInfo
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError
+from windlass.engine.interface.model_info import ModelInfo
 from windlass.server.startup.in_process.host import ModelHost
 from windlass.server.startup.in_process.keywords import in_keywords, read_options
 from windlass.server.startup.in_process.transport import ThreadTransport

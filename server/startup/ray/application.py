@@ -11,7 +11,7 @@ from typing import Any
 from ray import serve
 from ray.serve.config import AutoscalingConfig, AutoscalingPolicy, RequestRouterConfig
 
-from windlass.engine.client.replicas.prefix import MIN_KEY_BLOCK_TOKENS
+from windlass.engine.client.prefix_router import MIN_KEY_BLOCK_TOKENS
 from windlass.engine.errors import LoadError, did_you_mean
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.replicas import ClusterOptions

@@ -6,9 +6,10 @@ import time
 from dataclasses import dataclass, replace
 
 from windlass._version import __version__
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.request import EngineRequest, EngineStats, RequestOutput
 from windlass.engine.errors import EngineError
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.outputs import EngineStats, RequestOutput
+from windlass.engine.interface.request import EngineRequest
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.server import ServerOptions
 

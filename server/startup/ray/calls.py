@@ -15,8 +15,8 @@ from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
 
-from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import EngineError
+from windlass.engine.interface.outputs import RequestOutput
 from windlass.server.startup.ray.call import Address, Ended, Finished, Item, Lost, ReplicaCall
 from windlass.server.startup.ray.lane import LaneEnd
 

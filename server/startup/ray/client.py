@@ -14,14 +14,15 @@ from typing import Any
 
 from ray.serve.handle import DeploymentHandle
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import A, CacheQuery, IntrospectionQuery
-from windlass.engine.api.request import EngineRequest, EngineStats, ModelInfo, RequestOutput
-from windlass.engine.client import EngineClient
-from windlass.engine.client.replicas.prefix import PrefixKeys
-from windlass.engine.client.replicas.sums import concat_cache_snapshots, sum_stats
+from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.client.prefix_router import PrefixKeys
+from windlass.engine.client.replicated_client import concat_cache_snapshots, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, QueueFullError, RequestError
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.introspection import A, CacheQuery, IntrospectionQuery
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
+from windlass.engine.interface.outputs import EngineStats, RequestOutput
+from windlass.engine.interface.request import EngineRequest
 from windlass.server.startup.ray.call import ReplicaCall, ReplicaReport
 from windlass.server.startup.ray.calls import LOST, CallEnded, CallLost, Calls
 

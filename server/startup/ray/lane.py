@@ -19,8 +19,8 @@ import time
 from collections.abc import Callable, Coroutine
 from typing import Any, cast
 
-from windlass.engine.api.request import RequestOutput
-from windlass.engine.core.wire import output_fields
+from windlass.engine.core.messages import output_fields
+from windlass.engine.interface.outputs import RequestOutput
 from windlass.server.startup.ray.call import Address, Ended, Finished, Item, Lost
 
 CONNECT_SECONDS = 2.0

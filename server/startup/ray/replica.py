@@ -13,11 +13,11 @@ from typing import Any
 from ray import serve
 
 from windlass._version import __version__
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.looks import CacheQuery, IntrospectionQuery
-from windlass.engine.api.request import EngineStats, ModelInfo, RequestOutput
-from windlass.engine.core.wire import picklable_error
+from windlass.engine.core.messages import picklable_error
 from windlass.engine.errors import EngineDeadError, EngineError
+from windlass.engine.interface.introspection import CacheQuery, IntrospectionQuery
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource, ModelInfo
+from windlass.engine.interface.outputs import EngineStats, RequestOutput
 from windlass.server.startup.engines import Engines, SupervisedEngine
 from windlass.server.startup.launch import crash_folder, prepare
 from windlass.server.startup.ray.call import Address, Ended, Finished, Item, ReplicaCall, ReplicaReport, Start, mixed

@@ -10,7 +10,7 @@ from typing import Any
 
 from ray.serve.request_router import PendingRequest, ReplicaID, RequestRouter, RunningReplica
 
-from windlass.engine.client.replicas.choice import PrefixRouter
+from windlass.engine.client.prefix_router import PrefixRouter
 from windlass.server.startup.ray.call import ReplicaCall
 
 

@@ -7,7 +7,7 @@ from typing import Any
 from ray.serve.autoscaling_policy import replica_queue_length_autoscaling_policy
 from ray.serve.config import AutoscalingContext
 
-from windlass.engine.api.looks import CacheSnapshot
+from windlass.engine.interface.introspection import CacheSnapshot
 
 CACHE_HELD = "cache_held"  # the name of the measure: the share of a replica's cache that running requests hold, 0 to 1
 MOST_HELD = 0.8  # of all caches together; beyond that another replica helps before requests wait, or are computed twice

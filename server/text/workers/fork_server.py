@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import tokenizers
 from pydantic_core import to_json
 
-from windlass.engine.api.json_log import log_as_json, wants_json
+from windlass.engine.process_setup import log_as_json, wants_json
 from windlass.server.text.chat_template import ChatTemplate, ChatTemplateError
 from windlass.server.text.pair_prompt import may_take_pairs
 from windlass.server.text.pair_template import cut_pairs

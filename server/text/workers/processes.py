@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
-from windlass.engine.api.child_output import child_output
 from windlass.engine.errors import LoadError
+from windlass.engine.process_setup import child_output
 from windlass.server.text.pair_prompt import PairTemplate
 from windlass.server.text.workers import frames
 from windlass.server.text.workers.fork_commands import ANSWER, COMMAND, FORK, REAP

@@ -17,12 +17,17 @@ import torch
 from helpers.real_server import serve
 from typer.testing import CliRunner
 
-from windlass.clients.conformance import asking, checks
-from windlass.clients.conformance.answers import Agreement, Answer, AnswerParser, CheckUnavailableError, Step, distance
-from windlass.clients.conformance.asking import ConformanceClient
-from windlass.clients.conformance.checks import CHECKS
-from windlass.clients.conformance.report import exit_status, to_markdown
-from windlass.clients.conformance.suite import CheckOutcome, CheckResult, ConformanceSuite
+from windlass.lab import conformance, conformance_client
+from windlass.lab.conformance import CHECKS, CheckOutcome, CheckResult, ConformanceSuite, exit_status, to_markdown
+from windlass.lab.conformance_client import (
+    Agreement,
+    Answer,
+    AnswerParser,
+    CheckUnavailableError,
+    ConformanceClient,
+    Step,
+    distance,
+)
 from windlass.server.cli import main as cli
 from windlass.server.cli.main import rope
 
@@ -310,7 +315,7 @@ def test_an_answer_without_end_is_left() -> None:
 @pytest.mark.parametrize("kind", ["comments", "whole", "error"])
 def test_what_trickles_is_left_when_the_time_is_up(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     now = [0.0]
-    monkeypatch.setattr(asking, "time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(conformance_client, "time", SimpleNamespace(monotonic=lambda: now[0]))
 
     def trickle() -> Iterator[bytes]:
         for _ in range(100):  # a second each
@@ -349,7 +354,7 @@ def test_what_was_found_is_told_when_the_server_dies_and_then_the_error(
 
     client = httpx.Client(transport=httpx.MockTransport(answer))
     monkeypatch.setattr(httpx, "Client", lambda **options: client)
-    monkeypatch.setattr(checks, "CHECKS", [CHECKS[0], ("last", "?", die), ("left", "?", die)])
+    monkeypatch.setattr(conformance, "CHECKS", [CHECKS[0], ("last", "?", die), ("left", "?", die)])
     report = tmp_path / "found.json"
     arguments = ["rope", "conform", "http://letters", "--trained-len", str(TRAINED), "--json", str(report)]
     assert cli.run(arguments) == 2
@@ -371,7 +376,7 @@ def test_a_report_that_cannot_be_written_is_one_line(
         report.mkdir()
         return CheckOutcome(Agreement(), "")
 
-    monkeypatch.setattr(checks, "CHECKS", [("one", "?", remove)])
+    monkeypatch.setattr(conformance, "CHECKS", [("one", "?", remove)])
     assert cli.run(["rope", "conform", "http://letters", "--markdown", str(report)]) == 2
     out, err = capfd.readouterr()
     assert "holds" in out and err.splitlines()[-1].startswith(f"error: cannot write {report}")

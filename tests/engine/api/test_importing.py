@@ -9,13 +9,13 @@ import sys
 
 import pytest
 
-from windlass.engine.api.importing import importing
+from windlass.engine.process_setup import importing
 
 STARTS = """
 import gc, sys
 rounds = []
 gc.callbacks.append(lambda phase, info: rounds.append(phase))
-from windlass.engine.api.importing import importing
+from windlass.engine.process_setup import importing
 rounds.clear()
 with importing():
     import windlass.server.app.app

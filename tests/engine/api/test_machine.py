@@ -10,11 +10,10 @@ import pytest
 import torch
 from helpers.configs import engine_config
 
-from windlass.engine.api import machine
-from windlass.engine.api.machine import available_memory, processor_quota, processors
-from windlass.engine.client.replicas.placement import ReplicaPlacement
+from windlass.engine import host_resources
+from windlass.engine.client.replicated_client import ReplicaPlacement
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.threads import threads_per_rank
+from windlass.engine.host_resources import available_memory, processor_quota, processors, threads_per_rank
 from windlass.engine.model.loading.preflight import prepare_model
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
@@ -37,8 +36,8 @@ class System:
 @pytest.fixture
 def system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> System:
     made = System(tmp_path)
-    monkeypatch.setattr(machine, "_MOUNTED", made.mounted)
-    monkeypatch.setattr(machine, "_OWN", made.own)
+    monkeypatch.setattr(host_resources, "_MOUNTED", made.mounted)
+    monkeypatch.setattr(host_resources, "_OWN", made.own)
     return made
 
 

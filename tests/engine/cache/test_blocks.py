@@ -5,13 +5,13 @@ from __future__ import annotations
 import pytest
 from helpers.fake_executor import FakeRotation
 
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.changes import BlockCopy, KeyRerotation
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.prefix import HashChain, root_digest
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.cache_operations import BlockCopy, KeyRerotation
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.cache.prefix_cache import HashChain, root_digest
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
-from windlass.engine.rotary.policy import RotaryStage
+from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.rotary.rotary_policy import RotaryStage
 
 
 class Sequence:

@@ -13,13 +13,12 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule, run_state_machine_as_test
 
 import windlass.engine
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.cache_operations import TableChange, TableChanges
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.cache.prefix_cache import HashChain
 from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
-from windlass.engine.cache.runs import OPEN_END, SlotLayout, SlotRun
+from windlass.engine.cache.sequence_cache import OPEN_END, SequenceCache, SlotLayout, SlotRun
 
 _TOKENS = list(range(400))
 _STAGES = [FakeRotation("dynamic", "rotate").stage(length).specs for length in (6, 8, 11, 16)]

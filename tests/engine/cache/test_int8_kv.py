@@ -15,15 +15,15 @@ from helpers.tiny_models import make_model
 from tokenizers import Tokenizer
 
 import windlass
-from windlass.engine.api.config import parse_cache_dtype
-from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache.cache_operations import BlockCopy
+from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.interface.config import parse_cache_dtype
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels import select_backend
+from windlass.lab.scoring import Scorer
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 

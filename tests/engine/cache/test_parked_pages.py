@@ -10,10 +10,10 @@ from helpers.little_memory import NO_ROOM
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_flatten
 
-from windlass.engine.cache import storage
-from windlass.engine.cache.changes import SwappedPages
-from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache import kv_cache
+from windlass.engine.cache.cache_operations import SwappedPages
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.kernels import select_backend
 
 _BLOCKS = 24
@@ -64,7 +64,7 @@ def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
 def test_they_come_and_go_without_memory_of_the_device(
     dtype: torch.dtype, there_is: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", 7000)
+    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", 7000)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _NoRoom(there_is):
@@ -83,7 +83,7 @@ def test_they_come_and_go_without_memory_of_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
 def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(storage, "_PARKED_AT_ONCE", at_once)
+    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", at_once)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _Largest() as moved:

@@ -13,9 +13,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.cache import passages
-from windlass.engine.cache.passages import Passage, PassageIndex
-from windlass.engine.cache.prefix import block_digest
+from windlass.engine.cache import non_prefix_reuse
+from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex
+from windlass.engine.cache.prefix_cache import block_digest
 
 SCOPE, OTHER = b"one", b"other"
 
@@ -156,9 +156,9 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
     size, blocks, prompt = cache
     other = [block for block in blocks if data.draw(st.booleans())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passages, "_NEWEST", 10_000)
+        patch.setattr(non_prefix_reuse, "_NEWEST", 10_000)
         if weak:  # then all windows of the same tokens in any order have one hash
-            patch.setattr(passages._WindowHashes, "__init__", _hash_by_sums)
+            patch.setattr(non_prefix_reuse._WindowHashes, "__init__", _hash_by_sums)
         index = PassageIndex(size)
         add(index, blocks)
         add(index, other, OTHER)
@@ -189,9 +189,9 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
     index = PassageIndex(size)
     add(index, blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(passages, "_NEWEST", 1)
-        patch.setattr(passages, "_MANY", data.draw(st.sampled_from([0, 100])))
-        patch.setattr(passages, "_MAX_STEPS", data.draw(st.integers(0, 12)))
+        patch.setattr(non_prefix_reuse, "_NEWEST", 1)
+        patch.setattr(non_prefix_reuse, "_MANY", data.draw(st.sampled_from([0, 100])))
+        patch.setattr(non_prefix_reuse, "_MAX_STEPS", data.draw(st.integers(0, 12)))
         found = find(index, prompt, 1)
     for passage in found:
         assert_true(passage, prompt, blocks, size)
@@ -287,14 +287,14 @@ def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.Monk
     blocks = chain([7] * 16_000, size)
     add(index, blocks)
     looks = 0
-    behind = passages._Scope.behind
+    behind = non_prefix_reuse._Scope.behind
 
     def counting(self, block, content):  # type: ignore[no-untyped-def]
         nonlocal looks
         looks += 1
         return behind(self, block, content)
 
-    monkeypatch.setattr(passages._Scope, "behind", counting)
+    monkeypatch.setattr(non_prefix_reuse._Scope, "behind", counting)
     prompt = [7] * 100_000
     found = find(index, prompt, 64)
     for passage in found:

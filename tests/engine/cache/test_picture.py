@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.engine.api.looks import MAX_CACHE_CELLS
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.layout import KVGroupLayout
-from windlass.engine.cache.picture import snapshot_cache
-from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.cache.prefix_cache import HashChain
+from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.core.introspection import snapshot_cache
+from windlass.engine.interface.introspection import MAX_CACHE_CELLS
 
 SIZE = 4
 

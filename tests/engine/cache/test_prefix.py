@@ -8,7 +8,7 @@ import itertools
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.cache.prefix import HashChain, block_digest, first_visible_block, longest_hit, root_digest
+from windlass.engine.cache.prefix_cache import HashChain, block_digest, first_visible_block, longest_hit, root_digest
 
 
 def test_root_digest_differs_in_every_part_and_does_not_run_parts_together() -> None:

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cache.runs import OPEN_END, PLAIN_LAYOUT, SlotLayout, SlotRun
+from windlass.engine.cache.sequence_cache import OPEN_END, PLAIN_LAYOUT, SlotLayout, SlotRun
 
 
 def listed(layout: SlotLayout, num_slots: int) -> list[tuple[int, int] | None]:

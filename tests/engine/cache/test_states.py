@@ -10,17 +10,16 @@ import pytest
 from helpers.configs import engine_config
 from helpers.fake_executor import FakeRotation
 
-from windlass.engine.api.config import SpeculationConfig
-from windlass.engine.cache.blocks import BlockManager
-from windlass.engine.cache.budget import plan_cache
-from windlass.engine.cache.changes import BlockCopy
-from windlass.engine.cache.handle import SequenceCache
-from windlass.engine.cache.layout import KVGroupLayout, KVGroupSpec, StateGroupSpec
-from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.picture import snapshot_cache
-from windlass.engine.cache.prefix import HashChain, root_digest
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.cache_operations import BlockCopy
+from windlass.engine.cache.kv_cache_budget import plan_cache
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.prefix_cache import BlockKey, HashChain, root_digest
+from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.core.introspection import snapshot_cache
 from windlass.engine.errors import LoadError
-from windlass.engine.scheduling.chunk_cuts import ChunkBoundaries
+from windlass.engine.interface.config import SpeculationConfig
+from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
 
 SIZE = 4
 

@@ -19,17 +19,13 @@ from helpers.configs import engine_config
 from helpers.eventually import alive, eventually, in_time
 from helpers.scripted_core import BUG, CRASH, FAIL, FIRST_TOKEN, HANG, KILL, REFUSE, SPIN
 
-from windlass.engine.api import child_output
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.looks import CacheQuery
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client import child_maker, crash_reports, router, statistics, watchdog
-from windlass.engine.client.adapters import AdapterCalls
-from windlass.engine.client.child import ChildProcess
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.pulse import ProcessActivity
-from windlass.engine.core.wire import AdapterLoaded, DropAdapter, LoadAdapter
+from windlass.engine import process_setup
+from windlass.engine.client import child_process, request_router, supervision
+from windlass.engine.client.child_process import ChildProcess
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.request_router import AdapterCalls
+from windlass.engine.client.supervision import ProcessActivity
+from windlass.engine.core.messages import AdapterLoaded, DropAdapter, LoadAdapter
 from windlass.engine.errors import (
     EngineDeadError,
     EngineError,
@@ -38,6 +34,10 @@ from windlass.engine.errors import (
     RequestError,
     SlowConsumerError,
 )
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.interface.introspection import CacheQuery
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 TESTS = Path(__file__).parents[2]
 CORE = "helpers.scripted_core:ScriptedCore"
@@ -54,7 +54,7 @@ def anyio_backend():
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
-    monkeypatch.setattr(statistics, "STATS_TIMEOUT", 20.0)  # fresh ones are asserted
+    monkeypatch.setattr(request_router, "STATS_TIMEOUT", 20.0)  # fresh ones are asserted
 
 
 @pytest.fixture
@@ -67,7 +67,7 @@ def spares(monkeypatch):
             super().__init__(*args, **options)
             made.append(self)
 
-    monkeypatch.setattr(child_maker, "ChildProcess", Noted)
+    monkeypatch.setattr(child_process, "ChildProcess", Noted)
     return made
 
 
@@ -223,7 +223,7 @@ async def test_an_engine_whose_message_cannot_be_taken_in_is_replaced(monkeypatc
 
 @pytest.mark.parametrize("max_tokens", [40, 10_000])
 async def test_what_waits_for_a_slow_reader_has_a_bound(monkeypatch, max_tokens):
-    monkeypatch.setattr(router, "MAX_BUFFERED_OUTPUT", 150)
+    monkeypatch.setattr(request_router, "MAX_BUFFERED_OUTPUT", 150)
     async with running() as client:
         stream = client.generate(request("slow", max_tokens=max_tokens))
         await anext(stream)
@@ -303,7 +303,7 @@ async def test_no_report_of_a_crash_keeps_the_next_engine_from_starting(monkeypa
 
     async with running(backoff=0.01, crash_folder=tmp_path) as client:
         with monkeypatch.context() as full:
-            full.setattr(crash_reports.asyncio, "to_thread", no_thread)
+            full.setattr(supervision.asyncio, "to_thread", no_thread)
             os.kill(client.pid, signal.SIGKILL)
             await until(lambda: client.restarts == 1)
             assert await client.wait_state("ready") == "ready"
@@ -338,8 +338,8 @@ async def test_a_first_step_that_is_silent_for_too_long_is_killed(monkeypatch, c
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_an_engine_that_computes_for_ever_is_killed_by_what_was_expected(monkeypatch):
-    monkeypatch.setattr(watchdog, "BUSY_SECONDS", 0.5)
-    monkeypatch.setattr(watchdog, "SLOW_STEP_FACTOR", 1.0)
+    monkeypatch.setattr(supervision, "BUSY_SECONDS", 0.5)
+    monkeypatch.setattr(supervision, "SLOW_STEP_FACTOR", 1.0)
     async with running() as client:  # with two minutes for a step
         start = time.monotonic()
         with pytest.raises(EngineDeadError):
@@ -367,8 +367,8 @@ async def test_a_stopped_engine_is_noticed_within_seconds(spares):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, spares):
-    monkeypatch.setattr(watchdog, "LIFELESS_SECONDS", 60.0)
-    monkeypatch.setattr(watchdog, "STOPPED_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         pid = client.pid
         stream = client.generate(request("a", max_tokens=100_000))
@@ -384,8 +384,8 @@ async def test_a_suspicion_that_was_false_leaves_no_process_behind(monkeypatch, 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 async def test_a_suspicion_ends_with_the_last_request(monkeypatch, spares):
-    monkeypatch.setattr(watchdog, "LIFELESS_SECONDS", 60.0)
-    monkeypatch.setattr(watchdog, "STOPPED_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "LIFELESS_SECONDS", 60.0)
+    monkeypatch.setattr(supervision, "STOPPED_SECONDS", 60.0)
     async with running() as client:
         stream = client.generate(request("a", max_tokens=100_000))
         await anext(stream)
@@ -451,10 +451,10 @@ async def test_load_errors(monkeypatch):
 
 
 async def test_what_an_engine_said_last_is_heard_though_its_end_is_noticed_first(monkeypatch):
-    async def blocked(seen: watchdog.Watchdog) -> None:
+    async def blocked(seen: supervision.Watchdog) -> None:
         seen._child.process.wait()  # as a parent does that gets no processor
 
-    monkeypatch.setattr(watchdog.Watchdog, "watch", blocked)
+    monkeypatch.setattr(supervision.Watchdog, "watch", blocked)
     monkeypatch.setenv("SCRIPT_LOAD_ERROR", "the disk is gone")
     client = make_client()
     with pytest.raises(LoadError, match="the disk is gone"):
@@ -487,7 +487,7 @@ def test_where_the_host_has_no_standard_error_a_child_prints_nowhere(monkeypatch
         raise OSError
 
     if closed:
-        monkeypatch.setattr(child_output, "os", types.SimpleNamespace(fstat=no_such_file))
+        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(fstat=no_such_file))
     else:
         monkeypatch.setattr(sys, "stderr", None)
     with contextlib.closing(ChildProcess(CORE, "warning")) as child:
@@ -559,7 +559,7 @@ async def test_samples_are_handed_out_once(monkeypatch):
 
 async def test_stats_do_not_wait_for_a_long_step(monkeypatch):
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.5")
-    monkeypatch.setattr(statistics, "STATS_TIMEOUT", 0.05)
+    monkeypatch.setattr(request_router, "STATS_TIMEOUT", 0.05)
     async with running() as client:
         stream, step = client.generate(request("a", max_tokens=1000)), 0
         for _ in range(5):  # on a machine with other work one of these has to be quick
@@ -618,8 +618,8 @@ def test_ten_thousand_outputs_pass_quickly(monkeypatch):
 def test_a_killed_parent_takes_the_engine_along(load_seconds):
     script = """
 import asyncio, sys
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.interface.config import EngineConfig
 async def main():
     client = ProcessClient(EngineConfig(model="scripted"), core="helpers.scripted_core:ScriptedCore")
     client.start_nowait()
@@ -644,7 +644,7 @@ asyncio.run(main())
 
 
 def test_the_client_is_free_of_torch():
-    code = "import sys, windlass.engine.client.process, windlass.engine.core.process; sys.exit('torch' in sys.modules)"
+    code = "import sys, windlass.engine.client.process_client, windlass.engine.core.engine_process; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
 
 

@@ -9,10 +9,10 @@ import pytest
 from helpers.configs import engine_config
 from helpers.engines import greedy, run
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 pytestmark = [pytest.mark.anyio, pytest.mark.timeout(120)]
 
@@ -32,7 +32,7 @@ async def tokens(client, name: str, prompt: list[int], max_tokens: int = 12) -> 
 
 
 async def test_a_process_makes_the_tokens_of_its_core(monkeypatch):
-    monkeypatch.setattr("windlass.engine.client.statistics.STATS_TIMEOUT", 30.0)  # fresh ones are asserted
+    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 30.0)  # fresh ones are asserted
     prompts = [[5, 17, 400, 33, 8], list(range(100, 180)), [7]]
     client = ProcessClient(CONFIG)
     info = await client.start()

@@ -24,10 +24,16 @@ from helpers.failing_core import FATAL, STUCK
 from helpers.real_server import RealServer, serve
 
 from windlass import __version__
-from windlass.engine.client.crash_reports import MAX_REPORTS, _write
-from windlass.engine.client.waiting import wait_for_stacks
-from windlass.engine.core.black_box import MAX_RECORDED_SEQUENCES, NUM_NAMES, NUM_PLANS, FlightRecorder, StackMemory
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.client.child_process import wait_for_stacks
+from windlass.engine.client.supervision import MAX_REPORTS, _write
+from windlass.engine.core.flight_recorder import (
+    MAX_RECORDED_SEQUENCES,
+    NUM_NAMES,
+    NUM_PLANS,
+    FlightRecorder,
+    StackMemory,
+)
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.startup.engines import CORE_VARIABLE
 
 pytestmark = pytest.mark.timeout(240)

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from helpers.eventually import children, eventually
 
-from windlass.engine.client.pulse import ProcessActivity
+from windlass.engine.client.supervision import ProcessActivity
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 

@@ -9,13 +9,14 @@ from pathlib import Path
 import pytest
 from helpers.configs import engine_config
 
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
-from windlass.engine.client import router
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.router import RequestRouter
-from windlass.engine.client.watchdog import INACTIVE_SECONDS
-from windlass.engine.core.wire import Message, StepDone
+from windlass.engine.client import request_router as router
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.request_router import RequestRouter
+from windlass.engine.client.supervision import INACTIVE_SECONDS
+from windlass.engine.core.messages import Message, StepDone
 from windlass.engine.errors import SlowConsumerError
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 TESTS = Path(__file__).parents[2]
 

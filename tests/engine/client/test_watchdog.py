@@ -7,9 +7,9 @@ from dataclasses import dataclass, field
 
 import pytest
 
-from windlass.engine.client import watchdog as module
-from windlass.engine.client.watchdog import Watchdog
-from windlass.engine.core.wire import Message, StepDone, StepStarted
+from windlass.engine.client import supervision as module
+from windlass.engine.client.supervision import Watchdog
+from windlass.engine.core.messages import Message, StepDone, StepStarted
 
 pytestmark = pytest.mark.anyio
 

@@ -20,21 +20,21 @@ from helpers.prediction_layers import make_predicting
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.cache.memory import device_kv_budget
-from windlass.engine.cache.persist import device_pages
-from windlass.engine.core import device_room
+from windlass.engine.cache import host_tier
+from windlass.engine.cache.kv_cache_budget import device_kv_budget
+from windlass.engine.core import memory_budget
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.execution.runner import ModelRunner
-from windlass.engine.model.adapters.adapter import LoadedAdapters
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.model.decoder import Decoder
+from windlass.engine.model.loading.model_size import size_model
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.loading.sizing import size_model
-from windlass.engine.scheduling.plan import SchedulerOutput
-from windlass.kernels import DeviceMemory, binding
+from windlass.engine.model.lora import LoadedAdapters
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
+from windlass.kernels import DeviceMemory, backend_selector
 from windlass.kernels.backend import Backend, BackendOptions
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 pytestmark = ON_A_CPU
 
@@ -136,8 +136,8 @@ def test_what_operations_may_take_in_other_steps_is_kept_free(
 def test_copies_to_the_host_are_kept_free(
     model_of: Callable[[str], Path], memory: PlayedMemory, monkeypatch: pytest.MonkeyPatch, saves: bool, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(device_pages, "_ARRIVING", 4 * MIB)
-    monkeypatch.setattr(device_pages, "_LEAVING", 2 * MIB)
+    monkeypatch.setattr(host_tier, "_ARRIVING", 4 * MIB)
+    monkeypatch.setattr(host_tier, "_LEAVING", 2 * MIB)
     monkeypatch.setattr(Backend, "make_copies", lambda backend: PlayedCopies())
     options: dict[str, Any] = {"kv_host_memory": 4 * MIB} if saves else {"kv_persist": str(tmp_path)}
     core = core_of(model_of("llama"), **options)
@@ -214,7 +214,7 @@ def test_captured_steps_with_adapters_are_kept_free_where_there_are_some(
         asked.append(adapters is not None)
         return MIB * len(asked)
 
-    monkeypatch.setattr(device_room, "profile_graph_memory", counted)
+    monkeypatch.setattr(memory_budget, "profile_graph_memory", counted)
     sources = (AdapterSource(1, "a", str(save_adapter(tmp_path / "a", model))),)
     for lora in ((), sources):
         asked.clear()
@@ -295,7 +295,7 @@ def test_options_that_say_it_twice_or_wrongly(model_of: Callable[[str], Path]) -
 
 
 def test_sizes_are_counted_by_the_share(model_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.model.loading.sizing.expect_device", lambda name: "cuda")
+    monkeypatch.setattr("windlass.engine.model.loading.model_size.expect_device", lambda name: "cuda")
     model = model_of("llama")
     found = [
         size_model(engine_config(model, max_num_seqs=512, gpu_memory_utilization=share), 16 * MIB)
@@ -326,7 +326,9 @@ class OnItsOwnGpu(TorchBackend):
 @pytest.fixture
 def gpus_of_ranks(on_a_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        binding, "_NATIVE_BACKENDS", {"cpu": binding._NativeBackend(lambda options: None, OnItsOwnGpu, False)}
+        backend_selector,
+        "_NATIVE_BACKENDS",
+        {"cpu": backend_selector._NativeBackend(lambda options: None, OnItsOwnGpu, False)},
     )
 
 

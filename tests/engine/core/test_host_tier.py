@@ -18,12 +18,12 @@ from helpers.played_copies import PlayedCopies
 from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import PersistStats
-from windlass.engine.cache.persist import device_pages
+from windlass.engine.cache import host_tier
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.outputs import PersistStats
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 __all__ = ["played_device"]
 _NUMBERS = random.Random(5)
@@ -193,8 +193,8 @@ def test_a_step_that_evicts_more_than_there_are_rows_for(
 ) -> None:
     """Rows are taken again once what was in them has gone; so where little comes back at once."""
     size = block_bytes(models["llama"])
-    monkeypatch.setattr(device_pages, "_LEAVING", 2 * size)
-    monkeypatch.setattr(device_pages, "_ARRIVING", 4 * size)
+    monkeypatch.setattr(host_tier, "_LEAVING", 2 * size)
+    monkeypatch.setattr(host_tier, "_ARRIVING", 4 * size)
     core = make_core(models["llama"], **small(models["llama"]))
     ended.append(core)
     right = ask(core)
@@ -334,13 +334,13 @@ def test_requests_that_end_while_blocks_come_leave_nothing(models: dict[str, Pat
 def test_what_is_evicted_before_it_is_written_is_written_from_the_host(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gate, read_block = threading.Event(), device_pages.DeviceBlockTransfer.read_block
+    gate, read_block = threading.Event(), host_tier.DeviceBlockTransfer.read_block
 
     def waiting(pages: Any, *given: Any) -> Any:
         gate.wait(60)
         return read_block(pages, *given)
 
-    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", waiting)
+    monkeypatch.setattr(host_tier.DeviceBlockTransfer, "read_block", waiting)
     given = small(models["llama"])
     with keeping(models["llama"], tmp_path, **given) as core:
         right = ask(core)
@@ -358,7 +358,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a place in the host's memory its file is not written, as nobody knows what was copied."""
-    read_block, copied, asked = device_pages.DeviceBlockTransfer.read_block, list[int](), list[int]()
+    read_block, copied, asked = host_tier.DeviceBlockTransfer.read_block, list[int](), list[int]()
     prompts = [tokens(130) for _ in range(10)]
 
     def slow(pages: Any, group: int, block: int, full_since: float) -> Any:
@@ -369,7 +369,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
         copied.append(block)
         return [*first[:1], *read_block(pages, group, block, full_since)[1:]]  # keys of before, values of behind
 
-    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", slow)
+    monkeypatch.setattr(host_tier.DeviceBlockTransfer, "read_block", slow)
     plenty = make_core(models["llama"], deterministic=True, kv_cache_memory=64 << 20)
     right = [ask(plenty, prompt, 4) for prompt in prompts]
     given = {**small(models["llama"]), "kv_host_memory": None}
@@ -378,7 +378,7 @@ def test_a_block_that_is_evicted_while_it_is_copied_to_a_file(
             ask(core, prompt, 4)
             asked.append(1)
         assert stats(core).lost_blocks > 0
-    monkeypatch.setattr(device_pages.DeviceBlockTransfer, "read_block", read_block)
+    monkeypatch.setattr(host_tier.DeviceBlockTransfer, "read_block", read_block)
     with keeping(models["llama"], tmp_path, **given) as core:
         assert all(same(ask(core, prompt, 4), wanted) for prompt, wanted in zip(prompts, right, strict=True))
 

@@ -12,10 +12,10 @@ from helpers.scripted_core import ScriptedCore
 from llguidance import LLMatcher, LLTokenizer
 
 import windlass
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.core import loop
-from windlass.engine.core.wire import Add, Close, Message, StepDone
-from windlass.engine.sampling.grammar.compiler import GrammarCompiler
+from windlass.engine.core import engine_process
+from windlass.engine.core.messages import Add, Close, Message, StepDone
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.sampling.grammar import GrammarCompiler
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 
@@ -34,7 +34,7 @@ class Core(ScriptedCore):
 
 
 def test_it_comes_once_and_never_beside_work(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "IDLE_SECONDS", 0.05)
+    monkeypatch.setattr(engine_process, "IDLE_SECONDS", 0.05)
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.03")  # the first request takes longer than an idle moment
     inbox: SimpleQueue[Message] = SimpleQueue()
     core, done = Core(inbox), list[str]()
@@ -46,7 +46,7 @@ def test_it_comes_once_and_never_beside_work(monkeypatch: pytest.MonkeyPatch) ->
                 threading.Timer(0.2, inbox.put, [Close()]).start()  # two more moments without work
 
     inbox.put(Add(greedy("first", [50], max_tokens=5)))
-    loop.EngineLoop(core, inbox, emit).run()
+    engine_process.EngineLoop(core, inbox, emit).run()
     assert done[:2] == ["first", "second"]
     assert core.noted == [(False, core.noted[0][1])] and core.noted[0][1] >= 5
 

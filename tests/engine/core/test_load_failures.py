@@ -11,8 +11,8 @@ import pytest
 import torch
 from helpers.configs import engine_config
 
-from windlass.engine.core.process import serve
-from windlass.engine.core.wire import Load, LoadFailed, Message
+from windlass.engine.core.engine_process import serve
+from windlass.engine.core.messages import Load, LoadFailed, Message
 
 
 class PlayedParent:
@@ -66,6 +66,6 @@ def test_a_defect_whose_text_has_that_word_is_logged_as_one(error: Exception, ca
 def test_without_torch_none_is_imported_to_tell(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its import may be what failed."""
     monkeypatch.delitem(sys.modules, "torch")
-    monkeypatch.setitem(sys.modules, "windlass.engine.model.loading.chosen_device", None)
+    monkeypatch.setitem(sys.modules, "windlass.engine.model.loading.device_selection", None)
     assert told_of(MemoryError("of the start")).startswith("not enough memory")
     assert told_of(RuntimeError("no torch")) == "cannot load somewhere: RuntimeError: no torch"

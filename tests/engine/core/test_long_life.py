@@ -10,9 +10,9 @@ import pytest
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.request import RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError
+from windlass.engine.interface.outputs import RequestOutput
 
 
 @pytest.fixture

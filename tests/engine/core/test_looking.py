@@ -13,10 +13,10 @@ from helpers.engines import greedy, make_core, run
 from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.looks import AttentionQuery, CacheQuery
-from windlass.engine.core import looking
+from windlass.engine.core import introspection
 from windlass.engine.errors import DeviceMemoryError, RequestError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.introspection import AttentionQuery, CacheQuery
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 IDS = torch.randint(3, 128, (48,), generator=torch.Generator().manual_seed(3)).tolist()
 LINEAR = {"rope_type": "linear", "factor": 4.0}
@@ -81,7 +81,7 @@ def test_no_memory_for_a_picture_is_told_to_whoever_looks(model: Path, monkeypat
         raise torch.OutOfMemoryError(NO_ROOM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(looking, "snapshot_attention", fails)
+        patched.setattr(introspection, "snapshot_attention", fails)
         with pytest.raises(DeviceMemoryError, match="this picture"):
             core.inspect(AttentionQuery(tuple(IDS), 0, 0))
     assert core.inspect(AttentionQuery(tuple(IDS), 0, 0)).num_layers

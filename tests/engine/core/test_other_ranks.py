@@ -12,8 +12,8 @@ import pytest
 from helpers.configs import engine_config
 from helpers.eventually import eventually
 
-from windlass.engine.api import child_output
-from windlass.engine.core.ranks.others import RankProcesses
+from windlass.engine import process_setup
+from windlass.engine.core.ranks import RankProcesses
 
 
 @pytest.mark.parametrize("closed", [False, True])
@@ -26,7 +26,7 @@ def test_where_the_host_has_no_standard_error_a_rank_prints_nowhere(
         raise OSError
 
     if closed:
-        monkeypatch.setattr(child_output, "os", types.SimpleNamespace(fstat=no_such_file))
+        monkeypatch.setattr(process_setup, "os", types.SimpleNamespace(fstat=no_such_file))
     else:
         monkeypatch.setattr(sys, "stderr", None)
     with contextlib.closing(RankProcesses(engine_config("nowhere", tensor_parallel=2))) as others:

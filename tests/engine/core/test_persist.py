@@ -19,15 +19,15 @@ from helpers.persisting import files_in, keeping, written
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.cache.persist.directory import BlockDirectory
-from windlass.engine.cache.persist.pages import CPUBlockTransfer
-from windlass.engine.core import keeping as keeping_module
+from windlass.engine.cache.disk_tier import BlockDirectory
+from windlass.engine.cache.host_tier import CPUBlockTransfer
+from windlass.engine.core import engine_builder as keeping_module
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.model_info import AdapterSource
 from windlass.engine.model.loading.checkpoint import weight_files
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 _GENERATOR = torch.Generator().manual_seed(3)
 
@@ -345,8 +345,8 @@ def test_a_full_disk_is_said_once_and_the_engine_goes_on(
         return write(number, data)
 
     monkeypatch.setattr(os, "write", limited)
-    monkeypatch.setattr("windlass.engine.cache.persist.writer._FIRST_PAUSE", 0.05)
-    monkeypatch.setattr("windlass.engine.cache.persist.writer._LONGEST_PAUSE", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.05)
+    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.05)
     full.set()
     with caplog.at_level(logging.WARNING), keeping(models["llama"], tmp_path) as core:
         assert same(ask(core), right)
@@ -390,7 +390,7 @@ def test_what_several_want_is_read_once(
 ) -> None:
     gate, read = threading.Event(), BlockDirectory.read
     monkeypatch.setattr(BlockDirectory, "read", lambda *given: read(*given) if gate.wait(60) else None)
-    monkeypatch.setattr("windlass.engine.scheduling.restoring._PATIENCE", 60.0)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 60.0)
     longer = [*PROMPT[:64], *tokens(60)]
     with keeping(models["llama"], tmp_path) as core:
         right = {"a": ask(core), "b": ask(core, longer)}
@@ -420,7 +420,7 @@ def test_a_disk_that_answers_slowly_is_not_waited_for(
         right = ask(core)
     go_on = threading.Event()
     monkeypatch.setattr(BlockDirectory, "read", lambda *_: go_on.wait() and None)
-    monkeypatch.setattr("windlass.engine.scheduling.restoring._PATIENCE", 0.1)
+    monkeypatch.setattr("windlass.engine.scheduling.kv_restore._PATIENCE", 0.1)
     try:
         with keeping(models["llama"], tmp_path) as core:
             got = ask(core)

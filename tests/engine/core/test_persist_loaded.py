@@ -13,10 +13,10 @@ from helpers.eventually import eventually
 from helpers.persisting import files_in, keeping
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import NonPrefixReuseParams
-from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist.fetch import Fetch
+from windlass.engine.cache.block_store import Fetch
+from windlass.engine.cache.cache_operations import LoadedBlock
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.context import NonPrefixReuseParams
 
 _NUMBERS = random.Random(3)
 OPTIONS: dict[str, Any] = {"max_model_len": 256, "deterministic": False}

@@ -15,7 +15,7 @@ from helpers.device import ON_A_CPU
 from helpers.keeping_engine import PROMPTS
 from helpers.persisting import files_in
 
-from windlass.engine.cache.persist.block_file import read_metadata
+from windlass.engine.cache.disk_tier import read_metadata
 
 _SCRIPT = Path(keeping_engine.__file__)
 

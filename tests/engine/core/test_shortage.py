@@ -19,12 +19,12 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.little_memory import NO_ROOM, POINTS, ROWS, little_memory
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.pooling import PoolingRule
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
-from windlass.engine.client.process import ProcessClient
+from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.kernels import DeviceMemory, is_out_of_memory
 
 TESTS = Path(__file__).parents[2]

@@ -13,13 +13,13 @@ from helpers.every_request import prompt, run_checked, small_models, traffic
 from helpers.little_memory import NO_ROOM, fail_ahead
 from helpers.played_engines import graphed, played_device, texts
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling import steps_ahead
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling import async_scheduling
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96}
@@ -222,7 +222,7 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
     """Nobody fails, wherever in it the memory ends."""
     options = {**OPTIONS, "shift_context": 48} if sent is shifting else OPTIONS
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), sent(), every_logit=False)
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     core, _ = graphed(directory_of("llama"), burst_seconds=burst_seconds, **options)
     failed = fail_ahead(core, monkeypatch, every=every)
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(want)
@@ -232,7 +232,7 @@ def test_a_step_planned_ahead_without_memory_is_computed_behind_the_other(
 def test_steps_wait_for_each_other_for_a_while_where_there_was_no_memory(
     directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 4)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 4)
     core, _ = graphed(directory_of("llama"), burst_seconds=0.0, **OPTIONS)
     failed = fail_ahead(core, monkeypatch, every=1)
     core.add(greedy("a", prompt(1, 9), 30))

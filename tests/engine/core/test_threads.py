@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from helpers.configs import engine_config
 
-from windlass.engine.client.child import DEFAULT_CORE
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.core import threads
+from windlass.engine import host_resources
+from windlass.engine.client.child_process import DEFAULT_CORE
+from windlass.engine.client.process_client import ProcessClient
 from windlass.engine.errors import LoadError
 from windlass.server.options.engine import EngineOptions
 
@@ -22,15 +22,15 @@ MODEL = TESTS.parent / "models" / "demo"
 
 
 def test_polling_is_bounded_unless_the_operator_decided() -> None:
-    assert 0 <= int(threads.thread_wait_environment({})["GOMP_SPINCOUNT"]) <= 10_000  # libgomp's own is 300,000
-    assert threads.thread_wait_environment({"OMP_WAIT_POLICY": "active"}) == {}
-    assert threads.thread_wait_environment({"GOMP_SPINCOUNT": "7"}) == {}
+    assert 0 <= int(host_resources.thread_wait_environment({})["GOMP_SPINCOUNT"]) <= 10_000  # libgomp's own is 300,000
+    assert host_resources.thread_wait_environment({"OMP_WAIT_POLICY": "active"}) == {}
+    assert host_resources.thread_wait_environment({"GOMP_SPINCOUNT": "7"}) == {}
 
 
 @pytest.mark.parametrize(
     ("given", "expected", "core_name"),
     [
-        ({}, str(threads.SPIN_COUNT), DEFAULT_CORE),
+        ({}, str(host_resources.SPIN_COUNT), DEFAULT_CORE),
         ({"GOMP_SPINCOUNT": "7"}, "7", "helpers.scripted_core:ScriptedCore"),
     ],
 )
@@ -66,16 +66,16 @@ def test_preparing_a_process_comes_before_torch_or_not_at_all() -> None:
         "threads.apply_thread_settings(); print(os.environ.get('GOMP_SPINCOUNT'))"
     )
     answers = [subprocess.check_output([sys.executable, "-c", script, when], text=True) for when in ("early", "late")]
-    assert answers == [f"{threads.SPIN_COUNT}\n", "None\n"]
+    assert answers == [f"{host_resources.SPIN_COUNT}\n", "None\n"]
 
 
 def test_cores_are_shared_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {5, 2, 9}, raising=False)
-    assert threads.split_cores() == ((2, 5), (9,))
+    assert host_resources.split_cores() == ((2, 5), (9,))
     assert EngineOptions(pin_cores=True).to_config(Path("m")).compute.cores == (2, 5)
     assert EngineOptions().to_config(Path("m")).compute.cores is None
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {2}, raising=False)
     with pytest.raises(LoadError, match=r"`compute\.cores` needs two cores"):
         EngineOptions(pin_cores=True).to_config(Path("m"))
     with pytest.raises(LoadError, match="cannot use the cores"):
-        threads.pin_to_cores([4095])
+        host_resources.pin_to_cores([4095])

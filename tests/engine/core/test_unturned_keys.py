@@ -16,13 +16,13 @@ from helpers.little_memory import NO_ROOM
 from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.request import EngineRequest
-from windlass.engine.cache.changes import KeyRerotation
+from windlass.engine.cache.cache_operations import KeyRerotation
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput
-from windlass.engine.scheduling.step_timer import StepLimiter
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.chunked_prefill import StepLimiter
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 from windlass.kernels import is_out_of_memory
 
 __all__ = ["played_device"]

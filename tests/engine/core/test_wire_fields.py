@@ -5,28 +5,14 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
-from windlass.engine.api.context import ContextReport
-from windlass.engine.api.pooling import PooledRows
-from windlass.engine.api.request import (
-    MAX_TIMING_SAMPLES,
-    EngineRequest,
-    EngineStats,
-    RequestOutput,
-    SamplingParams,
-    TokenLogprobs,
-)
-from windlass.engine.client.router import RequestRouter
-from windlass.engine.core.wire import (
-    FrameReader,
-    PromptLogprobs,
-    StatsAccumulator,
-    StepDone,
-    decode,
-    encode,
-)
+from windlass.engine.client.request_router import RequestRouter, StatsAccumulator
+from windlass.engine.core.messages import FrameReader, PromptLogprobs, StepDone, decode, encode
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.policy import RotaryReport
-from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.interface.context import ContextReport
+from windlass.engine.interface.outputs import MAX_TIMING_SAMPLES, EngineStats, PooledRows, RequestOutput, TokenLogprobs
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rotary_policy import RotaryReport
+from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 
 
 def test_no_field_of_an_output_is_lost_or_shifted() -> None:

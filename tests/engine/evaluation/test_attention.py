@@ -10,9 +10,9 @@ import transformers
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import RequestError
-from windlass.engine.evaluation.attention import attention_weights
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.execution.attention_maps import attention_weights
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.scoring import Scorer
 
 IDS = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(3)).tolist()
 

@@ -11,10 +11,10 @@ from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, rerope
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import FAMILIES, Reference, make_model
 
-from windlass.engine.api.context import ContextRule
 from windlass.engine.errors import RequestError
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.scoring import Scorer
 
 LENGTH = 90
 IDS = torch.randint(3, 128, (LENGTH,), generator=torch.Generator().manual_seed(3)).tolist()

@@ -23,8 +23,8 @@ from helpers.rotary_oracles import (
 from helpers.tiny_models import make_model
 from torch import Tensor
 
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.policy import RopeUpdate
+from windlass.engine.rotary.rotary_policy import RopeUpdate
+from windlass.lab.scoring import Scorer
 
 DIM, TRAINED, ORIGINAL, PROMPT, LENGTH = 32, 64, 96, 48, 150
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}

@@ -18,12 +18,12 @@ from helpers.marks import slow_but
 from helpers.played_engines import device_of, graphed, kinds_that_stand, played_device
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import GraphKey
-from windlass.engine.scheduling import steps_ahead
+from windlass.engine.execution.cuda_graphs import GraphKey
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling import async_scheduling
 from windlass.kernels import LowRankTable
 
 __all__ = ["played_device"]
@@ -259,7 +259,7 @@ def test_steps_ahead_that_find_no_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Wherever in them the memory ends."""
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     options: dict[str, Any] = {"lora": sources, "burst_seconds": burst_seconds, **OPTIONS}
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **options), streams(), every_logit=False)
     core, _ = graphed(directory_of("llama"), **options)

@@ -12,17 +12,17 @@ from helpers.device import ON_A_CPU
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.request import SamplingParams
-from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snapshot
+from windlass.engine.cache.cache_operations import TableChange, TableChanges
+from windlass.engine.interface.request import SamplingParams
+from windlass.engine.model.forward_batch import ForwardBatch
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import NewSequence, ScheduledSequence, Snapshot
 
 
 @ON_A_CPU
 def test_lasting_batches_equal_fresh_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Two KV groups, one of them a window that drops blocks; streams come, go and outgrow the first table width."""
-    monkeypatch.setattr("windlass.engine.execution.sequences._FIRST_COLUMNS", 4)
+    monkeypatch.setattr("windlass.engine.execution.input_batch._FIRST_COLUMNS", 4)
     core = make_core(make_model("gemma3", tmp_path), max_model_len=256)
     batches = core.runner.batches
     build = batches.build

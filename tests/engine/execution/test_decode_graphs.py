@@ -14,9 +14,9 @@ from helpers.engines import greedy, make_core, run
 from helpers.every_request import prompt, run_checked, same, small_models, traffic
 from helpers.played_engines import device_of, graphed, played_device, texts
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96}

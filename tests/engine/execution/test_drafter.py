@@ -15,13 +15,13 @@ from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, run_checked, same, small_models
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, RepeatPenalty
-from windlass.engine.cache.changes import LoadedBlock, SwappedPages
+from windlass.engine.cache.cache_operations import LoadedBlock, SwappedPages
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, RepeatPenalty
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 VOCAB = 128
 

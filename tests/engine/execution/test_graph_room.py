@@ -13,9 +13,9 @@ from helpers.played_engines import device_of, played_device
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution import decode_graphs
-from windlass.engine.execution.graph_room import profile_graph_memory
-from windlass.engine.execution.graphs_on_demand import MAX_RANGED_GRAPHS
+from windlass.engine.execution import cuda_graphs
+from windlass.engine.execution.cuda_graphs import MAX_RANGED_GRAPHS
+from windlass.engine.execution.dummy_runs import profile_graph_memory
 from windlass.kernels import Graphs
 
 __all__ = ["played_device"]
@@ -85,6 +85,6 @@ def test_what_cannot_be_captured_ends_the_count(captured: int, taken: list[int],
 
 def test_rows_without_room_for_ranges_are_captured_without(directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The two largest steps, of eight and four rows, have none."""
-    monkeypatch.setattr(decode_graphs, "MAX_RANGE_CELLS", 5)
+    monkeypatch.setattr(cuda_graphs, "MAX_RANGE_CELLS", 5)
     core = make_core(directory, max_model_len=96)
     assert counted(core, [10, 110, 112, 120, 150, 153]) == 100 + 3 * 2 + 30 + (MAX_RANGED_GRAPHS - 1) * 3

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.engine.execution import graphs_on_demand
-from windlass.engine.execution.graphs_on_demand import GraphKey, LazyGraphs
+from windlass.engine.execution import cuda_graphs
+from windlass.engine.execution.cuda_graphs import GraphKey, LazyGraphs
 
 
 def graphs_of(captured: list[GraphKey]) -> LazyGraphs[str]:
@@ -45,8 +45,8 @@ def test_there_is_a_bound_on_how_many_and_how_large(monkeypatch: pytest.MonkeyPa
     captured: list[GraphKey] = []
     graphs = graphs_of(captured)
     for _ in range(4):
-        assert graphs.find(GraphKey(graphs_on_demand.MAX_RANGE_CELLS // 2, 3), ahead=False) is None
-    monkeypatch.setattr(graphs_on_demand, "MAX_RANGED_GRAPHS", 2)
+        assert graphs.find(GraphKey(cuda_graphs.MAX_RANGE_CELLS // 2, 3), ahead=False) is None
+    monkeypatch.setattr(cuda_graphs, "MAX_RANGED_GRAPHS", 2)
     for ranges in (2, 4, 8, 16):
         for _ in range(4):
             graphs.find(GraphKey(512 // ranges, ranges), ahead=False)
@@ -72,7 +72,7 @@ def test_steps_with_adapters_are_captured_too_and_stand_for_those_without() -> N
 
 
 def test_those_with_adapters_alone_have_no_bound_but_the_numbers_of_rows(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs_on_demand, "MAX_RANGED_GRAPHS", 0)
+    monkeypatch.setattr(cuda_graphs, "MAX_RANGED_GRAPHS", 0)
     captured: list[GraphKey] = []
     graphs = graphs_of(captured)
     for rows in (1, 2, 4, 4096):

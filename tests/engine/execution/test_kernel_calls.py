@@ -13,7 +13,7 @@ from helpers.tiny_models import make_model
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels import Backend, select_backend
 
 KINDS: list[dict[str, Any]] = [

@@ -14,10 +14,10 @@ from helpers.engines import greedy, make_core, specs_of
 from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.changes import BlockCopy, KeyRerotation, LoadedBlock, SavedBlock, SwappedPages
-from windlass.engine.cache.persist.pages import CPUBlockTransfer, planes_of
+from windlass.engine.cache.cache_operations import BlockCopy, KeyRerotation, LoadedBlock, SavedBlock, SwappedPages
+from windlass.engine.cache.host_tier import CPUBlockTransfer, planes_of
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 
 
 class _Pages(CPUBlockTransfer):

@@ -12,10 +12,10 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from torch import Tensor
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.model.layer_inputs import PerLayerProjection
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.model.per_layer_embeddings import PerLayerProjection
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 
@@ -75,7 +75,7 @@ def test_answers_are_those_of_all_tokens(
         return run(core, requests)
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.rank_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
     for key, expected in answers().items():
         assert found[key].token_ids == expected.token_ids
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
@@ -93,7 +93,7 @@ def test_adapters_change_ends_alike(model: Path, tmp_path: Path, monkeypatch: py
         return run(core, [greedy("a", PROMPT, 4, adapter=1), greedy("b", PROMPT[5:], 4)])
 
     found = answers()
-    monkeypatch.setattr("windlass.engine.execution.rank_runner.RankRunner._asks_for_ends", lambda *_: False)
+    monkeypatch.setattr("windlass.engine.execution.model_runner.RankRunner._asks_for_ends", lambda *_: False)
     for key, expected in answers().items():
         ours, theirs = torch.stack(found[key].logits), torch.stack(expected.logits)
         assert (ours - theirs).abs().max() < 1e-5 * theirs.abs().max()

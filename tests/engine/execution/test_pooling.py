@@ -13,14 +13,14 @@ import transformers
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, LoadError, RequestError
 from windlass.engine.execution.pooler import Pooler
-from windlass.engine.model.config_json.classes import read_classifier
-from windlass.engine.model.loading.pooling_files import read_pooling
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
+from windlass.engine.model.config_json.classifier_head import read_classifier
+from windlass.engine.model.loading.sentence_transformers_files import read_pooling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 PROMPTS = [[(7 * i + 3 * n) % 120 + 5 for i in range(length)] for n, length in enumerate((1, 2, 16, 33, 70))]
 

@@ -21,13 +21,13 @@ from helpers.tiny_models import make_model
 from helpers.tiny_multimodal import make_multimodal
 from safetensors.torch import load_file
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.errors import LoadError
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.model.forward_batch import ForwardBatch
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput
 from windlass.kernels import BlockWeight
 
 FAMILIES = ("qwen3_5", "qwen3_5_moe", "qwen3_next")

@@ -14,8 +14,7 @@ from helpers.tiny_models import make_model
 
 import windlass
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.chunk_cuts import NO_BOUNDARIES, ChunkBoundaries
-from windlass.engine.scheduling.step_timer import split_prefill_budget
+from windlass.engine.scheduling.chunked_prefill import NO_BOUNDARIES, ChunkBoundaries, split_prefill_budget
 from windlass.kernels.cpu import library
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"

@@ -15,10 +15,10 @@ from helpers.played_engines import device_of, graphed, kinds_that_stand, played_
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import GraphKey
+from windlass.engine.execution.cuda_graphs import GraphKey
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.request import EngineRequest
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 96, "shift_context": 48, "max_num_seqs": 4}

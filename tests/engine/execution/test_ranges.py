@@ -7,10 +7,16 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.cache.runs import OPEN_END, UNBOUNDED, SlotLayout, SlotRun
-from windlass.engine.execution.ranges import query_ranges, spans_of
-from windlass.engine.execution.row_ranges import COPIES, LAST_UNCLAMPED, ROTATIONS, RangeTables
-from windlass.engine.rotary.distances import PLAIN_DISTANCES
+from windlass.engine.cache.sequence_cache import OPEN_END, UNBOUNDED, SlotLayout, SlotRun
+from windlass.engine.execution.query_ranges import (
+    COPIES,
+    LAST_UNCLAMPED,
+    ROTATIONS,
+    RangeTables,
+    query_ranges,
+    spans_of,
+)
+from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
 
 
 def sequence(*runs: tuple[int, int, int, int], window: int | None = None, sinks: int = 0, **kept: int) -> Any:

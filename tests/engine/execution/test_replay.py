@@ -12,10 +12,10 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.replay import StepOutputs
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.execution.recorded_steps import StepOutputs
+from windlass.engine.model.forward_batch import ForwardBatch
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 from windlass.kernels import cpu
 
 pytestmark = [
@@ -99,7 +99,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
     """Whatever ran before: shapes whose recordings share the arena take turns, and between steps it may be lost."""
     make_model("llama", tmp_path)
     plain = work(make_core(tmp_path, max_model_len=256), repeat=False)
-    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 1 << 20)
+    monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 1 << 20)
     arenas: list[cpu.Arena] = []
 
     class Watched(cpu.Arena):
@@ -107,7 +107,7 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
             super().__init__(capacity)
             arenas.append(self)
 
-    monkeypatch.setattr("windlass.kernels.cpu.backend.Arena", Watched)
+    monkeypatch.setattr("windlass.kernels.cpu.cpu_backend.Arena", Watched)
     core = make_core(tmp_path, max_model_len=256)
     (arena,) = arenas
     memory = torch.frombuffer(arena.memory, dtype=torch.uint8)
@@ -137,13 +137,13 @@ def test_results_stand_until_the_next_step(tmp_path: Path, monkeypatch: pytest.M
 def test_memory_bounds_the_rows_that_are_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_model("llama", tmp_path)
     # Of a row: the normed state and the logits, 4 * (64 + 128) bytes, and a little more while layers run.
-    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 5000)
+    monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 5000)
     core = assert_same_bits(tmp_path)
     assert core.runner.replay.max_rows == 2 and "no place" in str(core.runner.replay.obstacle)
     assert core.runner.replay.num_replayed > 30
 
 
 def test_no_memory_repeats_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.engine.execution.replay._ARENA_BYTES", 0)
+    monkeypatch.setattr("windlass.engine.execution.recorded_steps._ARENA_BYTES", 0)
     core = assert_same_bits(make_model("llama", tmp_path))
     assert core.runner.replay.max_rows == 0 and core.runner.replay.num_replayed == 0

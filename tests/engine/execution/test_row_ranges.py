@@ -10,13 +10,12 @@ from typing import Any
 import pytest
 import torch
 
-from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout, SlotRun
-from windlass.engine.execution.device_ranges import DeviceQueryRanges
-from windlass.engine.execution.ranges import query_ranges
-from windlass.engine.execution.row_ranges import RangeTables
-from windlass.engine.rotary.distances import PLAIN_DISTANCES
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
+from windlass.engine.execution.device_batch import DeviceQueryRanges
+from windlass.engine.execution.query_ranges import RangeTables, query_ranges
+from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.kernels import select_backend
 
 NUMBERS = itertools.count()

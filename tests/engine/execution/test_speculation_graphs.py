@@ -16,8 +16,8 @@ from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution import batch
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.engine.execution import batch_builder
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 3}
@@ -103,8 +103,8 @@ def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypat
     sent = [greedy(f"{i}", prompt(i, 7) * 4, 30) for i in range(2)]
     want = run(make_core(directory_of("llama"), cuda_graphs=False, **OPTIONS), sent)
     counts = []
-    for most in (batch._MAX_ROW_BY_ROW_KEYS, 100):
-        monkeypatch.setattr(batch, "_MAX_ROW_BY_ROW_KEYS", most)
+    for most in (batch_builder._MAX_ROW_BY_ROW_KEYS, 100):
+        monkeypatch.setattr(batch_builder, "_MAX_ROW_BY_ROW_KEYS", most)
         options = {"speculative_ngram": 3, "speculative_ngram_min": 1, **OPTIONS}
         core, device = graphed(directory_of("llama"), **options)
         assert core.runner.graphs is not None and core.runner.graphs.captured == [1, 2, 4, 8, 12]
@@ -115,7 +115,7 @@ def test_text_that_repeats_itself(directory_of: Callable[[str], Path], monkeypat
 
 
 def test_a_device_without_graphs_has_none(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("windlass.kernels.binding._OWN_KERNELS", {})
+    monkeypatch.setattr("windlass.kernels.backend_selector._OWN_KERNELS", {})
     options = {"speculative_model": str(directory_of("llama")), **OPTIONS}
     core = make_core(directory_of("llama"), **options)
     assert isinstance(core.runner.decoder.backend, TorchBackend)

@@ -16,10 +16,10 @@ from helpers.marks import slow_but
 from helpers.played_engines import graphed, played_device
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling import steps_ahead
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling import async_scheduling
 
 __all__ = ["played_device"]
 OPTIONS: dict[str, Any] = {"max_model_len": 160, "max_num_seqs": 4}
@@ -121,7 +121,7 @@ def test_proposed_tokens(family: str, directory_of: Callable[[str], Path]) -> No
 
 def test_steps_ahead_that_find_no_memory(directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether or not they have changed a state by then."""
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     sent = [greedy(f"{i}", prompt(i, 20 + i), 60, temperature=0.5 * i, seed=i) for i in range(3)]
     want = run(make_core(directory_of("lfm2"), cuda_graphs=False, **OPTIONS), sent, every_logit=False)
     core, _ = graphed(directory_of("lfm2"), **OPTIONS)
@@ -134,7 +134,7 @@ def test_a_state_that_a_step_ahead_has_changed_in_vain(
     directory_of: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two streams end their blocks at once, where one state more is left to set aside: nobody finds the other's."""
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     sent = [greedy(f"{i}", prompt(i, 20), 50, temperature=1.0, seed=i) for i in range(2)]
     options = {**OPTIONS, "max_num_seqs": 2}
     want = run(make_core(directory_of("qwen3_5"), cuda_graphs=False, **options), sent, every_logit=False)

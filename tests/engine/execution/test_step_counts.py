@@ -15,13 +15,13 @@ import pytest
 from helpers.engines import make_core
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.cache.handle import BlockTable, SequenceCache
-from windlass.engine.cache.prefix import HashChain
+from windlass.engine.cache.prefix_cache import HashChain
+from windlass.engine.cache.sequence_cache import BlockTable, SequenceCache
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.sequences import InputBatch
-from windlass.engine.scheduling.plan_writer import PlannedChunk, PlannedStep, SchedulerOutputBuilder
+from windlass.engine.execution.input_batch import InputBatch
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.scheduling.scheduler_output import PlannedChunk, PlannedStep, SchedulerOutputBuilder
 
 LENGTHS = (1024, 8192)
 

@@ -13,8 +13,8 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import FAMILIES, make_model
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.core.loop import default_core
-from windlass.engine.execution import warm_up
+from windlass.engine.core.engine_process import default_core
+from windlass.engine.execution import dummy_runs
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 OPTIONS = [
@@ -69,7 +69,7 @@ def test_a_slow_model_is_not_waited_for(monkeypatch):
     core = make_core(DEMO)
     steps = []
     core.runner.execute = steps.append
-    monkeypatch.setattr(warm_up, "time", SimpleNamespace(monotonic=lambda: 2.0 * len(steps)))
+    monkeypatch.setattr(dummy_runs, "time", SimpleNamespace(monotonic=lambda: 2.0 * len(steps)))
     core.warm_up(max_seconds=1.0)
     assert len(steps) == 1 and core.runner.tables.num_live == 0
 

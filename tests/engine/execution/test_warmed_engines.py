@@ -22,14 +22,14 @@ from helpers.little_memory import fail_ahead
 from helpers.played_engines import a_device, texts
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest
-from windlass.engine.cache.persist import tier
+from windlass.engine.cache import host_tier
 from windlass.engine.core import engine_core
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.graphs_on_demand import GraphKey
-from windlass.engine.scheduling import restoring, steps_ahead
+from windlass.engine.execution.cuda_graphs import GraphKey
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling import async_scheduling, kv_restore
 
 __all__ = ["a_device"]
 # What these do there, others try on a CPU in less time.
@@ -260,7 +260,7 @@ def test_a_step_planned_ahead_that_finds_no_memory(
 ) -> None:
     """Nobody fails, wherever in it the memory ends."""
     directory = directory_of("llama")
-    monkeypatch.setattr(steps_ahead, "FIRST_PAUSE", 0)
+    monkeypatch.setattr(async_scheduling, "FIRST_PAUSE", 0)
     core = warmed(directory, burst_seconds=burst_seconds)
     failed = fail_ahead(core, monkeypatch, every=2)
     assert texts(run_checked(core, sent(), every_logit=False)) == texts(answers(directory, sent()))
@@ -272,8 +272,8 @@ def test_blocks_that_come_back_together(
     deterministic: bool, directory_of: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From main memory, beside a stream, into a cache that has lost them; however long a device that others use takes."""
-    monkeypatch.setattr(restoring, "_PATIENCE", 60.0)
-    monkeypatch.setattr(tier, "_COPY_SECONDS", 60.0)
+    monkeypatch.setattr(kv_restore, "_PATIENCE", 60.0)
+    monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     directory = directory_of("llama")
     plenty = make_core(directory, cuda_graphs=False, deterministic=deterministic, **OPTIONS)
     size = plenty.info.kv_bytes_per_token * plenty.info.block_size

@@ -12,13 +12,14 @@ from helpers.adapters import merged, save_adapter
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.ladder import AUTO, ScalingThreshold
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.auto_scaling import AUTO, ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
 
 M = 128
 YARN = {factor: RopeScaling.from_dict({"rope_type": "yarn", "factor": factor}) for factor in (2.0, 4.0)}

@@ -14,12 +14,12 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.persisting import keeping
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.evaluation.attention import attention_weights
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.execution.attention_maps import attention_weights
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.scoring import Scorer
 
 # With a memory, without one, and with one beside attention; and bytes for a cache so little that sequences give up their places.
 FAMILIES = {"qwen3_5": 300 << 10, "lfm2": 160 << 10, "granite4_h": 400 << 10, "falcon_h1": 400 << 10}

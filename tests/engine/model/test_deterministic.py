@@ -14,10 +14,10 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
 import windlass
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 TEXT = torch.randint(3, 128, (700,), generator=torch.Generator().manual_seed(9)).tolist()

@@ -14,9 +14,9 @@ from helpers.distance_oracle import Distance, DistanceOracle, dual_chunk, log_n,
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling, resolve
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling, resolve
 
 TRAINED = 64
 PROMPT = torch.randint(3, 128, (150,), generator=torch.Generator().manual_seed(7)).tolist()

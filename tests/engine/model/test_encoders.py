@@ -19,14 +19,14 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_encoders import FAMILIES, HEADS, EncoderReference, make_encoder
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.pooling import PooledRows, PoolingRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families import reading
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import EngineRequest, PoolingRule
+from windlass.engine.model.families import spec_reader
 from windlass.engine.model.families.family import is_set
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 TOLERANCE = 1e-5  # of the largest number of the reference
 TEXT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -136,8 +136,8 @@ def test_a_causal_mask_shows(encoder: Path) -> None:
 
 def test_other_pairs_show(encoder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((encoder / "config.json").read_text())
-    flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in reading.FAMILIES]
-    monkeypatch.setattr(reading, "FAMILIES", tuple(flipped))
+    flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in spec_reader.FAMILIES]
+    monkeypatch.setattr(spec_reader, "FAMILIES", tuple(flipped))
     assert error(make_core(encoder), encoder) > 100 * TOLERANCE
 
 

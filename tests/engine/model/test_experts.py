@@ -18,11 +18,11 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.kernels import binding
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.moe import MoESpec
+from windlass.kernels import backend_selector
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
 PROMPT = torch.randint(3, 128, (24,), generator=torch.Generator().manual_seed(0)).tolist()
 TOLERANCE = 1e-5
@@ -105,7 +105,7 @@ def test_plain_torch_gives_the_same(
 ) -> None:
     directory = request.getfixturevalue(model)
     expected = logits(make_core(directory), 4)
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {})
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {})
     deterministic = kind is RowIndependentBackend
     core = make_core(directory, deterministic=deterministic)
     assert type(core.runner.decoder.backend) is kind

@@ -18,13 +18,13 @@ from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import Reference, make_model
 from torch import Tensor
 
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_spec
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.mixers.latent_spec import LatentSpec
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.model.mixers.latent_attention import LatentSpec
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels.cpu import library
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()

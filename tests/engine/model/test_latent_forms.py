@@ -14,17 +14,22 @@ from helpers.device import DEVICE, ON_A_CPU
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.request import ContextRule, EngineRequest
-from windlass.engine.model.mixers import latent_forms
-from windlass.engine.model.mixers.latent_forms import LatentAttentionForms, LatentQueries, QueryRotations
-from windlass.engine.model.mixers.latent_spec import LatentSpec
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.model.mixers import latent_attention
+from windlass.engine.model.mixers.latent_attention import (
+    LatentAttentionForms,
+    LatentQueries,
+    LatentSpec,
+    QueryRotations,
+)
 from windlass.kernels import AttentionCall, Backend, KeyRanges, KVPages
 from windlass.kernels.attention_call import LatentExpansion
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu import latent, library
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu import attention_bindings, library
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.torch import reference
-from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
 SPEC = LatentSpec(num_heads=5, latent_dim=24, rotary_dim=8, plain_dim=12, value_dim=10, scale=20**-0.5)
 WIDE = LatentSpec(num_heads=3, latent_dim=512, rotary_dim=64, plain_dim=128, value_dim=128, scale=192**-0.5)
@@ -45,7 +50,7 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
         way = None if cost is None else LatentExpansion(cost, cost)
         for backend in (CompiledBackend, TorchBackend):
             monkeypatch.setattr(backend, "latent_expansion", lambda self, pages: way)
-        monkeypatch.setattr(latent_forms, "_MIN_EXPANDED_TOKENS", 2)
+        monkeypatch.setattr(latent_attention, "_MIN_EXPANDED_TOKENS", 2)
 
     return choose
 
@@ -54,13 +59,13 @@ def at_cost(monkeypatch: pytest.MonkeyPatch) -> Choice:
 def expansions(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Of every expansion of some heads since, how many rows it took."""
     found: list[int] = []
-    original = latent_forms.expand_latents
+    original = latent_attention.expand_latents
 
     def noted(rows: torch.Tensor, *rest: Any) -> KVPages:
         found.append(rows.shape[0] * rows.shape[1])
         return original(rows, *rest)
 
-    monkeypatch.setattr(latent_forms, "expand_latents", noted)
+    monkeypatch.setattr(latent_attention, "expand_latents", noted)
     return found
 
 
@@ -200,7 +205,7 @@ def test_moved_keys_meet_their_versions(
 
 def test_many_heads_go_a_few_at_a_time(at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     at_cost(0.0)
-    monkeypatch.setattr(latent_forms, "_MAX_EXPANDED_BYTES", 2 * 4 * 64 * 30)
+    monkeypatch.setattr(latent_attention, "_MAX_EXPANDED_BYTES", 2 * 4 * 64 * 30)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [60], [60])
     q = torch.randn(60, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
@@ -225,7 +230,7 @@ def test_what_would_take_too_much_memory_is_not_expanded(
     at_cost: Choice, expansions: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     at_cost(0.0)
-    monkeypatch.setattr(latent_forms, "_MAX_EXPANDED_ROWS", 60)
+    monkeypatch.setattr(latent_attention, "_MAX_EXPANDED_ROWS", 60)
     up, pages = operands(SPEC)
     call = call_of(SPEC, [61, 60], [20, 20])
     q = torch.randn(40, SPEC.num_heads, SPEC.rotary_dim + SPEC.plain_dim)
@@ -283,7 +288,9 @@ def test_the_form_that_is_quicker_there_is_taken(
 ) -> None:
     """The costs as measured: what a query takes by itself weighs more than what a cached row takes."""
     monkeypatch.setattr(
-        TorchBackend, "latent_expansion", lambda self, pages: latent.latent_expansion_cost(pages, narrow=True)
+        TorchBackend,
+        "latent_expansion",
+        lambda self, pages: attention_bindings.latent_expansion_cost(pages, narrow=True),
     )
     own = bound(TorchBackend)
     _, pages = operands(WIDE, torch.float16)

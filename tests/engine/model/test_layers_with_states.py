@@ -17,7 +17,8 @@ from torch import Tensor
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import describe_model, prepare_model
+from windlass.engine.model.loading.model_description import describe_model
+from windlass.engine.model.loading.preflight import prepare_model
 from windlass.kernels import BlockWeight, StackedWeight
 
 TOLERANCE = 1e-5  # of the largest logit

@@ -10,12 +10,12 @@ import torch
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.moe import MoESpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.model_spec import ModelSpec
 
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 CONFIG: dict[str, Any] = {

@@ -12,9 +12,9 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 M = 64  # the trained length of the model
 THETA, DIM = 10_000.0, 16

@@ -20,7 +20,7 @@ from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.model.families import reading
+from windlass.engine.model.families import spec_reader
 from windlass.engine.model.families.family import is_set
 
 FAMILIES = tiny_families.FAMILIES | tiny_plain.FAMILIES | tiny_experts.FAMILIES
@@ -102,14 +102,14 @@ def test_another_theta_shows(family: Path, tmp_path: Path) -> None:
 
 def test_other_pairs_show(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     config = json.loads((family / "config.json").read_text())
-    flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in reading.FAMILIES]
-    monkeypatch.setattr(reading, "FAMILIES", tuple(flipped))
+    flipped = [replace(one, interleaved=not is_set(config, one.interleaved)) for one in spec_reader.FAMILIES]
+    monkeypatch.setattr(spec_reader, "FAMILIES", tuple(flipped))
     assert error(make_core(family), family) > 10 * TOLERANCE
 
 
 @pytest.mark.parametrize("family", ["nanochat"], indirect=True)
 def test_the_other_way_round_shows(family: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reading, "FAMILIES", tuple(replace(one, swapped=False) for one in reading.FAMILIES))
+    monkeypatch.setattr(spec_reader, "FAMILIES", tuple(replace(one, swapped=False) for one in spec_reader.FAMILIES))
     assert error(make_core(family), family) > 10 * TOLERANCE
 
 

@@ -13,12 +13,12 @@ from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.raw_key_oracle import RawKeyOracle
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextReport, ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextReport, ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_policy import RotaryPlan
 from windlass.kernels import KVPages
 
 PROMPT = torch.randint(3, 128, (37,), generator=torch.Generator().manual_seed(5)).tolist()

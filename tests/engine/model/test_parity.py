@@ -12,8 +12,8 @@ import torch
 from helpers.engines import Finished, greedy, make_core, run, specs_of
 from helpers.tiny_models import FAMILIES, Reference, make_model
 
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.request import EngineRequest
 
 TOLERANCE = 1e-5  # of the largest reference logit
 

@@ -14,10 +14,10 @@ from helpers.every_request import Results, prompt, run_checked, same
 from helpers.persisting import keeping
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.scheduling.plan import ScheduledSequence
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence
 
 # Of each operation one: short convolutions, the gated delta rule, a state space beside attention; bytes for a cache of few pages.
 FAMILIES = {"lfm2": 180 << 10, "qwen3_5": 240 << 10, "falcon_h1": 540 << 10}

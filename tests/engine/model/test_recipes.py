@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import plan_bytes, plan_storage
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.model.weight_storage import plan_bytes, plan_storage
 
 LLAMA = {
     "architectures": ["LlamaForCausalLM"],

@@ -12,7 +12,7 @@ from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 M = 64  # the trained length of the models here
 

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import describe_model
+from windlass.engine.model.loading.model_description import describe_model
 
 
 @pytest.fixture(scope="module")

@@ -10,10 +10,17 @@ import torch
 from helpers.configs import engine_config
 from helpers.tiny_models import make_model
 
-from windlass.engine.model.allocation import allocate, kernel_storage
-from windlass.engine.model.loading.preflight import describe_model
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.model.storage import BLOCK_SIZES, StoredPart, block_formats, plan_bytes, plan_storage
+from windlass.engine.model.loading.model_description import describe_model
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.model.weight_storage import (
+    BLOCK_SIZES,
+    StoredPart,
+    allocate,
+    block_formats,
+    kernel_storage,
+    plan_bytes,
+    plan_storage,
+)
 from windlass.kernels import FORMS, BlockWeight, StackedWeight, select_backend
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"

@@ -20,11 +20,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.model.families.text_part import MULTIMODAL, text_config_of
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.model.families.multimodal import MULTIMODAL, text_config_of
+from windlass.engine.model.families.spec_reader import read_rotary_groups
 
 TOLERANCE = 1e-5  # of the largest reference logit
 PROMPT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()

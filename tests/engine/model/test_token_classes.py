@@ -12,8 +12,8 @@ import torch
 import transformers
 from helpers.engines import greedy, make_core, run
 
-from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.errors import RequestError
+from windlass.engine.interface.request import PoolingRule
 
 TEXT = torch.randint(3, 128, (40,), generator=torch.Generator().manual_seed(0)).tolist()
 COMMON = {"vocab_size": 128, "hidden_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4, "pad_token_id": 0}

@@ -14,11 +14,11 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_unrotated import FAMILIES, exact_falcon_alibi, logits_of, make_unrotated, reference
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.request import PoolingRule
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 # With ten vectors and more in a layer.
 SLOW = [name for name in FAMILIES if name.startswith(("granite4_h", "nemotron_h")) and name != "nemotron_h_plain"]

@@ -13,8 +13,8 @@ from helpers.tiny_models import Reference, make_model
 from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.scaling import RopeScaling, resolve
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.rotary.rope_scaling import RopeScaling, resolve
 
 M = 64  # the trained length of the models here
 DYNAMIC = RopeScaling.from_dict({"rope_type": "dynamic", "factor": 4.0})

@@ -10,8 +10,8 @@ import pytest
 import torch
 from helpers.rotary_formulas import by_formula
 
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.kernels import select_backend
 
 BASE = RotaryBase(500_000.0, 64, 64, 4096)

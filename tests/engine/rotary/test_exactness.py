@@ -14,13 +14,13 @@ import torch
 from helpers.engines import greedy, make_core, run, specs_of
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.request import SamplingParams
-from windlass.engine.cache.changes import TableChange, TableChanges
-from windlass.engine.cache.runs import SlotLayout
+from windlass.engine.cache.cache_operations import TableChange, TableChanges
+from windlass.engine.cache.sequence_cache import SlotLayout
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.model.batch import ForwardBatch
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import NewSequence, ScheduledSequence, Snapshot
+from windlass.engine.interface.request import SamplingParams
+from windlass.engine.model.forward_batch import ForwardBatch
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import NewSequence, ScheduledSequence, Snapshot
 
 M = 64  # the trained length of the models here
 

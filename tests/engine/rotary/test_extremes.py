@@ -8,9 +8,9 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.policy import joint_fingerprint, make_plan
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, check, resolve
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, check, resolve
+from windlass.engine.rotary.rotary_policy import joint_fingerprint, make_plan
 
 BASE = RotaryBase(10_000.0, 16, 16, 64)
 ORDINARY: dict[str, dict[str, Any]] = {
@@ -26,7 +26,7 @@ EXTREMES = (5e-324, 1e-308, 1e-30, 1.0, 1.0000000000000002, 1e30, 1e308, 2, 2**5
 
 @pytest.mark.parametrize("kind", sorted(ORDINARY))
 def test_extreme_numbers_in_any_field_are_used_or_refused(kind: str) -> None:
-    from windlass.engine.rotary.fields import fields_of
+    from windlass.engine.rotary.scaling_fields import fields_of
 
     tried = refused = 0
     for field in fields_of(kind):
@@ -71,7 +71,7 @@ def test_the_fingerprint_of_a_report_covers_every_group() -> None:
     config = {"model_type": "gemma3_text", "max_position_embeddings": 64, "head_dim": 16}
     groups = read_rotary_groups(config)
     assert len(groups) == 2
-    from windlass.engine.rotary.groups import apply_scaling
+    from windlass.engine.rotary.rope_scaling import apply_scaling
 
     other = apply_scaling(groups, RopeScaling.from_dict({"sliding_attention": {"rope_type": "linear", "factor": 2}}))
     reports = []

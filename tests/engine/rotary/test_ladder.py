@@ -7,8 +7,7 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.ladder import (
+from windlass.engine.rotary.auto_scaling import (
     AUTO,
     MAX_STEPS,
     ScalingThreshold,
@@ -16,8 +15,8 @@ from windlass.engine.rotary.ladder import (
     make_thresholds,
     model_thresholds,
 )
-from windlass.engine.rotary.policy import RotaryPlan, RotaryPlanner
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, resolve
+from windlass.engine.rotary.rotary_policy import RotaryPlan, RotaryPlanner
 
 M = 128
 BASE = RotaryBase(1e4, 16, 16, M)

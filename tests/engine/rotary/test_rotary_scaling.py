@@ -16,8 +16,7 @@ from transformers import LlamaConfig
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from windlass.engine.errors import RequestError
-from windlass.engine.rotary.fields import KINDS
-from windlass.engine.rotary.scaling import (
+from windlass.engine.rotary.rope_scaling import (
     RopeScaling,
     RotaryBase,
     RotarySpec,
@@ -27,6 +26,7 @@ from windlass.engine.rotary.scaling import (
     resolve,
     runnable_kinds,
 )
+from windlass.engine.rotary.scaling_fields import KINDS
 
 DIM = 64
 BASE = RotaryBase(rope_theta=500_000.0, head_dim=DIM, rotary_dim=DIM, trained_len=4096)
@@ -383,7 +383,7 @@ def test_fingerprint_covers_both_parts() -> None:
 def test_importing_it_loads_no_torch() -> None:
     code = (
         "import sys\n"
-        "import windlass.engine.rotary.scaling, windlass.engine.rotary.groups, windlass.engine.api.request\n"
+        "import windlass.engine.rotary.rope_scaling, windlass.engine.rotary.rope_scaling, windlass.engine.interface.outputs\n"
         "print(*[name for name in ('torch', 'numpy') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -12,8 +12,8 @@ import torch
 from helpers.little_memory import NO_ROOM
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, RotarySpec, resolve
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotarySpec, resolve
+from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.kernels import select_backend
 
 BASE = RotaryBase(1e6, 128, 128, 4096)

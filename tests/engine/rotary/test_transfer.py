@@ -6,9 +6,7 @@ from typing import Any
 
 import pytest
 
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
-from windlass.engine.rotary.transfer import DraftRotaryMapper
+from windlass.engine.rotary.rope_scaling import DraftRotaryMapper, RopeScaling, RotaryBase, RotaryGroup, resolve
 
 KINDS: list[dict[str, Any]] = [
     {"rope_type": "linear", "factor": 4.0},

@@ -9,14 +9,13 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.engine.api.request import SamplingParams
-from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.uniform import uniform, xtc_uniform
+from windlass.engine.interface.request import SamplingParams
+from windlass.engine.sampling.sample_slot import SampleSlot
+from windlass.engine.sampling.sampler import Sampler, uniform, xtc_uniform
 from windlass.kernels import Backend, Filters, select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.torch.draw import candidates
+from windlass.kernels.torch.torch_backend import TorchBackend
+from windlass.kernels.torch.torch_sampler import candidates
 
 Probabilities = dict[int, float]
 

@@ -20,19 +20,18 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 import windlass
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import EngineError, QueueFullError, RequestError
-from windlass.engine.rotary.policy import RotaryPlan
-from windlass.engine.sampling.grammar import compiler
-from windlass.engine.sampling.grammar.compiler import GrammarCompiler
-from windlass.engine.sampling.grammar.masks import GrammarMasks
-from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.scheduling import requests
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rotary_policy import RotaryPlan
+from windlass.engine.sampling import grammar as compiler
+from windlass.engine.sampling.grammar import GrammarCompiler, GrammarMasks
+from windlass.engine.sampling.sample_slot import SampleSlot
+from windlass.engine.scheduling import request_queue as requests
 from windlass.kernels import select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.draws import Filters, LogitsChanges, Penalties, SamplingStatus
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.token_sampling import Filters, LogitsChanges, Penalties, SamplingStatus
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -14,8 +14,8 @@ from llguidance import LLMatcher
 from tokenizers import Tokenizer
 
 import windlass
-from windlass.engine.api.request import EngineRequest, RepeatPenalty
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.request import EngineRequest, RepeatPenalty
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 TOKENIZER = Tokenizer.from_file(str(DEMO / "tokenizer.json"))

@@ -9,14 +9,14 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.engine.api.request import RepeatPenalty, SamplingParams
+from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import SampleSlot
 from windlass.kernels import cpu, select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu.sampling import MAX_VOCAB, CompiledSampler
-from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.torch.drawer import TorchSampler
+from windlass.kernels.cpu.elementwise_bindings import MAX_VOCAB, CompiledSampler
+from windlass.kernels.torch.torch_backend import TorchBackend
+from windlass.kernels.torch.torch_sampler import TorchSampler
 
 
 @pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="nothing is drawn by compiled kernels")

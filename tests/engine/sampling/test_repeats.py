@@ -12,13 +12,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.api.request import RepeatPenalty, SamplingParams
-from windlass.engine.sampling.repeats import MAX_DECREASE, DryPenalty
+from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.sampling.penalties import MAX_DECREASE, DryPenalty
+from windlass.engine.sampling.sample_slot import ExtendedTokens, SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import ExtendedTokens, SampleSlot
 from windlass.kernels import select_backend
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 
 def by_definition(text: Sequence[int], s: RepeatPenalty) -> dict[int, float]:

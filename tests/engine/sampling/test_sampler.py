@@ -11,16 +11,15 @@ import torch
 from helpers.cpu_kernels import choose
 from transformers.generation import logits_process as hf
 
-from windlass.engine.api.request import SamplingParams
 from windlass.engine.errors import EngineError
-from windlass.engine.sampling.penalties import LogitsProcessor, penalties_of
-from windlass.engine.sampling.sampler import SampledToken, Sampler, token_logprobs
-from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.uniform import uniform
+from windlass.engine.interface.request import SamplingParams
+from windlass.engine.sampling.logits_processor import LogitsProcessor
+from windlass.engine.sampling.penalties import penalties_of
+from windlass.engine.sampling.sample_slot import SampleSlot
+from windlass.engine.sampling.sampler import SampledToken, Sampler, token_logprobs, uniform
 from windlass.kernels import Backend, Filters, cpu, select_backend
-from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.torch.draw import candidates
-from windlass.kernels.torch.drawer import TorchSamplingRow
+from windlass.kernels.torch.torch_backend import TorchBackend
+from windlass.kernels.torch.torch_sampler import TorchSamplingRow, candidates
 
 VOCAB = 97
 

@@ -7,13 +7,13 @@ from collections.abc import Iterable, Iterator
 import pytest
 import torch
 
-from windlass.engine.api.request import EngineRequest, SamplingParams, ThinkingBudget
-from windlass.engine.api.validation import validate_request
 from windlass.engine.errors import RequestError
-from windlass.engine.sampling.accept import SamplingRequest, sample_and_accept
+from windlass.engine.interface.request import EngineRequest, SamplingParams, ThinkingBudget
+from windlass.engine.interface.validation import validate_request
+from windlass.engine.sampling.acceptance import SamplingRequest, sample_and_accept
+from windlass.engine.sampling.logits_processor import forced_token
+from windlass.engine.sampling.sample_slot import SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import SampleSlot
-from windlass.engine.sampling.thinking import forced_token
 from windlass.kernels import select_backend
 
 OPEN, CLOSE, TEXT = 1, 2, 3

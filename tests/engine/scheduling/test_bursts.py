@@ -14,11 +14,11 @@ from helpers.engines import greedy, make_core, run
 from helpers.every_request import DEMO, prompt, run_checked, same, small_models, traffic
 from helpers.fake_executor import add, make_request, make_scheduler
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.kernels import cpu
 
 

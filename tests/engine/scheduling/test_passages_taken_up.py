@@ -7,13 +7,13 @@ import random
 import pytest
 from helpers.fake_executor import FakeExecutor, FakeRotation, add, make_request, make_scheduler
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import RequestOutput
-from windlass.engine.cache.runs import OPEN_END, HeldPassage, SlotLayout, SlotRun
+from windlass.engine.cache.sequence_cache import OPEN_END, HeldPassage, SlotLayout, SlotRun
 from windlass.engine.errors import RequestError
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.scheduling.context_shift import ContextLimits
 from windlass.engine.scheduling.scheduler import Scheduler
 from windlass.engine.scheduling.sequence import Sequence
-from windlass.engine.scheduling.shifting import ContextLimits
 
 RNG = random.Random(3)
 FIRST, SECOND = ([RNG.randrange(2, 500) for _ in range(40)] for _ in range(2))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from windlass.engine.scheduling.payoff import DraftPayoff
+from windlass.engine.scheduling.speculation import DraftPayoff
 
 
 def play(

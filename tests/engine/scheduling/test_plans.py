@@ -15,14 +15,14 @@ from helpers.engines import greedy, make_core, run
 from helpers.fake_executor import FakeRotation, add, make_request, make_scheduler
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache.kv_cache import KVCache
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.runner import ModelRunner
-from windlass.engine.execution.sequences import InputBatch, MissedPlanError
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.rotary.tables import RotaryTables
+from windlass.engine.execution.input_batch import InputBatch, MissedPlanError
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_tables import RotaryTables
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.scheduling.plan import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput, Snapshot, StepResult
 
 STREAMS = 8
 

@@ -7,9 +7,9 @@ from typing import Any, cast
 
 import pytest
 
-from windlass.engine.cache.persist.fetch import Fetch, WantedBlock
-from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.scheduling.restoring import KVRestorer
+from windlass.engine.cache.block_store import Fetch, WantedBlock
+from windlass.engine.cache.prefix_cache import BlockKey
+from windlass.engine.scheduling.kv_restore import KVRestorer
 
 
 class Reader:

@@ -11,12 +11,13 @@ import torch
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import Reference, make_model
 
-from windlass.engine.api.request import EngineRequest, RequestOutput
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import RequestError
-from windlass.engine.execution.device_passes import StepFuture
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.scheduling.plan import SchedulerOutput
+from windlass.engine.execution.cuda_graphs import StepFuture
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput
 from windlass.engine.scheduling.sequence import SequenceStatus
 
 M = 64

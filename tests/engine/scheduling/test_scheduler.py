@@ -8,11 +8,11 @@ from dataclasses import replace
 import pytest
 from helpers.fake_executor import EOS, FakeExecutor, FakeRotation, add, keys_of, make_request, make_scheduler, oracle
 
-from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.scheduling.chunked_prefill import StepLimiter, split_prefill_budget
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.step_timer import StepLimiter, split_prefill_budget
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 
 NONE = dict.fromkeys(("preemption", "full_prefix_hit", "rope_update", "cache_reuse"), 0)  # tokens computed again
 

@@ -24,11 +24,12 @@ from hypothesis.stateful import (
     run_state_machine_as_test,
 )
 
-from windlass.engine.api.context import ContextRule, NonPrefixReuseParams
-from windlass.engine.api.request import EngineRequest, RequestOutput
-from windlass.engine.cache import reuse as passages_taken
+from windlass.engine.cache import block_manager as passages_taken
 from windlass.engine.errors import DeadlineError, QueueFullError, RequestError
-from windlass.engine.scheduling.plan import SchedulerOutput, StepResult
+from windlass.engine.interface.context import ContextRule, NonPrefixReuseParams
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.scheduling.scheduler_output import SchedulerOutput, StepResult
 
 LAYOUTS = st.sampled_from(
     [

@@ -15,15 +15,15 @@ from helpers.fake_executor import FakeRotation, add, make_request, make_schedule
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.engine_benchmark import run_engine_benchmark
 from windlass.engine.errors import EngineError, LoadError
-from windlass.engine.offline.bench import run_engine_benchmark
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.engine.sampling.accept import SamplingRequest, sample_and_accept
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.sampling.acceptance import SamplingRequest, sample_and_accept
+from windlass.engine.sampling.sample_slot import ExtendedTokens, SampleSlot
 from windlass.engine.sampling.sampler import Sampler
-from windlass.engine.sampling.slot import ExtendedTokens, SampleSlot
-from windlass.engine.scheduling.drafting import DraftLengthController
+from windlass.engine.scheduling.ngram_proposer import DraftLengthController
 from windlass.kernels import select_backend
 
 

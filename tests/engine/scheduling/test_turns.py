@@ -10,10 +10,10 @@ from helpers.fake_executor import FakeExecutor, add, make_request, make_schedule
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from windlass.engine.api.request import RequestOutput
 from windlass.engine.errors import QueueFullError
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.scheduling.fairness import FairQueue, FairQueueEntry
 from windlass.engine.scheduling.scheduler import Scheduler
-from windlass.engine.scheduling.turns import FairQueue, FairQueueEntry
 
 
 def step(scheduler: Scheduler, executor: FakeExecutor) -> list[RequestOutput]:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import pytest
 import torch
 
-from windlass.kernels.cpu.arena import Arena, ArenaAllocator
+from windlass.kernels.cpu.call_recording import Arena, ArenaAllocator
 
 DTYPES = [torch.float32, torch.bfloat16, torch.int8, torch.int64, torch.float64, torch.bool]
 

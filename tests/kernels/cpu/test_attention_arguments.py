@@ -12,14 +12,13 @@ import torch
 from helpers.cpu_kernels import kernels, look_again
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu
-from windlass.kernels.cpu import attention, library, structs
-from windlass.kernels.cpu.library import Library
-from windlass.kernels.cpu.structs import AttentionArguments
+from windlass.kernels.cpu import attention_bindings, library
+from windlass.kernels.cpu.library import AttentionArguments, Library
 
 
 def test_fields_stand_where_the_compiler_put_them() -> None:
     kernels("generic")
-    compiled, size = structs.compiled_fields(ctypes.CDLL(str(library.find())))
+    compiled, size = library.compiled_fields(ctypes.CDLL(str(library.find())))
     assert list(compiled) == [name for name, _ in AttentionArguments._fields_]
     for name, place in compiled.items():
         field = getattr(AttentionArguments, name)
@@ -29,14 +28,14 @@ def test_fields_stand_where_the_compiler_put_them() -> None:
 
 
 def test_both_say_the_same_of_how_many_queries_are_rounded() -> None:
-    source = (Path(attention.__file__).parent / "src" / "attention_prefill.h").read_text()
-    assert re.findall(r"FEWEST_ROUNDED = (\d+);", source) == [str(attention.FEWEST_ROUNDED)]
+    source = (Path(attention_bindings.__file__).parent / "src" / "attention_prefill.h").read_text()
+    assert re.findall(r"FEWEST_ROUNDED = (\d+);", source) == [str(attention_bindings.FEWEST_ROUNDED)]
 
 
 def test_a_library_of_another_struct_is_not_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
-    places, size = structs.declared_fields()
-    monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": structs.FieldOffset(8, 8)}, size))
+    places, size = library.declared_fields()
+    monkeypatch.setattr(library, "declared_fields", lambda: ({**places, "dim": library.FieldOffset(8, 8)}, size))
     look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert "AttentionArguments has other fields" in reason and "install a C++ compiler" in reason
@@ -126,11 +125,11 @@ def test_the_kernels_refuse_what_they_do_not_do(form: Library, change: dict[str,
 
 
 def test_values_of_a_struct_leave_addresses_out() -> None:
-    first = structs.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
-    moved = structs.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
+    first = library.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
+    moved = library.attention_arguments(*range(1, len(AttentionArguments._fields_) + 1))
     moved.q, moved.out = 99, 100
-    assert structs.struct_values(first) == structs.struct_values(moved)
+    assert library.struct_values(first) == library.struct_values(moved)
     moved.sinks = None
-    assert structs.struct_values(first) != structs.struct_values(moved)
+    assert library.struct_values(first) != library.struct_values(moved)
     moved.sinks, moved.window = 10, 5
-    assert structs.struct_values(first) != structs.struct_values(moved)
+    assert library.struct_values(first) != library.struct_values(moved)

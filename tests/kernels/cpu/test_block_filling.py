@@ -10,11 +10,10 @@ from helpers.block_bytes import random_blocks
 from helpers.cpu_kernels import at_the_end_of_memory, kernels
 
 from windlass.kernels.cpu import load
-from windlass.kernels.cpu.block_filling import pack_blocks, repack_blocks
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows
-from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.torch import block_bytes, block_quantizers
+from windlass.kernels.cpu.matmul_bindings import pack_blocks, repack_blocks
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockForm, BlockWeight, store_block_rows
+from windlass.kernels.torch import block_quantization
 
 QUANTIZED = [FORMS[name] for name in ("q8_0", "q4_k", "q5_k", "q6_k")]
 by_form = pytest.mark.parametrize("block_form", FORMS.values(), ids=FORMS)
@@ -29,28 +28,28 @@ def assert_same(got: BlockWeight, want: BlockWeight) -> None:
 
 def wanted(source: torch.Tensor, form: BlockForm, weights: torch.Tensor | None = None) -> BlockWeight:
     weight = BlockWeight.empty(*source.shape, form)
-    store_block_rows(weight.narrow(0, len(source)), *block_quantizers.quantize_blocks(source.float(), form, weights))
+    store_block_rows(weight.narrow(0, len(source)), *block_quantization.quantize_blocks(source.float(), form, weights))
     return weight
 
 
 @by_form
 def test_repacking(form: Library, block_form: BlockForm) -> None:
     for rows, count in ((1, 1), (16, 2), (53, 3)):
-        columns = count * block_bytes.block_elements(block_form)
+        columns = count * block_quantization.block_elements(block_form)
         blocks = random_blocks(rows, columns, block_form)
         got, want = BlockWeight.empty(rows, columns, block_form), BlockWeight.empty(rows, columns, block_form)
-        block_bytes.repack_gguf_blocks(want.narrow(0, rows), blocks)
+        block_quantization.repack_gguf_blocks(want.narrow(0, rows), blocks)
         repack_blocks(got.narrow(0, rows), blocks, library=form)
         assert_same(got, want)
 
 
 @by_form
 def test_repacking_rows_in_pieces_from_parts_of_other_rows(form: Library, block_form: BlockForm) -> None:
-    columns = 2 * block_bytes.block_elements(block_form)
+    columns = 2 * block_quantization.block_elements(block_form)
     wide = random_blocks(53, 2 * columns, block_form)
     blocks = wide[:, wide.shape[1] // 2 :]
     whole, parts = BlockWeight.empty(53, columns, block_form), BlockWeight.empty(53, columns, block_form)
-    block_bytes.repack_gguf_blocks(whole.narrow(0, 53), blocks)
+    block_quantization.repack_gguf_blocks(whole.narrow(0, 53), blocks)
     for first, count in ((40, 13), (0, 7), (7, 20), (27, 13), (5, 0)):
         repack_blocks(parts.narrow(first, count), blocks[first : first + count], library=form)
     assert_same(parts, whole)
@@ -133,7 +132,7 @@ def test_other_numbers_of_groups(form: Library) -> None:
 
 def test_nothing_past_the_operands_is_touched(form: Library) -> None:
     for block_form in FORMS.values():
-        rows, columns = 19, block_bytes.block_elements(block_form)
+        rows, columns = 19, block_quantization.block_elements(block_form)
         parts = BlockWeight.empty(rows, columns, block_form)
         guarded = [
             None if part is None else at_the_end_of_memory(part) for part in (parts.codes, parts.scales, parts.supers)

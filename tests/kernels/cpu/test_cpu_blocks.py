@@ -11,11 +11,11 @@ from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import PACKED_FORMS, at_the_end_of_memory, choose, kernels
 
 from windlass.kernels import FORMS, BlockForm, BlockWeight, cpu, select_backend
-from windlass.kernels.cpu import load, ops
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu import elementwise_bindings, load
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.blocks import group_scales, store_block_rows, unpack_codes
-from windlass.kernels.torch import blocks as reference
+from windlass.kernels.layouts.weight_layouts import group_scales, store_block_rows, unpack_codes
+from windlass.kernels.torch import linear as reference
 
 # GPTQ's groups of 128 with zero points, and super groups of which the last is partly filled.
 MORE = [replace(FORMS["q4_k"], super_groups=4), replace(FORMS["q6_k"], super_groups=3)]
@@ -72,10 +72,12 @@ def assert_linear(x: torch.Tensor, weight: BlockWeight, bias: torch.Tensor | Non
 @EVERY_FORM
 def test_gates_are_opened_to_the_same_bits(library_of: Library, form: BlockForm) -> None:
     weight, bias = random_blocks(96, 130, form), torch.randn(96)
-    for rows, activation in zip((1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(ops.ACTIVATIONS), strict=False):
+    for rows, activation in zip(
+        (1, 7, 8, 9, 17, 64, 65, 131), itertools.cycle(elementwise_bindings.ACTIVATIONS), strict=False
+    ):
         x, own = torch.randn(rows, 130), bias if rows % 2 else None
         both = cpu.linear_blocks(x, weight, own, library=library_of)
-        want = ops.gated_activation(both, activation, library=library_of)
+        want = elementwise_bindings.gated_activation(both, activation, library=library_of)
         assert torch.equal(cpu.linear_blocks(x, weight, own, activation=activation, library=library_of), want), rows
     with pytest.raises(ValueError, match="do not fill panels"):
         cpu.linear_blocks(torch.randn(2, 8), random_blocks(40, 8, form), activation="silu", library=library_of)
@@ -228,7 +230,7 @@ def test_rows_come_out_as_they_dequantize(library_of: Library, form: BlockForm) 
 def test_products_in_which_nothing_is_rounded(
     library_of: Library, form: BlockForm, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("windlass.kernels.cpu.blocks._WIDENED", 3000)  # several pieces
+    monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED", 3000)  # several pieces
     x, weight, bias = torch.randn(9, 300), random_blocks(37, 300, form), torch.randn(37)
     want = x.double() @ weight.dequantize().double().T + bias
     for most in (0, 100):

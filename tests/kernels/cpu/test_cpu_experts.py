@@ -8,9 +8,9 @@ import pytest
 import torch
 
 from windlass.kernels import FORMS, Backend, Routing, StackedWeight, select_backend
-from windlass.kernels.cpu import expert_products, ops
+from windlass.kernels.cpu import elementwise_bindings, matmul_bindings
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.torch import reference, routed, rowwise
+from windlass.kernels.torch import reference, row_independent
 
 ROUTINGS = {
     "mixtral": Routing(2),
@@ -30,8 +30,8 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
     logits = 2 * torch.randn(33, experts + 3)[:, :experts]
     for bias in (None, 0.5 * torch.randn(experts)) if routing.scores != "sparsemixer" else (None,):
         expected, found = (
-            routed.route(logits, routing, bias),
-            expert_products.route(logits, routing, bias, library=form),
+            reference.route(logits, routing, bias),
+            matmul_bindings.route(logits, routing, bias, library=form),
         )
         assert torch.equal(found.chosen, expected.chosen)
         torch.testing.assert_close(found.weights, expected.weights, rtol=3e-6, atol=1e-7)
@@ -41,19 +41,19 @@ def test_routes_as_plain_torch(form: Library, routing: Routing, experts: int) ->
 def test_weights_are_multiplied_by_the_factors_of_their_experts_last_of_all(form: Library, routing: Routing) -> None:
     """With the bits of weights without factors times those."""
     logits, scales = 2 * torch.randn(9, 60), torch.randn(60)
-    for route in (routed.route, rowwise.route, functools.partial(expert_products.route, library=form)):
+    for route in (reference.route, row_independent.route, functools.partial(matmul_bindings.route, library=form)):
         plain, found = route(logits, routing), route(logits, routing, scales=scales)
         assert torch.equal(found.chosen, plain.chosen)
         assert torch.equal(found.weights, plain.weights * scales[plain.chosen])
     with pytest.raises(ValueError, match="logits"):
-        expert_products.route(logits, routing, scales=scales[:59], library=form)
+        matmul_bindings.route(logits, routing, scales=scales[:59], library=form)
 
 
 def test_of_equal_scores_the_first_wins_and_nan_takes_no_place_that_is_none(form: Library) -> None:
-    equal = expert_products.route(torch.zeros(2, 6), Routing(3), library=form)
+    equal = matmul_bindings.route(torch.zeros(2, 6), Routing(3), library=form)
     assert equal.chosen.tolist() == [[0, 1, 2]] * 2
-    assert torch.equal(routed.route(torch.zeros(2, 6), Routing(3)).chosen, equal.chosen)
-    broken = expert_products.route(torch.full((1, 6), torch.nan), Routing(3, groups=3, top_groups=2), library=form)
+    assert torch.equal(reference.route(torch.zeros(2, 6), Routing(3)).chosen, equal.chosen)
+    broken = matmul_bindings.route(torch.full((1, 6), torch.nan), Routing(3, groups=3, top_groups=2), library=form)
     assert all(0 <= one < 6 for one in broken.chosen[0].tolist())
 
 
@@ -83,17 +83,17 @@ def test_products_are_those_of_single_experts(form: Library, storage: str, rows:
     inner, count = 64, 5
     weights = [made(backend, storage, rows, inner, seed) for seed in range(count)]
     biases = [torch.randn(rows) for _ in range(count)]
-    experts = expert_products.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
+    experts = matmul_bindings.CompiledExperts(weights, biases, form)  # type: ignore[arg-type]
     x = torch.randn(tokens, inner)
     chosen = torch.stack([torch.randperm(count)[:3] for _ in range(tokens)])
     chosen[:, 0] = 2  # many rows of one expert, and none of some other, perhaps
-    found = expert_products.linear_of_experts(x, experts, chosen, library=form).view(tokens, 3, rows)
-    again = expert_products.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(
+    found = matmul_bindings.linear_of_experts(x, experts, chosen, library=form).view(tokens, 3, rows)
+    again = matmul_bindings.linear_of_experts(x.repeat_interleave(3, 0), experts, chosen, library=form).view(
         tokens, 3, rows
     )
     assert torch.equal(found, again)
     for t in range(0, tokens, tokens // 9):
-        alone = expert_products.linear_of_experts(x[t : t + 1], experts, chosen[t : t + 1].clone(), library=form)
+        alone = matmul_bindings.linear_of_experts(x[t : t + 1], experts, chosen[t : t + 1].clone(), library=form)
         assert torch.equal(alone, found[t])
         for j, expert in enumerate(chosen[t].tolist()):
             expected = backend.linear(x[t : t + 1], weights[expert], biases[expert])[0]  # type: ignore[arg-type]
@@ -105,19 +105,19 @@ def test_narrow_rows(form: Library, dtype: torch.dtype) -> None:
     backend = select_backend("cpu")
     for storage in ("float32", "bfloat16", "q8_0"):
         weights = [made(backend, storage, 32, 64, seed) for seed in range(3)]
-        experts = expert_products.CompiledExperts(weights, None, form)  # type: ignore[arg-type]
+        experts = matmul_bindings.CompiledExperts(weights, None, form)  # type: ignore[arg-type]
         x, chosen = torch.randn(4, 64).to(dtype), torch.tensor([[0, 2], [1, 2], [0, 1], [2, 0]])
-        found = expert_products.linear_of_experts(x, experts, chosen, library=form)
-        expected = expert_products.linear_of_experts(x.float(), experts, chosen, library=form)
+        found = matmul_bindings.linear_of_experts(x, experts, chosen, library=form)
+        expected = matmul_bindings.linear_of_experts(x.float(), experts, chosen, library=form)
         assert found.dtype == dtype
         torch.testing.assert_close(found.float(), expected, rtol=2e-2, atol=2e-2)
 
 
 def test_an_expert_that_is_none_is_an_error(form: Library) -> None:
-    experts = expert_products.CompiledExperts([torch.randn(8, 8), torch.randn(8, 8)], None, form)
+    experts = matmul_bindings.CompiledExperts([torch.randn(8, 8), torch.randn(8, 8)], None, form)
     for wrong in (2, -1):
         with pytest.raises(IndexError, match="none of 2"):
-            expert_products.linear_of_experts(torch.randn(1, 8), experts, torch.tensor([[0, wrong]]), library=form)
+            matmul_bindings.linear_of_experts(torch.randn(1, 8), experts, torch.tensor([[0, wrong]]), library=form)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -125,12 +125,12 @@ def test_what_goes_with_them(form: Library, dtype: torch.dtype) -> None:
     """Sums, gates and gpt-oss's activation against plain torch, in shapes that end within a vector."""
     exact = {"rtol": 1e-5, "atol": 1e-5} if dtype == torch.float32 else {"rtol": 2e-2, "atol": 2e-2}
     parts, weights = torch.randn(21, 53).to(dtype), torch.rand(7, 3)
-    total = expert_products.sum_of_experts(parts, weights, library=form)
-    torch.testing.assert_close(total, routed.weighted_sum(parts, weights), **exact)
+    total = matmul_bindings.sum_of_experts(parts, weights, library=form)
+    torch.testing.assert_close(total, reference.weighted_sum(parts, weights), **exact)
     for gate in (torch.randn(21, 1), torch.randn(21, 53).to(dtype)):
         own = parts.clone()
-        ops.gate_by_sigmoid(own, gate, library=form)
+        elementwise_bindings.gate_by_sigmoid(own, gate, library=form)
         torch.testing.assert_close(own, (parts.float() * gate.float().sigmoid()).to(dtype), **exact)
     gate_up = 4 * torch.randn(5, 74).to(dtype)
-    found = ops.clamped_glu(gate_up, 1.7, 3.0, library=form)
+    found = elementwise_bindings.clamped_glu(gate_up, 1.7, 3.0, library=form)
     torch.testing.assert_close(found, reference.clamped_glu(gate_up, 1.7, 3.0), **exact)

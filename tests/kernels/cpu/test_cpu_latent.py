@@ -8,10 +8,10 @@ from helpers.cpu_kernels import at_the_end_of_memory
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.cpu import attention, latent, load
+from windlass.kernels.cpu import attention_bindings, elementwise_bindings, load
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
-from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -51,8 +51,10 @@ def test_products_by_head(
 ) -> None:
     rotary, _, values, _ = shape
     q, attended, up = operands(shape, x_type, up_type)
-    assert_near(latent.latent_queries(q, up, rotary, library=form), expected_queries(q, up, rotary))
-    assert_near(latent.latent_values(attended, up, values, library=form), expected_values(attended, up, values))
+    assert_near(attention_bindings.latent_queries(q, up, rotary, library=form), expected_queries(q, up, rotary))
+    assert_near(
+        attention_bindings.latent_values(attended, up, values, library=form), expected_values(attended, up, values)
+    )
 
 
 @pytest.mark.parametrize("backend", [TorchBackend, RowIndependentBackend])
@@ -67,21 +69,25 @@ def test_plain_torch_means_the_same(backend: type[TorchBackend]) -> None:
 def test_a_token_has_the_bits_that_it_has_alone(form: Library) -> None:
     for shape in SHAPES:
         q, attended, up = operands(shape, torch.float32, torch.bfloat16, tokens=11)
-        queries = latent.latent_queries(q, up, shape[0], library=form)
-        values = latent.latent_values(attended, up, shape[2], library=form)
+        queries = attention_bindings.latent_queries(q, up, shape[0], library=form)
+        values = attention_bindings.latent_values(attended, up, shape[2], library=form)
         for t in range(11):
-            assert torch.equal(latent.latent_queries(q[t : t + 1], up, shape[0], library=form)[0], queries[t])
-            assert torch.equal(latent.latent_values(attended[t : t + 1], up, shape[2], library=form)[0], values[t])
+            assert torch.equal(
+                attention_bindings.latent_queries(q[t : t + 1], up, shape[0], library=form)[0], queries[t]
+            )
+            assert torch.equal(
+                attention_bindings.latent_values(attended[t : t + 1], up, shape[2], library=form)[0], values[t]
+            )
 
 
 @pytest.mark.parametrize("type_", TYPES)
 def test_nothing_behind_an_operand_is_read(form: Library, type_: torch.dtype) -> None:
     for shape in SHAPES[1:]:
         q, attended, up = (at_the_end_of_memory(x.contiguous()) for x in operands(shape, type_, type_))
-        latent.latent_queries(q, up, shape[0], library=form)
-        latent.latent_values(attended, up, shape[2], library=form)
+        attention_bindings.latent_queries(q, up, shape[0], library=form)
+        attention_bindings.latent_values(attended, up, shape[2], library=form)
         x = at_the_end_of_memory(torch.randn(3, shape[3]).to(type_))
-        latent.rms_norm_in_place(x, at_the_end_of_memory(torch.ones(shape[3])), 1e-6, library=form)
+        elementwise_bindings.rms_norm_in_place(x, at_the_end_of_memory(torch.ones(shape[3])), 1e-6, library=form)
 
 
 @pytest.mark.parametrize("type_", TYPES)
@@ -91,7 +97,7 @@ def test_a_norm_in_place_leaves_the_rest_of_a_row(form: Library, type_: torch.dt
     weight, before = torch.rand(dim) + 0.5, rows.clone()
     x = before[:, 8 : 8 + dim].double()
     want = x / (x.square().mean(dim=1, keepdim=True) + 1e-3).sqrt() * weight.double()
-    latent.rms_norm_in_place(rows[:, 8 : 8 + dim], weight, 1e-3, library=form)
+    elementwise_bindings.rms_norm_in_place(rows[:, 8 : 8 + dim], weight, 1e-3, library=form)
     assert_near(rows[:, 8 : 8 + dim], want)
     assert torch.equal(rows[:, :8], before[:, :8]) and torch.equal(rows[:, 8 + dim :], before[:, 8 + dim :])
     plain = before.clone()
@@ -113,11 +119,11 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
     call = AttentionCall(tables, start, torch.tensor(lengths), torch.rand(13) + 0.5, dim**-0.5)
     seen = pages.with_keys_as_values
     want = reference.paged_attention(q, seen, call)
-    got = attention.paged_attention_prefill(q, seen, call, library=form)
+    got = attention_bindings.paged_attention_prefill(q, seen, call, library=form)
     assert (got - want).abs().max() < 1e-5
     rows, own = call.decode_part() or (None, None)
     assert rows is not None and own is not None
-    decoded = attention.paged_attention_decode(q[rows], seen, own, library=form)
+    decoded = attention_bindings.paged_attention_decode(q[rows], seen, own, library=form)
     assert (decoded - want[rows]).abs().max() < 1e-5
     versions = torch.cat((q, torch.randn(13, heads, dim)))
     first = torch.tensor([[16, 300], [16, 70], [16, 33]])
@@ -128,7 +134,7 @@ def test_attention_whose_keys_are_its_values(form: Library, heads: int, dim: int
         ),
     )
     want = reference.paged_attention(versions, seen, ranged)
-    got = attention.paged_attention_prefill(versions, seen, ranged, library=form)
+    got = attention_bindings.paged_attention_prefill(versions, seen, ranged, library=form)
     assert (got - want).abs().max() < 1e-5
 
 
@@ -155,10 +161,10 @@ def test_appending_and_rotating_anew_leave_latent_dims_as_they_are(form: Library
 def test_operands_that_do_not_fit_are_refused() -> None:
     q, attended, up = operands(SHAPES[1], torch.float32, torch.float32)
     with pytest.raises(ValueError, match="does not fit"):
-        latent.latent_queries(q, up, 21, library=load())
+        attention_bindings.latent_queries(q, up, 21, library=load())
     with pytest.raises(ValueError, match="does not fit"):
-        latent.latent_values(attended[:, :, :20], up, 10, library=load())
+        attention_bindings.latent_values(attended[:, :, :20], up, 10, library=load())
     with pytest.raises(ValueError, match="for 2 heads"):
-        latent.latent_values(attended[:, :2], up, 10, library=load())
+        attention_bindings.latent_values(attended[:, :2], up, 10, library=load())
     with pytest.raises(ValueError, match="weight"):
-        latent.rms_norm_in_place(torch.randn(2, 8), torch.ones(7), 1e-6, library=load())
+        elementwise_bindings.rms_norm_in_place(torch.randn(2, 8), torch.ones(7), 1e-6, library=load())

@@ -162,7 +162,9 @@ def test_refusals_say_why() -> None:
 def test_few_rows_are_multiplied_by_the_kernel(rows: int, times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
     calls, small = [], cpu.linear_small
-    monkeypatch.setattr("windlass.kernels.cpu.linear.linear_small", lambda *a, **k: calls.append(a) or small(*a, **k))
+    monkeypatch.setattr(
+        "windlass.kernels.cpu.matmul_bindings.linear_small", lambda *a, **k: calls.append(a) or small(*a, **k)
+    )
     x, weight = torch.randn(rows, 8), torch.randn(3, 8)
     assert_linear(x, weight, None, select_backend("cpu").linear(x, weight))
     assert len(calls) == times

@@ -11,7 +11,7 @@ from helpers.prefill_case import PrefillCase
 
 from windlass.kernels import AttentionCall, cpu
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts import int8 as int8_layout
+from windlass.kernels.layouts import kv_pages as int8_layout
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
 ROUNDING = {torch.float32: 0.0, torch.bfloat16: 2**-8, torch.float16: 2**-11}

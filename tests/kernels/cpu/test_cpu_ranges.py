@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
 from windlass.kernels.torch import reference
 

@@ -23,10 +23,10 @@ from helpers.recurrences import (
 )
 
 from windlass.kernels import StateRows, cpu, select_backend
-from windlass.kernels.cpu import recurrence
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu import attention_bindings
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.torch import recurrence as plain
+from windlass.kernels.torch import reference as plain
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 Change = Callable[..., torch.Tensor]
@@ -34,8 +34,12 @@ Change = Callable[..., torch.Tensor]
 
 def change_of(operands: Operands, library: Library) -> Change:
     if isinstance(operands, StateSpace):
-        return lambda own, rows: recurrence.state_space(*own.operands(rows), limits=own.limits, library=library)
-    found = recurrence.short_convolution if isinstance(operands, Convolution) else recurrence.gated_delta_rule
+        return lambda own, rows: attention_bindings.state_space(*own.operands(rows), limits=own.limits, library=library)
+    found = (
+        attention_bindings.short_convolution
+        if isinstance(operands, Convolution)
+        else attention_bindings.gated_delta_rule
+    )
     return lambda own, rows: found(*own.operands(rows), library=library)
 
 
@@ -54,7 +58,7 @@ def test_convolution(form: Library, dtype: torch.dtype, channels: int, width: in
     operands = Convolution.random(rows, channels, width, dtype)
     for own in (operands, replace(operands.copy(), activation=None), operands.copy().plain):
         expected, state = own.expected(rows)
-        found = recurrence.short_convolution(*own.operands(rows), library=form)
+        found = attention_bindings.short_convolution(*own.operands(rows), library=form)
         assert found.dtype == dtype and found.is_contiguous()
         assert_near(found, expected)
         assert torch.equal(own.window, state.float())  # inputs as they are, and what is nobody's
@@ -71,7 +75,7 @@ def test_delta_rule(
     own = DeltaRule.random(rows, key_heads, heads, key_dim, value_dim, dtype)
     before = own.memory.clone()
     expected, state = own.expected(rows)
-    found = recurrence.gated_delta_rule(*own.operands(rows), library=form)
+    found = attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
     assert found.dtype == dtype and found.is_contiguous()
     assert_near(found, expected)
     assert_near(own.memory, state)
@@ -82,8 +86,8 @@ def test_heads_of_keys_met_in_turns(form: Library) -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
     turned, order = own.tiled_heads()
-    expected = recurrence.gated_delta_rule(*own.operands(rows), library=form)
-    found = recurrence.gated_delta_rule(*turned.operands(rows), tiled_heads=True, library=form)
+    expected = attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
+    found = attention_bindings.gated_delta_rule(*turned.operands(rows), tiled_heads=True, library=form)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 
@@ -97,7 +101,7 @@ def test_gates_at_their_ends(form: Library) -> None:
     own.rate.copy_(torch.tensor([1e-3, 0.04]))
     own.qkv[3, :16] = 0
     expected, state = own.expected(rows)
-    assert_near(recurrence.gated_delta_rule(*own.operands(rows), library=form), expected)
+    assert_near(attention_bindings.gated_delta_rule(*own.operands(rows), library=form), expected)
     assert_near(own.memory, state)
     assert expected.abs().max() > 0.1
 
@@ -112,7 +116,7 @@ def test_gates_are_right_to_rounding(form: Library) -> None:
     own.memory[:] = 1
     x = own.decay[0].double() + own.bias.double()
     gates = torch.exp(-own.rate.double() * (torch.exp(x).log1p()))
-    recurrence.gated_delta_rule(*own.operands(rows), library=form)
+    attention_bindings.gated_delta_rule(*own.operands(rows), library=form)
     left = own.memory[0, :, 0, 0].double()
     big = gates > 1e-30
     assert ((left - gates).abs() <= (2e-6 + 2e-7 * gates.log().abs()) * gates)[big].all()
@@ -171,16 +175,16 @@ def test_nothing_outside_is_read(form: Library) -> None:
     assert own.bias is not None
     x, weight, window, bias = map(at_the_end_of_memory, (own.x, own.weight, own.window, own.bias))
     end = Convolution(x, weight, window, None, bias)
-    expected = recurrence.short_convolution(*own.operands(rows), library=form)
-    assert torch.equal(recurrence.short_convolution(*end.operands(rows), library=form), expected)
+    expected = attention_bindings.short_convolution(*own.operands(rows), library=form)
+    assert torch.equal(attention_bindings.short_convolution(*end.operands(rows), library=form), expected)
     rule = DeltaRule.random(rows, 1, 3, 10, 19)
     ends = DeltaRule(*map(at_the_end_of_memory, rule.operands(rows)[:-1]))
-    expected = recurrence.gated_delta_rule(*rule.operands(rows), library=form)
-    assert torch.equal(recurrence.gated_delta_rule(*ends.operands(rows), library=form), expected)
+    expected = attention_bindings.gated_delta_rule(*rule.operands(rows), library=form)
+    assert torch.equal(attention_bindings.gated_delta_rule(*ends.operands(rows), library=form), expected)
     space = StateSpace.random(rows, 1, 3, 10, 19)
     last = StateSpace(*map(at_the_end_of_memory, space.operands(rows)[:-1]))
-    expected = recurrence.state_space(*space.operands(rows), library=form)
-    assert torch.equal(recurrence.state_space(*last.operands(rows), library=form), expected)
+    expected = attention_bindings.state_space(*space.operands(rows), library=form)
+    assert torch.equal(attention_bindings.state_space(*last.operands(rows), library=form), expected)
 
 
 def test_a_step_without_tokens_changes_nothing(form: Library) -> None:
@@ -241,7 +245,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((x, weight, window, rows, "gelu"), "activation 'gelu' is not silu"),
     ):
         with pytest.raises(ValueError, match=message):
-            recurrence.short_convolution(*operands, library=library)
+            attention_bindings.short_convolution(*operands, library=library)
     qkv, decay, strength, rate, bias, memory, _ = DeltaRule.random(rows, 2, 4, 8, 8).operands(rows)
     gates = decay, strength, rate, bias
     for changed, message in (
@@ -257,7 +261,7 @@ def test_operands_that_do_not_fit_are_refused() -> None:
         ((qkv, *gates, memory, rows._replace(blocks=rows.blocks[:, None])), "blocks, starts and lengths"),
     ):
         with pytest.raises(ValueError, match=message):
-            recurrence.gated_delta_rule(*changed, library=library)
+            attention_bindings.gated_delta_rule(*changed, library=library)
 
 
 def test_the_backend_agrees_with_plain_torch(form: Library, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import KVPages, cpu, select_backend
-from windlass.kernels.cpu import load, rotary
+from windlass.kernels.cpu import attention_bindings, load
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.torch import reference, rowwise
+from windlass.kernels.torch import reference, row_independent
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 ROUNDING = {torch.float32: 1e-6, torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -30,7 +30,7 @@ def test_angles_at_ten_million_tokens_and_beyond(form: Library) -> None:
     for limit in (10**7, 2**31):
         positions = torch.cat((torch.arange(8), torch.randint(limit // 2, limit, (64,))))
         cos, sin = cpu.rotary_angles(inv_freq, torch.zeros_like(positions), positions, library=form)
-        plain = rowwise.rotary_angles(inv_freq, torch.zeros_like(positions), positions)
+        plain = row_independent.rotary_angles(inv_freq, torch.zeros_like(positions), positions)
         assert torch.equal(cos, plain[0])
         assert torch.equal(sin, plain[1])
         worst = 0.0
@@ -272,7 +272,7 @@ def test_writing_past_the_caches_gives_the_same_bits(
     angle, slots = torch.rand(tokens, half), torch.randperm(48)[:tokens]
     found = []
     for cache_bytes in (1 << 40, 0):
-        monkeypatch.setattr(rotary, "_cache_bytes", lambda size=cache_bytes: size)
+        monkeypatch.setattr(attention_bindings, "_cache_bytes", lambda size=cache_bytes: size)
         key, value = (torch.zeros(room + 16)[shift : shift + room].view(6, 8, heads, dim) for _ in range(2))
         turned = q.clone()
         operands = turned, k, v, angle.cos(), angle.sin(), torch.full((tokens,), 1.5), key, value, slots
@@ -283,15 +283,15 @@ def test_writing_past_the_caches_gives_the_same_bits(
 
 def test_only_what_outgrows_half_the_cache_goes_past_it(monkeypatch: pytest.MonkeyPatch) -> None:
     key, value = torch.empty(4, 16, 4, 64), torch.empty(4, 16, 4, 32)
-    monkeypatch.setattr(rotary, "_cache_bytes", lambda: 200 * 4 * (64 + 32) * 4)
-    assert not rotary._outgrows_caches(key, value, 100)
-    assert rotary._outgrows_caches(key, value, 101)
+    monkeypatch.setattr(attention_bindings, "_cache_bytes", lambda: 200 * 4 * (64 + 32) * 4)
+    assert not attention_bindings._outgrows_caches(key, value, 100)
+    assert attention_bindings._outgrows_caches(key, value, 101)
 
 
 def test_the_cache_size_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for text, want in (("32768K\n", 32 << 20), ("8M\n", 8 << 20), ("", 32 << 20), ("some", 32 << 20)):
         (tmp_path / "size").write_text(text)
-        monkeypatch.setattr(rotary, "_CACHE_SIZE_FILE", tmp_path / "size")
-        assert rotary._cache_bytes.__wrapped__() == want
-    monkeypatch.setattr(rotary, "_CACHE_SIZE_FILE", tmp_path / "none")
-    assert rotary._cache_bytes.__wrapped__() == 32 << 20
+        monkeypatch.setattr(attention_bindings, "_CACHE_SIZE_FILE", tmp_path / "size")
+        assert attention_bindings._cache_bytes.__wrapped__() == want
+    monkeypatch.setattr(attention_bindings, "_CACHE_SIZE_FILE", tmp_path / "none")
+    assert attention_bindings._cache_bytes.__wrapped__() == 32 << 20

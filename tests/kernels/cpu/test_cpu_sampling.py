@@ -1,4 +1,4 @@
-"""Compiled draws against the reference in kernels/torch/draw.py, token for token, on rows that leave no room for luck."""
+"""Compiled draws against the reference in kernels/torch/torch_sampler.py, token for token, on rows that leave no room for luck."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import torch
 from helpers.cpu_kernels import at_the_end_of_memory
 
 from windlass.kernels import Filters, SamplingStatus, cpu
+from windlass.kernels.cpu.elementwise_bindings import LOWEST
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.cpu.sampling import LOWEST
-from windlass.kernels.torch.draw import candidates, exact_weights, sample
+from windlass.kernels.torch.torch_sampler import candidates, exact_weights, sample
 
 SIZES = (1, 2, 15, 16, 17, 127, 128, 129, 500, 2309)
 FILTERS = (

@@ -12,7 +12,7 @@ from helpers.low_rank import Expected, change, expected
 from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.cpu.low_rank import CompiledLowRankTable, add_low_rank
+from windlass.kernels.cpu.matmul_bindings import CompiledLowRankTable, add_low_rank
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 

@@ -11,9 +11,9 @@ import torch
 from helpers.cpu_kernels import kernels
 
 from windlass.kernels import RankEndedError, RankGroup, shared_memory_bytes
+from windlass.kernels.cpu.elementwise_bindings import SharedMemoryCollectives
 from windlass.kernels.cpu.library import Library, load
-from windlass.kernels.cpu.ranks import SharedMemoryCollectives
-from windlass.kernels.layouts.ranks import SLOT_BYTES
+from windlass.kernels.rank_group import SLOT_BYTES
 
 COLUMNS = (32, 48, 5)
 

@@ -11,9 +11,9 @@ import torch
 from helpers.cpu_kernels import PACKED_FORMS, choose, kernels
 
 from windlass.kernels import AttentionCall, KVPages, Routing, cpu, select_backend
-from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.cpu.recording import CompiledRecording
-from windlass.kernels.torch import routed
+from windlass.kernels.cpu.call_recording import CompiledRecording
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
+from windlass.kernels.torch import reference
 
 HEADS, KV_HEADS, DIM = 4, 2, 16
 HIDDEN, INNER, VOCABULARY = HEADS * DIM, 160, 200
@@ -302,7 +302,7 @@ def test_factors_come_from_memory(backend: CompiledBackend, arena: cpu.Arena) ->
     for _ in range(2):
         for changed in (x, wide, factor, logits, scales):
             changed.copy_(torch.randn(changed.shape))
-        before, want = x.clone(), routed.route(logits, Routing(2), scales=scales).weights
+        before, want = x.clone(), reference.route(logits, Routing(2), scales=scales).weights
         assert recording.repeat() and torch.equal(x, before * wide[:, 8:16] * factor)
         torch.testing.assert_close(weights, want)
 

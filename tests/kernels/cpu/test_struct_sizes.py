@@ -8,24 +8,24 @@ from pathlib import Path
 import pytest
 from helpers.cpu_kernels import kernels, look_again
 
-from windlass.kernels.cpu import library, structs
-from windlass.kernels.cpu.sampling import CompiledSamplingRow
+from windlass.kernels.cpu import library
+from windlass.kernels.cpu.elementwise_bindings import CompiledSamplingRow
 from windlass.kernels.cpu.sources import fingerprint
 
 
 def test_every_struct_has_the_size_that_the_compiler_gave_it() -> None:
     kernels("generic")
     handle = ctypes.CDLL(str(library.find()))
-    assert structs.differing_structs(handle) == []
+    assert library.differing_structs(handle) == []
     assert handle.windlass_struct_size(b"Draw") == ctypes.sizeof(CompiledSamplingRow)
     assert handle.windlass_struct_size(b"Drawing") == -1
 
 
-@pytest.mark.parametrize("name", structs.SIZES)
+@pytest.mark.parametrize("name", library.SIZES)
 def test_a_library_with_another_size_is_not_loaded(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
-    compiled = structs.SIZES[name]
-    monkeypatch.setitem(structs.SIZES, name, compiled + 8)
+    compiled = library.SIZES[name]
+    monkeypatch.setitem(library.SIZES, name, compiled + 8)
     look_again(monkeypatch)
     reason = str(library.unavailable_reason())
     assert f"{name}: {compiled} bytes, not {compiled + 8}" in reason

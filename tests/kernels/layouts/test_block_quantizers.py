@@ -6,9 +6,8 @@ import gguf
 import pytest
 import torch
 
-from windlass.kernels.layouts.blocks import BlockWeight
-from windlass.kernels.layouts.forms import FORMS
-from windlass.kernels.torch import block_bytes, block_quantizers
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockWeight
+from windlass.kernels.torch import block_quantization
 
 NAMES = ("q8_0", "q4_k", "q5_k", "q6_k")
 # Root mean square of what is lost of Gaussian rows, relative to theirs.
@@ -17,7 +16,7 @@ LOST = {"q8_0": 0.0056, "q4_k": 0.0705, "q5_k": 0.0345, "q6_k": 0.0170}
 
 def quantized(x: torch.Tensor, name: str) -> BlockWeight:
     weight = BlockWeight.empty(*x.shape, FORMS[name])
-    block_quantizers.quantize_into_blocks(weight.narrow(0, len(x)), x)
+    block_quantization.quantize_into_blocks(weight.narrow(0, len(x)), x)
     return weight
 
 
@@ -55,7 +54,7 @@ def test_eight_bits_are_those_of_llama_cpp(kind: torch.dtype) -> None:
     x[3, :96:32] = 127.0
     written = gguf.quantize(x.float().numpy(), gguf.GGMLQuantizationType.Q8_0)
     expected = BlockWeight.empty(20, 96, FORMS["q8_0"])
-    block_bytes.repack_gguf_blocks(expected.narrow(0, 20), torch.from_numpy(written))
+    block_quantization.repack_gguf_blocks(expected.narrow(0, 20), torch.from_numpy(written))
     got = quantized(x, "q8_0")
     rows = torch.arange(20)
     assert torch.equal(got.codes[rows // 16, :, :, rows % 16], expected.codes[rows // 16, :, :, rows % 16])
@@ -92,7 +91,7 @@ def test_weights_say_whose_error_counts(name: str) -> None:
     lost = []
     for given in (None, weights):
         weight = BlockWeight.empty(32, 512, FORMS[name])
-        block_quantizers.store(weight.narrow(0, 32), *block_quantizers.quantize_blocks(x, FORMS[name], given))
+        block_quantization.store(weight.narrow(0, 32), *block_quantization.quantize_blocks(x, FORMS[name], given))
         lost.append(float(((weight.dequantize() - x).square() * weights).sum()))
     assert lost[1] < 0.97 * lost[0]
 
@@ -102,4 +101,6 @@ def test_forms_that_floats_are_not_quantized_into() -> None:
         with pytest.raises(ValueError, match=name):
             quantized(torch.randn(2, 32), name)
     with pytest.raises(ValueError, match="rows"):
-        block_quantizers.quantize_into_blocks(BlockWeight.empty(3, 32, FORMS["q8_0"]).narrow(0, 2), torch.randn(3, 32))
+        block_quantization.quantize_into_blocks(
+            BlockWeight.empty(3, 32, FORMS["q8_0"]).narrow(0, 2), torch.randn(3, 32)
+        )

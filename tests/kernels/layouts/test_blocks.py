@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows, unpack_codes
-from windlass.kernels.layouts.forms import FORMS, BlockForm
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockForm, BlockWeight, store_block_rows, unpack_codes
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from windlass.kernels.layouts.huge_pages import advise_huge_pages
+from windlass.kernels.device_memory import advise_huge_pages
 
 
 @pytest.fixture(autouse=True)

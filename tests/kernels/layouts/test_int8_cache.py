@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KVPages, cpu, select_backend
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts import int8 as int8_layout
+from windlass.kernels.layouts import kv_pages as int8_layout
 from windlass.kernels.torch import reference
 
 

@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, cpu, page_tensor_shapes, select_backend
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts import int8_rows
+from windlass.kernels.layouts import kv_pages
 from windlass.kernels.torch import reference
 
 FORMS = [*PACKED_FORMS, *PAIR_FORMS]
@@ -84,7 +84,7 @@ def test_what_pages_of_rows_are() -> None:
     for got in (pages.keys_of(torch.tensor([3, 1]), 70), seen.values_of(torch.tensor([3, 1]))):
         assert torch.equal(got, wide(pages).float().view(5, 24, 1, 70)[[3, 1]])
     assert pages.values_of(torch.tensor([3])).shape == (1, 24, 1, 0)
-    assert int8_rows.num_groups(0) == 0 and int8_rows.num_groups(33) == 2
+    assert kv_pages.num_groups(0) == 0 and kv_pages.num_groups(33) == 2
 
 
 @settings(max_examples=15, deadline=None)

@@ -9,7 +9,7 @@ from helpers.cpu_kernels import FORMS, PAIR_FORMS, at_the_end_of_memory, kernels
 from windlass.kernels import BlockWeight, cpu, select_backend
 from windlass.kernels.cpu import load
 from windlass.kernels.cpu.library import Library
-from windlass.kernels.layouts.panels import PANEL_DTYPES, PanelWeight
+from windlass.kernels.layouts.weight_layouts import PANEL_DTYPES, PanelWeight
 
 X_TYPES = (torch.float32, torch.bfloat16, torch.float16)
 PRODUCTS = (cpu.linear_panels, cpu.linear_panels_widened)
@@ -197,7 +197,7 @@ def test_empty_operands(form: Library) -> None:
 @pytest.mark.parametrize("dtype", PANEL_DTYPES)
 def test_widened_block_by_block(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     kernels("generic")
-    monkeypatch.setattr("windlass.kernels.cpu.panels._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
+    monkeypatch.setattr("windlass.kernels.cpu.matmul_bindings._WIDENED_BYTES", 4 * 97 * 80)  # the last block is partial
     x, weight, bias = torch.randn(40, 97), torch.randn(203, 97).to(dtype), torch.randn(203)
     assert_linear(x, weight, bias, cpu.linear_panels_widened(x, panels(weight), bias, library=load()))
 

@@ -5,9 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.kernels.layouts.blocks import BlockWeight, unpack_codes
-from windlass.kernels.layouts.forms import FORMS, BlockForm
-from windlass.kernels.layouts.random_blocks import randomize
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockForm, BlockWeight, randomize, unpack_codes
 
 
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS)

@@ -12,10 +12,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KeyRanges, KVPages, select_backend
-from windlass.kernels.torch import batched, reference, rowwise
+from windlass.kernels.torch import batched_attention, reference, row_independent
 
 BLOCK, DIM, VALUE_DIM = 4, 6, 5
-FORMS = [reference.paged_attention, batched.paged_attention, rowwise.paged_attention]
+FORMS = [reference.paged_attention, batched_attention.paged_attention, row_independent.paged_attention]
 
 
 class Case:

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.kernels import AttentionCall, KVPages
-from windlass.kernels.torch import batched, reference
+from windlass.kernels.torch import batched_attention, reference
 
 
 def brute_force(q, keys, values, *, scale, window, soft_cap):  # type: ignore[no-untyped-def]
@@ -35,7 +35,7 @@ def brute_force(q, keys, values, *, scale, window, soft_cap):  # type: ignore[no
     window=st.sampled_from([None, 1, 8, 17]),
     soft_cap=st.sampled_from([None, 3.0]),
 )
-@pytest.mark.parametrize("implementation", [reference.paged_attention, batched.paged_attention])
+@pytest.mark.parametrize("implementation", [reference.paged_attention, batched_attention.paged_attention])
 def test_paged_attention(implementation, seed, shapes, heads, dims, window, soft_cap):  # type: ignore[no-untyped-def]
     generator = torch.Generator().manual_seed(seed)
     block_size, num_blocks = 16, 40
@@ -85,4 +85,4 @@ def test_prompts_longer_than_a_query_block(window, soft_cap):  # type: ignore[no
     start, lengths = torch.tensor([0, 600]), torch.tensor([731])
     call = AttentionCall(tables, start, lengths, torch.ones(600), 0.25, window=window, soft_cap=soft_cap)
     expected = reference.paged_attention(q, pages, call)
-    assert torch.allclose(batched.paged_attention(q, pages, call), expected, atol=2e-6, rtol=1e-5)
+    assert torch.allclose(batched_attention.paged_attention(q, pages, call), expected, atol=2e-6, rtol=1e-5)

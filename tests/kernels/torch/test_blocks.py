@@ -8,7 +8,7 @@ from helpers.block_weights import random_blocks
 from helpers.cpu_kernels import choose
 
 from windlass.kernels import FORMS, BlockForm, select_backend
-from windlass.kernels.torch import blocks
+from windlass.kernels.torch import linear
 
 EVERY_FORM = pytest.mark.parametrize("form", FORMS.values(), ids=lambda form: form.name)
 
@@ -24,7 +24,7 @@ def test_the_product_is_that_of_what_was_rounded(form: BlockForm, rows: int, col
         scale = part.abs().amax(1, keepdim=True) / 127
         rounded[:, begin : begin + form.group] = (part / scale).round() * scale
     numbers = weight.dequantize().double()
-    error = (blocks.linear_blocks(x, weight, bias).double() - (rounded @ numbers.T + bias)).abs()
+    error = (linear.linear_blocks(x, weight, bias).double() - (rounded @ numbers.T + bias)).abs()
     assert (error <= 2e-6 * (rounded.abs() @ numbers.abs().T + bias.abs() + 1)).all()
 
 
@@ -34,7 +34,7 @@ def test_float32_activations_are_not_rounded(
     form: BlockForm, deterministic: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     choose(monkeypatch, "off")
-    monkeypatch.setattr(blocks, "_WIDENED", 1000)  # several pieces
+    monkeypatch.setattr(linear, "_WIDENED", 1000)  # several pieces
     x, weight, bias = torch.randn(7, 300), random_blocks(21, 300, form), torch.randn(21)
     backend = select_backend("cpu", activations="float32", deterministic=deterministic)
     found = backend.linear(x, weight, bias)
@@ -46,7 +46,7 @@ def test_float32_activations_are_not_rounded(
 def test_a_group_that_is_no_number_spoils_its_row_alone() -> None:
     x, weight = torch.randn(4, 70), random_blocks(9, 70, FORMS["q4_1"])
     x[1, 69], x[2] = torch.inf, 1e-38
-    found = blocks.linear_blocks(x, weight)
+    found = linear.linear_blocks(x, weight)
     assert found[1].isnan().all() and not found[[0, 3]].isnan().any() and not found[2].any()
 
 

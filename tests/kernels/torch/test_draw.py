@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from windlass.kernels import Filters
-from windlass.kernels.torch.draw import sample
+from windlass.kernels.torch.torch_sampler import sample
 
 
 @pytest.mark.parametrize("top_p", [1 - 2**-53, 1 - 1e-15, 1 - 1e-13])

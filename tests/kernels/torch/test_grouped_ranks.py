@@ -15,8 +15,8 @@ import torch.distributed as dist
 
 from windlass import kernels
 from windlass.kernels import RankEndedError, RankGroup, shared_memory_bytes
-from windlass.kernels.torch import ranks as grouped
-from windlass.kernels.torch.ranks import TorchCollectives, collectives_refusal
+from windlass.kernels.torch import collectives as grouped
+from windlass.kernels.torch.collectives import TorchCollectives, collectives_refusal
 
 COLUMNS = (32, 48, 5)
 CPU = torch.device("cpu")
@@ -71,7 +71,7 @@ LATE = """
 import gc, os, socket, threading
 import torch
 from windlass.kernels import Ranks, shared_memory_bytes
-from windlass.kernels.torch.ranks import TorchCollectives
+from windlass.kernels.torch.collectives import TorchCollectives
 
 number, store = os.memfd_create("ranks"), os.memfd_create("store")
 os.ftruncate(number, shared_memory_bytes(2))

@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 from windlass.kernels import AttentionCall
 from windlass.kernels.attention_call import KeyRange
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.torch import batched, reference, rowwise
-from windlass.kernels.torch.backend import RowIndependentBackend, TorchBackend
+from windlass.kernels.torch import batched_attention, reference, row_independent
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
 
 SHAPES = st.lists(st.tuples(st.integers(0, 60), st.integers(1, 9)), min_size=1, max_size=3)
 TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.int8)
@@ -65,11 +65,11 @@ def test_heads_of_512_of_which_some_pairs_stay(heads: int, kv_heads: int, page_t
 def test_rows_have_the_bits_they_have_alone() -> None:
     case = case_of([(50, 9), (30, 1), (0, 12)], 6)
     q, pages, call = case.operands()
-    whole = rowwise.paged_attention(q, pages, call)
+    whole = row_independent.paged_attention(q, pages, call)
     for rows, _, own in call.sequences():
-        assert torch.equal(rowwise.paged_attention(q, pages, own), whole[rows])
+        assert torch.equal(row_independent.paged_attention(q, pages, own), whole[rows])
         for i in range(own.num_tokens):
-            assert torch.equal(rowwise.paged_attention(q, pages, own.slice_tokens(i, i + 1))[0], whole[rows][i])
+            assert torch.equal(row_independent.paged_attention(q, pages, own.slice_tokens(i, i + 1))[0], whole[rows][i])
 
 
 def test_blocks_of_queries_change_nothing_that_matters(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,14 +101,14 @@ def test_what_cannot_be_is_refused() -> None:
     q, pages, call = RangeCase([(30, 11)], [[Part(10, hole=True), Part(20, shift=3), Part(41)]]).operands()
     ranges = call.ranges
     assert ranges is not None
-    for form in (reference, rowwise):
+    for form in (reference, row_independent):
         with pytest.raises(ValueError, match="last range ends before key 40"):
             form.paged_attention(q, pages, replace(call, ranges=replace(ranges, ends=ranges.ends - 1)))
         for row in (-2, len(q) - 10, len(q) + 5):
             with pytest.raises(IndexError, match="row"):
                 form.paged_attention(q, pages, replace(call, ranges=replace(ranges, rows=torch.tensor([[-1, row, 0]]))))
     with pytest.raises(ValueError, match="keys in ranges"):
-        batched.paged_attention(q, pages, call)
+        batched_attention.paged_attention(q, pages, call)
     with pytest.raises(ValueError, match="rows for"):
         reference.paged_attention(q, pages, replace(call, ranges=None))
     with pytest.raises(ValueError, match="come together"):

@@ -19,7 +19,7 @@ from helpers.recurrences import (
 from transformers.models.mamba2 import modeling_mamba2 as mamba2
 from transformers.models.qwen3_5 import modeling_qwen3_5 as theirs
 
-from windlass.kernels.torch import recurrence
+from windlass.kernels.torch import reference
 
 TYPES = (torch.float32, torch.bfloat16, torch.float16)
 
@@ -30,7 +30,7 @@ def test_convolution(dtype: torch.dtype, width: int) -> None:
     rows = some_rows()
     for own in (Convolution.random(rows, 40, width, dtype), Convolution.random(rows, 40, width, dtype).plain):
         expected, state = own.expected(rows)
-        assert_near(recurrence.short_convolution(*own.operands(rows)), expected)
+        assert_near(reference.short_convolution(*own.operands(rows)), expected)
         assert torch.equal(own.window, state.float())
 
 
@@ -39,7 +39,7 @@ def test_delta_rule(dtype: torch.dtype) -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 4, 12, 20, dtype)
     expected, state = own.expected(rows)
-    assert_near(recurrence.gated_delta_rule(*own.operands(rows)), expected)
+    assert_near(reference.gated_delta_rule(*own.operands(rows)), expected)
     assert_near(own.memory, state)
 
 
@@ -48,7 +48,7 @@ def test_state_space(dtype: torch.dtype) -> None:
     rows = some_rows()
     own = StateSpace.random(rows, 2, 4, 12, 20, dtype)
     expected, state = own.expected(rows)
-    assert_near(recurrence.state_space(*own.operands(rows), limits=own.limits), expected)
+    assert_near(reference.state_space(*own.operands(rows), limits=own.limits), expected)
     assert_near(own.memory, state)
 
 
@@ -56,8 +56,8 @@ def test_heads_of_keys_met_in_turns() -> None:
     rows = some_rows()
     own = DeltaRule.random(rows, 2, 6, 12, 20)
     turned, order = own.tiled_heads()
-    expected = recurrence.gated_delta_rule(*own.operands(rows))
-    found = recurrence.gated_delta_rule(*turned.operands(rows), tiled_heads=True)
+    expected = reference.gated_delta_rule(*own.operands(rows))
+    found = reference.gated_delta_rule(*turned.operands(rows), tiled_heads=True)
     assert torch.equal(found.unflatten(1, (6, 20)), expected.unflatten(1, (6, 20))[:, order])
     assert torch.equal(turned.memory.nan_to_num(-1.0), own.memory[:, order].nan_to_num(-1.0))
 
@@ -66,9 +66,9 @@ def test_bits_do_not_depend_on_where_a_sequence_is_cut() -> None:
     rows = some_rows()
     spans = [(0, 1), (1, 30), (30, 73), (73, 76)]
     for own, call in (
-        (Convolution.random(rows, 40, 4), recurrence.short_convolution),
-        (DeltaRule.random(rows, 2, 4, 12, 20), recurrence.gated_delta_rule),
-        (StateSpace.random(rows, 2, 4, 12, 20), recurrence.state_space),
+        (Convolution.random(rows, 40, 4), reference.short_convolution),
+        (DeltaRule.random(rows, 2, 4, 12, 20), reference.gated_delta_rule),
+        (StateSpace.random(rows, 2, 4, 12, 20), reference.state_space),
     ):
         whole = own.copy()
         expected = call(*whole.operands(rows))
@@ -81,9 +81,9 @@ def test_tokens_that_are_none_become_zeros_and_change_nothing() -> None:
     """Behind all others, as in a captured step."""
     rows, some = state_rows([1, 2, -1], [1, 2, 3], [False, True, False]), state_rows([1, 2], [1, 2], [False, True])
     for own, call in (
-        (Convolution.random(rows, 9, 4), recurrence.short_convolution),
-        (DeltaRule.random(rows, 1, 2, 4, 6), recurrence.gated_delta_rule),
-        (StateSpace.random(rows, 1, 2, 4, 6), recurrence.state_space),
+        (Convolution.random(rows, 9, 4), reference.short_convolution),
+        (DeltaRule.random(rows, 1, 2, 4, 6), reference.gated_delta_rule),
+        (StateSpace.random(rows, 1, 2, 4, 6), reference.state_space),
     ):
         alone = own.copy()
         expected = call(*alone.part(0, 3).operands(some))
@@ -94,11 +94,11 @@ def test_tokens_that_are_none_become_zeros_and_change_nothing() -> None:
 
 def test_states_are_kept_behind_tokens() -> None:
     rows = some_rows()
-    assert_keeps(Convolution.random(rows, 9, 4), rows, lambda one, of: recurrence.short_convolution(*one.operands(of)))
+    assert_keeps(Convolution.random(rows, 9, 4), rows, lambda one, of: reference.short_convolution(*one.operands(of)))
     assert_keeps(
-        DeltaRule.random(rows, 1, 2, 4, 6), rows, lambda one, of: recurrence.gated_delta_rule(*one.operands(of))
+        DeltaRule.random(rows, 1, 2, 4, 6), rows, lambda one, of: reference.gated_delta_rule(*one.operands(of))
     )
-    assert_keeps(StateSpace.random(rows, 1, 2, 4, 6), rows, lambda one, of: recurrence.state_space(*one.operands(of)))
+    assert_keeps(StateSpace.random(rows, 1, 2, 4, 6), rows, lambda one, of: reference.state_space(*one.operands(of)))
 
 
 @pytest.mark.parametrize(
@@ -121,7 +121,7 @@ def test_transformers_agree(form: Callable[..., tuple[torch.Tensor, torch.Tensor
         output_final_state=True,
         use_qk_l2norm_in_kernel=True,
     )
-    found = recurrence.gated_delta_rule(*own.operands(rows))
+    found = reference.gated_delta_rule(*own.operands(rows))
     assert_near(found, expected[0].flatten(1).double(), 1e-5)
     assert_near(own.memory[1], state[0].double(), 1e-5)
 
@@ -157,7 +157,7 @@ def test_transformers_agree_on_the_state_space_of_a_prompt() -> None:
     )
     steps = torch.nn.functional.softplus(own.step + own.bias)
     assert (steps < own.limits[0]).any() and (steps > own.limits[1]).any()
-    found = recurrence.state_space(*own.operands(rows), limits=own.limits)
+    found = reference.state_space(*own.operands(rows), limits=own.limits)
     assert_near(found, expected[0].flatten(1).double(), 1e-5)
     assert_near(own.memory[1], state[0].transpose(1, 2).double(), 1e-5)
 
@@ -171,5 +171,5 @@ def test_transformers_agree_on_the_state_space_of_a_token() -> None:
     rate = theirs_own.pop("A")[:, None, None].expand(-1, 24, 16)
     skip, bias = (theirs_own.pop(name)[:, None].expand(-1, 24) for name in ("D", "dt_bias"))
     expected = mamba2.mamba2_selective_state_update(state, x, step, rate, b, c, skip, bias, dt_softplus=True)
-    assert_near(recurrence.state_space(*own.operands(rows)), expected.flatten(1).double())
+    assert_near(reference.state_space(*own.operands(rows)), expected.flatten(1).double())
     assert_near(own.memory[1], state[0].transpose(1, 2).double())

@@ -11,7 +11,7 @@ from helpers.cpu_kernels import FORMS, choose
 from helpers.cpu_kernels import kernels as form_of
 
 from windlass.kernels import AttentionCall, Backend, KVPages, select_backend
-from windlass.kernels.torch import reference, rowwise
+from windlass.kernels.torch import reference, row_independent
 
 ROWS = 37
 Operation = Callable[[torch.Tensor], torch.Tensor]
@@ -115,7 +115,7 @@ def test_rotary_angles_have_one_value_everywhere(backend: Backend, half: int) ->
         parts = [backend.rotary_angles(inv_freq, *piece) for piece in pieces]
         assert torch.equal(torch.cat([torch.stack(part) for part in parts], dim=2), both)
     # The plain form and the compiled ones round to the same numbers.
-    assert torch.equal(torch.stack(rowwise.rotary_angles(inv_freq, rows, positions)), both)
+    assert torch.equal(torch.stack(row_independent.rotary_angles(inv_freq, rows, positions)), both)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(4, 4), (6, 2), (32, 2)])

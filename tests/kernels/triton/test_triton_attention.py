@@ -13,9 +13,9 @@ from helpers.prefill_case import PrefillCase
 from helpers.ranges import Part, RangeCase, random_parts
 
 from windlass.kernels import AttentionCall
-from windlass.kernels.triton import attention
-from windlass.kernels.triton.attention import paged_attention
+from windlass.kernels.triton import paged_attention as attention
 from windlass.kernels.triton.launch import Device
+from windlass.kernels.triton.paged_attention import paged_attention
 
 pytestmark = ON_THE_DEVICE
 MIXED = [(17, 4), (0, 9), (70, 1)]

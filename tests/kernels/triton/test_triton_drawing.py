@@ -12,10 +12,10 @@ from helpers.interpreted import ON_THE_DEVICE
 from torch import Tensor
 
 from windlass.kernels import Filters, LogitsChanges, Penalties
-from windlass.kernels.torch import draw
-from windlass.kernels.torch.drawer import TorchSampler
-from windlass.kernels.triton import drawing
-from windlass.kernels.triton.drawing import TritonSampler, row_maxima
+from windlass.kernels.torch import torch_sampler
+from windlass.kernels.torch.torch_sampler import TorchSampler
+from windlass.kernels.triton import triton_sampler
+from windlass.kernels.triton.triton_sampler import TritonSampler, row_maxima
 
 pytestmark = ON_THE_DEVICE
 VOCAB = 300
@@ -39,11 +39,11 @@ FILTERS = (
 def several_blocks(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> None:
     """Rows that many programs share, a block each, or few, which read several."""
     block, programs = request.param
-    monkeypatch.setattr(drawing, "_DRAWN", block)
-    monkeypatch.setattr(drawing, "_PROGRAMS", programs)
-    monkeypatch.setattr(drawing, "_BLOCK", 256)
-    monkeypatch.setattr(drawing, "_LIST", 16)
-    monkeypatch.setattr(drawing, "_PART", 128)
+    monkeypatch.setattr(triton_sampler, "_DRAWN", block)
+    monkeypatch.setattr(triton_sampler, "_PROGRAMS", programs)
+    monkeypatch.setattr(triton_sampler, "_BLOCK", 256)
+    monkeypatch.setattr(triton_sampler, "_LIST", 16)
+    monkeypatch.setattr(triton_sampler, "_PART", 128)
 
 
 def logits() -> Tensor:
@@ -158,19 +158,21 @@ def test_the_least_likely_that_stay() -> None:
             one.row, one.uniform = row, 1 - 2**-53
             draws.append(one)
     token_sampler.draw(x, draws)
-    expected = draw.sample(x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws))
+    expected = torch_sampler.sample(
+        x[[one.row for one in draws]], [one.filters for one in draws], [1 - 2**-53] * len(draws)
+    )
     assert [one.token for one in draws] == expected
     assert len(set(expected)) > 15
 
 
 def test_rows_are_narrowed_as_often_as_their_filters_need(monkeypatch: pytest.MonkeyPatch) -> None:
-    started, names = drawing.launch, list[str]()
+    started, names = triton_sampler.launch, list[str]()
 
     def counted(kernel: Any, *operands: Any, **sizes: Any) -> None:
         names.append(kernel.__name__)
         started(kernel, *operands, **sizes)
 
-    monkeypatch.setattr(drawing, "launch", counted)
+    monkeypatch.setattr(triton_sampler, "launch", counted)
     token_sampler = TritonSampler()
     for filters, turns in (
         ([Filters(), Filters(min_p=0.1), Filters(temperature=0.0, top_k=3, top_p=0.5)], 0),
@@ -214,16 +216,16 @@ def test_the_first_of_the_largest() -> None:
     x[0, 17] = x[0, 20] = x[0, 290] = 99.0
     x[3, 9] = torch.inf
     places, largest = row_maxima(x)
-    expected = draw.row_maxima(x)
+    expected = torch_sampler.row_maxima(x)
     assert places.tolist() == expected[0]
     torch.testing.assert_close(largest, torch.tensor(expected[1]), equal_nan=True, rtol=0, atol=0)
 
 
 def test_sums_of_exponentials_follow_from_their_row_alone() -> None:
     x = logits()
-    found, expected = drawing.log_sums(x), x.logsumexp(-1, keepdim=True)
+    found, expected = triton_sampler.log_sums(x), x.logsumexp(-1, keepdim=True)
     assert found.shape == (len(ROWS), 1)
     torch.testing.assert_close(found, expected, equal_nan=True, rtol=1e-6, atol=1e-6)
     for row in range(len(ROWS)):
-        assert torch.equal(drawing.log_sums(x[row : row + 1]).nan_to_num(), found[row : row + 1].nan_to_num())
-    assert float(drawing.log_sums(torch.tensor([[1.0, torch.inf]]))) == torch.inf
+        assert torch.equal(triton_sampler.log_sums(x[row : row + 1]).nan_to_num(), found[row : row + 1].nan_to_num())
+    assert float(triton_sampler.log_sums(torch.tensor([[1.0, torch.inf]]))) == torch.inf

@@ -15,10 +15,10 @@ from helpers.interpreted import QUIET
 from helpers.marks import slow_but
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels import BlockWeight, binding
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.kernels import BlockWeight, backend_selector
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = QUIET
 KIND = DEVICE.partition(":")[0]
@@ -36,10 +36,10 @@ def check(
     directory: Path, requests: list[Any], monkeypatch: pytest.MonkeyPatch, **options: Any
 ) -> dict[tuple[str, int], Finished]:
     """Returns what was found."""
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {})
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {})
     plain = results(directory, requests, **options)
-    own = binding._NativeBackend(lambda options: None, binding._triton, narrow=False)
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {KIND: own})
+    own = backend_selector._NativeBackend(lambda options: None, backend_selector._triton, narrow=False)
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {KIND: own})
     found = results(directory, requests, **options)
     assert found.pop(("backend", 0)).outputs == [TritonBackend]
     for key, one in found.items():

@@ -9,9 +9,9 @@ from helpers.interpreted import PLAYED
 
 from windlass.kernels import FORMS, BlockWeight, cpu
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.binding import _triton
-from windlass.kernels.torch.backend import TorchBackend
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.kernels.backend_selector import _triton
+from windlass.kernels.torch.torch_backend import TorchBackend
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = [*PLAYED, pytest.mark.skipif(cpu.unavailable_reason() is not None, reason="needs the compiled kernels")]
 OPTIONS = BackendOptions(torch.device("cpu"))
@@ -40,7 +40,7 @@ def same_bytes(one: BlockWeight, other: BlockWeight) -> bool:
 def test_the_host_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
     backend = _triton(OPTIONS)
     assert isinstance(backend, TritonBackend)
-    monkeypatch.setattr("windlass.kernels.torch.block_quantizers.pack", None)
+    monkeypatch.setattr("windlass.kernels.torch.block_quantization.pack", None)
     weight = backend.matrix(ROWS, COLUMNS, FORMS["q8_0"])
     assert isinstance(weight, BlockWeight)
     backend.pack(weight.narrow(0, 3), torch.randn(3, COLUMNS))

@@ -20,14 +20,13 @@ from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 from torch import Tensor
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
 from windlass.engine.core.engine_core import EngineCore
-from windlass.engine.execution.decode_graphs import DecodeGraphs
-from windlass.engine.execution.graphs_on_demand import GraphKey
-from windlass.kernels import Filters, Graphs, Penalties, SamplingTensors, binding, encode_filters
-from windlass.kernels.triton import drawing, launch
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.engine.execution.cuda_graphs import DecodeGraphs, GraphKey
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.kernels import Filters, Graphs, Penalties, SamplingTensors, backend_selector, encode_filters
+from windlass.kernels.triton import launch, triton_sampler
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = PLAYED
 PROMPT = torch.randint(3, 128, (7,), generator=torch.Generator().manual_seed(0)).tolist()
@@ -37,7 +36,7 @@ class _TritonGraphs(PlayedGraphs):
     def sample_rows(
         self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
     ) -> tuple[Tensor, Tensor]:
-        return drawing.sample_rows(logits, maxima, draws)
+        return triton_sampler.sample_rows(logits, maxima, draws)
 
 
 class _Played(TritonBackend):
@@ -47,8 +46,8 @@ class _Played(TritonBackend):
 
 @pytest.fixture(autouse=True)
 def played(monkeypatch: pytest.MonkeyPatch) -> None:
-    own = binding._NativeBackend(lambda options: None, _Played, narrow=False)
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
+    own = backend_selector._NativeBackend(lambda options: None, _Played, narrow=False)
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {"cpu": own})
     started = launch.launch
 
     def captured(kernel: Any, grid: tuple[int, ...], on: Any, *operands: Any, **sizes: Any) -> None:
@@ -182,7 +181,7 @@ def test_rows_draw_what_a_drawer_draws() -> None:
         Filters(),
         Filters(temperature=2.0, min_p=0.2),
     ]
-    token_sampler = drawing.TritonSampler()
+    token_sampler = triton_sampler.TritonSampler()
     draws = [token_sampler.new(one, Penalties()) for one in filters]
     for row, one in enumerate(draws):
         one.row, one.uniform = row, 0.17 * (row + 1) % 1
@@ -195,6 +194,6 @@ def test_rows_draw_what_a_drawer_draws() -> None:
         numbers[:, 3].contiguous(),
         torch.tensor([one.uniform for one in draws], dtype=torch.float64),
     )
-    tokens, statuses = drawing.sample_rows(logits, drawing.row_maxima(logits), told)
+    tokens, statuses = triton_sampler.sample_rows(logits, triton_sampler.row_maxima(logits), told)
     assert tokens.tolist() == [one.token for one in draws]
     assert statuses.tolist() == [one.status for one in draws] and statuses[4] == 1

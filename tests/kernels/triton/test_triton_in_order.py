@@ -11,10 +11,10 @@ from helpers.interpreted import ON_THE_DEVICE, assert_near
 from helpers.prefill_case import PrefillCase
 
 from windlass.kernels import AttentionCall, PrefillTotals
-from windlass.kernels.triton import in_order
-from windlass.kernels.triton.attention import paged_attention
-from windlass.kernels.triton.in_order import PrefillTile
+from windlass.kernels.triton import prefill_attention
 from windlass.kernels.triton.launch import Device
+from windlass.kernels.triton.paged_attention import paged_attention
+from windlass.kernels.triton.prefill_attention import PrefillTile
 
 pytestmark = ON_THE_DEVICE
 SHAPES = [(17, 4), (70, 1), (0, 39), (150, 70)]  # cached and new tokens; one is not a prompt
@@ -30,7 +30,7 @@ def call_of(case: PrefillCase, **options: Any) -> AttentionCall:
 def attended(case: PrefillCase, call: AttentionCall, sizes: PrefillTile) -> torch.Tensor:
     """Rows of the sequence of one token as they were: NaN."""
     out = torch.full((len(case.q), case.q.shape[1], case.all_pages.value_dim), torch.nan)
-    in_order.prefill_attention(case.q, case.all_pages, call, out, sizes)
+    prefill_attention.prefill_attention(case.q, case.all_pages, call, out, sizes)
     return out
 
 
@@ -88,32 +88,36 @@ def test_calls_that_take_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Many new tokens of 16 bits on Hopper; scores are not bent, and keys and values in order have room."""
     case = PrefillCase([(3, 130), (0, 140)], q_type=torch.float16, page_type=torch.float16)
     q, pages, call = case.q, case.all_pages, call_of(case)
-    assert in_order.takes_prefill(q, pages, call, HOPPER)
-    assert not in_order.takes_prefill(q.float(), pages, call, HOPPER)
-    assert not in_order.takes_prefill(q, pages, replace(call, soft_cap=3.0), HOPPER)
+    assert prefill_attention.takes_prefill(q, pages, call, HOPPER)
+    assert not prefill_attention.takes_prefill(q.float(), pages, call, HOPPER)
+    assert not prefill_attention.takes_prefill(q, pages, replace(call, soft_cap=3.0), HOPPER)
     for capability in ((8, 0), (8, 9), (12, 0)):
-        assert not in_order.takes_prefill(q, pages, call, HOPPER._replace(capability=capability))
+        assert not prefill_attention.takes_prefill(q, pages, call, HOPPER._replace(capability=capability))
     short = PrefillCase([(3, 130), (0, 100)], q_type=torch.float16)
-    assert not in_order.takes_prefill(short.q, short.all_pages, call_of(short), HOPPER)
+    assert not prefill_attention.takes_prefill(short.q, short.all_pages, call_of(short), HOPPER)
     wide = PrefillCase([(3, 130)], q_type=torch.float16, dim=136)
-    assert not in_order.takes_prefill(wide.q, wide.all_pages, call_of(wide), HOPPER)
+    assert not prefill_attention.takes_prefill(wide.q, wide.all_pages, call_of(wide), HOPPER)
     known = replace(call, prompts=PrefillTotals(2, 270, 273))
-    monkeypatch.setattr(in_order, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2)  # rows, heads of keys, a key and a value
-    assert in_order.takes_prefill(q, pages, known, HOPPER)
-    monkeypatch.setattr(in_order, "MOST_BYTES", in_order.MOST_BYTES - 1)
-    assert not in_order.takes_prefill(q, pages, known, HOPPER)
+    monkeypatch.setattr(
+        prefill_attention, "MOST_BYTES", 4 * 128 * 2 * (64 + 64) * 2
+    )  # rows, heads of keys, a key and a value
+    assert prefill_attention.takes_prefill(q, pages, known, HOPPER)
+    monkeypatch.setattr(prefill_attention, "MOST_BYTES", prefill_attention.MOST_BYTES - 1)
+    assert not prefill_attention.takes_prefill(q, pages, known, HOPPER)
 
 
 def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the host knows of prompts decides, and is all that they take; streams of one token stand before and between them."""
-    monkeypatch.setattr(in_order, "_LEAST_TOKENS", 20)
+    monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 20)
     shapes = [(9, 1)] * 66 + [(3, 40), (5, 1), (140, 20)]
     case = PrefillCase(shapes, heads=2, kv_heads=1, dim=16, q_type=torch.float16)
     q, pages, call = case.q, case.all_pages, call_of(case)
     known = replace(call, prompts=PrefillTotals(2, 60, 203))
-    assert in_order.takes_prefill(q, pages, known, HOPPER) and not in_order.takes_prefill(q, pages, call, HOPPER)
+    assert prefill_attention.takes_prefill(q, pages, known, HOPPER) and not prefill_attention.takes_prefill(
+        q, pages, call, HOPPER
+    )
     out = torch.full((len(q), 2, 16), torch.nan)
-    in_order.prefill_attention(q.float(), pages, known, out, PrefillTile(16, 16, 4, 2))
+    prefill_attention.prefill_attention(q.float(), pages, known, out, PrefillTile(16, 16, 4, 2))
     prompts = torch.tensor([new > 1 for _, new in shapes for _ in range(new)])
     assert_near(out[prompts].double(), case.expected()[prompts])
     assert out[~prompts].isnan().all()
@@ -121,11 +125,11 @@ def test_prompts_beside_many_streams(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_it_is_part_of_attention(monkeypatch: pytest.MonkeyPatch) -> None:
     """Beside a sequence of one token, in one call."""
-    monkeypatch.setattr(in_order, "_LEAST_TOKENS", 1)
+    monkeypatch.setattr(prefill_attention, "_LEAST_TOKENS", 1)
     case = PrefillCase(SHAPES, dim=32, q_type=torch.float16, page_type=torch.float16)
     taken = list[int]()
-    real = in_order.prefill_attention
-    monkeypatch.setattr(in_order, "attend", lambda *given: taken.append(1) or real(*given))
+    real = prefill_attention.prefill_attention
+    monkeypatch.setattr(prefill_attention, "attend", lambda *given: taken.append(1) or real(*given))
     found = paged_attention(case.q, case.all_pages, call_of(case), device=HOPPER)
     assert_near(found.double(), case.expected(), 2e-3)
     assert taken

@@ -14,9 +14,9 @@ from torch import Tensor
 
 from windlass.kernels import AdapterSlots, LowRankPart, LowRankTarget, LowRankUpdate
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.triton.backend import TritonBackend
 from windlass.kernels.triton.launch import Device
 from windlass.kernels.triton.low_rank import DeviceLowRankTable, add_low_rank
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 MANY = Device(processors=24)  # enough for parts of K

@@ -22,13 +22,12 @@ from helpers.tiny_unrotated import make_unrotated
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.pooling import PoolingRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import EngineRequest, PoolingRule, SamplingParams
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.rotary.scaling import RopeScaling
-from windlass.kernels import binding
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.kernels import backend_selector
 from windlass.kernels.triton import launch
 
 pytestmark = [*PLAYED, pytest.mark.slow]
@@ -45,8 +44,8 @@ class _NoWaits(TorchDispatchMode):  # type: ignore[no-untyped-call]
 @pytest.fixture(autouse=True)
 def watched(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Every forward pass but the first is watched; the rows of each."""
-    own = binding._NativeBackend(lambda options: None, binding._triton, narrow=False)
-    monkeypatch.setattr(binding, "_NATIVE_BACKENDS", {"cpu": own})
+    own = backend_selector._NativeBackend(lambda options: None, backend_selector._triton, narrow=False)
+    monkeypatch.setattr(backend_selector, "_NATIVE_BACKENDS", {"cpu": own})
     started, layers, seen = launch.launch, Decoder.run_layers, list[int]()
 
     def outside(*operands: Any, **sizes: Any) -> None:

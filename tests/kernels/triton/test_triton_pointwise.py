@@ -8,9 +8,9 @@ from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.torch import latent, reference, routed
-from windlass.kernels.triton import norms, pointwise
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.kernels.torch import reference
+from windlass.kernels.triton import elementwise, norms
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 
@@ -28,7 +28,7 @@ def test_norms() -> None:
     whole = torch.randn(41, 40)
     inside, plain = whole.clone(), whole.clone()
     norms.rms_norm_in_place(inside[:, 8:32], weight, 1e-5)
-    latent.rms_norm_in_place(plain[:, 8:32], weight, 1e-5)
+    reference.rms_norm_in_place(plain[:, 8:32], weight, 1e-5)
     assert_near(inside, plain)
 
 
@@ -44,26 +44,26 @@ def test_the_sum_that_is_normed_is_the_rounded_one(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("kind", ["silu", "gelu_tanh", "gelu", "relu2"])
 def test_activations(kind: str) -> None:
     x = torch.cat((torch.randn(2, 14) * 4, torch.tensor([[-90.0, 90.0, 0.0, -0.0, torch.nan, 1e-30, 3.0] * 2])))
-    assert_near(pointwise.activation(x, kind), reference.activated(x, kind))
-    assert_near(pointwise.activation(x, kind, gated=True), reference.gated_activation(x, kind))
+    assert_near(elementwise.activation(x, kind), reference.activated(x, kind))
+    assert_near(elementwise.activation(x, kind, gated=True), reference.gated_activation(x, kind))
 
 
 def test_an_unknown_activation_is_refused() -> None:
     with pytest.raises(ValueError, match="'tanh'"):
-        pointwise.activation(torch.ones(1, 2), "tanh")
+        elementwise.activation(torch.ones(1, 2), "tanh")
 
 
 def test_gates_caps_and_weighted_sums() -> None:
     x = torch.randn(3, 14) * 4
     x[1, 3], x[2, 9] = torch.nan, 50.0
-    assert_near(pointwise.clamped_glu(x, 1.7, 7.0), reference.clamped_glu(x, 1.7, 7.0))
-    assert_near(pointwise.soft_cap(x, 2.0), reference.soft_cap(x, 2.0))
+    assert_near(elementwise.clamped_glu(x, 1.7, 7.0), reference.clamped_glu(x, 1.7, 7.0))
+    assert_near(elementwise.soft_cap(x, 2.0), reference.soft_cap(x, 2.0))
     for gate in (torch.randn(3, 1), torch.randn(3, 20)[:, :14]):
         found = x.clone()
-        pointwise.gate_by_sigmoid(found, gate)
+        elementwise.gate_by_sigmoid(found, gate)
         assert_near(found, x * gate.sigmoid())
     rows, weights = torch.randn(6, 1100), torch.rand(3, 2)
-    assert_near(pointwise.sum_of_experts(rows, weights), routed.weighted_sum(rows, weights))
+    assert_near(elementwise.sum_of_experts(rows, weights), reference.weighted_sum(rows, weights))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

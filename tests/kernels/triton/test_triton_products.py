@@ -12,11 +12,11 @@ from helpers.interpreted import ON_THE_DEVICE, assert_near
 from torch import Tensor
 
 from windlass.kernels import FORMS, BlockWeight, StackedWeight
-from windlass.kernels.operations.routing import Routed
-from windlass.kernels.torch import blocks, latent, reference, routed
-from windlass.kernels.triton import grouped, products
+from windlass.kernels.backend import Routed
+from windlass.kernels.torch import linear, reference
+from windlass.kernels.triton import grouped_gemm, matmul
 from windlass.kernels.triton.launch import SMALL, Device
-from windlass.kernels.triton.products import PointerTableExperts
+from windlass.kernels.triton.matmul import PointerTableExperts
 
 pytestmark = ON_THE_DEVICE
 
@@ -24,47 +24,47 @@ pytestmark = ON_THE_DEVICE
 @pytest.mark.parametrize("name", FORMS)
 def test_blocks_are_multiplied_as_the_numbers_they_mean(name: str) -> None:
     weight, x, bias = random_blocks(35, 300, FORMS[name]), torch.randn(3, 300), torch.randn(35)
-    assert_near(products.linear(x, weight, bias), blocks.linear_blocks_widened(x, weight, bias))
+    assert_near(matmul.linear(x, weight, bias), linear.linear_blocks_widened(x, weight, bias))
     ids = torch.tensor([34, 0, 17])
-    assert_near(products.embed(weight, ids, torch.float32, 1.0), weight.dequantize(ids))
+    assert_near(matmul.embed(weight, ids, torch.float32, 1.0), weight.dequantize(ids))
     scaled = weight.dequantize(ids).half() * torch.tensor(7.3).half()
-    assert_near(products.embed(weight, ids, torch.float16, 7.3), scaled, 2**-10)
-    assert products.embed(weight, torch.tensor([35]), torch.float32, 1.0).isnan().all()
+    assert_near(matmul.embed(weight, ids, torch.float16, 7.3), scaled, 2**-10)
+    assert matmul.embed(weight, torch.tensor([35]), torch.float32, 1.0).isnan().all()
 
 
 @pytest.mark.parametrize("name", ["q4_k", "q8_0"])
 def test_blocks_meet_many_rows(name: str) -> None:
     weight, x = random_blocks(20, 64, FORMS[name]), torch.randn(260, 64).half()
-    assert_near(products.linear(x, weight).float(), blocks.linear_blocks_widened(x.float(), weight, None), 2**-9)
+    assert_near(matmul.linear(x, weight).float(), linear.linear_blocks_widened(x.float(), weight, None), 2**-9)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_rows_of_fixed_tiles_do_not_depend_on_each_other(dtype: torch.dtype) -> None:
     weight, x = torch.randn(70, 100).to(dtype), torch.randn(19, 130)[:, :100]
-    whole = products.linear(x, weight, fixed=True)
+    whole = matmul.linear(x, weight, fixed=True)
     assert_near(whole, x @ weight.float().T)
     for rows in (1, 9, 16):
-        assert torch.equal(products.linear(x[:rows], weight, fixed=True), whole[:rows])
+        assert torch.equal(matmul.linear(x[:rows], weight, fixed=True), whole[:rows])
     if DEVICE == "cpu":
         # numpy multiplies there, and on some processors sums by where a row stands: whole numbers have no order.
         weight, x = (weight * 8).round(), (x * 8).round()
-        whole = products.linear(x, weight, fixed=True)
+        whole = matmul.linear(x, weight, fixed=True)
     for first, last in ((18, 19), (3, 12)):
-        assert torch.equal(products.linear(x[first:last], weight, fixed=True), whole[first:last])
+        assert torch.equal(matmul.linear(x[first:last], weight, fixed=True), whole[first:last])
 
 
 def test_products_by_head() -> None:
     up, q, attended = torch.randn(3, 10, 24), torch.randn(4, 3, 8)[:, :, 2:], torch.randn(4, 3, 24)
     for fixed in (False, True):
-        assert_near(products.by_head(q, up[:, :6], fixed=fixed), latent.head_products(q, up[:, :6]))
+        assert_near(matmul.by_head(q, up[:, :6], fixed=fixed), reference.head_products(q, up[:, :6]))
         values = up[:, 6:].transpose(1, 2)
-        assert_near(products.by_head(attended, values, fixed=fixed), latent.head_products(attended, values))
+        assert_near(matmul.by_head(attended, values, fixed=fixed), reference.head_products(attended, values))
 
 
 def plain(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None) -> Tensor:
     if isinstance(weight, Tensor):
         return torch.nn.functional.linear(x, weight, bias)
-    return blocks.linear_blocks_widened(x, weight, bias)
+    return linear.linear_blocks_widened(x, weight, bias)
 
 
 @pytest.mark.parametrize("form", ["float32", "q4_k", "q8_0"])
@@ -77,9 +77,9 @@ def test_each_row_meets_its_experts(form: str, per_row: int) -> None:
     chosen[4, 0] = 5
     x = torch.randn(50 // per_row, 64)
     experts = PointerTableExperts(weights, biases)
-    expected = routed.linear_of_experts(x, experts, chosen, plain)
+    expected = reference.linear_of_experts(x, experts, chosen, plain)
     for fixed in (False, True):
-        assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
+        assert_near(matmul.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
 
 
 def test_few_rows_meet_many_experts() -> None:
@@ -88,38 +88,38 @@ def test_few_rows_meet_many_experts() -> None:
     chosen = torch.full((10, 2), 7)
     chosen[3, 0], chosen[8, 1] = 29, 0
     x, experts = torch.randn(10, 64), PointerTableExperts(weights)
-    expected = routed.linear_of_experts(x, experts, chosen, plain)
+    expected = reference.linear_of_experts(x, experts, chosen, plain)
     for fixed in (False, True):
-        assert_near(products.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
-        one = products.linear_of_experts(x[3:4], experts, chosen[3:4], fixed=fixed)
+        assert_near(matmul.linear_of_experts(x, experts, chosen, fixed=fixed), expected)
+        one = matmul.linear_of_experts(x[3:4], experts, chosen[3:4], fixed=fixed)
         assert_near(one, expected[6:8])
 
 
 def test_more_tiles_of_rows_than_a_device_counts_behind_the_first(monkeypatch: pytest.MonkeyPatch) -> None:
     """They become the first, and the numbers stay; fewer are left where they are."""
-    launch, grids = products.launch, list[tuple[int, ...]]()
+    launch, grids = matmul.launch, list[tuple[int, ...]]()
 
     def watched(kernel: Any, grid: tuple[int, ...], *given: Any, **sizes: Any) -> None:
         assert sizes["ROWS_FIRST"] == (grid[1] < grid[0])
         grids.append(grid)
         launch(kernel, grid, *given, **sizes)
 
-    monkeypatch.setattr(products, "launch", watched)
+    monkeypatch.setattr(matmul, "launch", watched)
     x, weight, bias, up = torch.randn(90, 48), torch.randn(70, 48), torch.randn(70), torch.randn(2, 24, 20)
     experts = PointerTableExperts([torch.randn(70, 48) for _ in range(3)])
     chosen = torch.stack([torch.randperm(3)[:2] for _ in range(90)])
 
     def found() -> list[Tensor]:
         return [
-            products.linear(x, weight, bias, fixed=True),
-            products.by_head(x.view(90, 2, 24), up, fixed=True),
-            products.linear_of_experts(x, experts, chosen, fixed=True),
+            matmul.linear(x, weight, bias, fixed=True),
+            matmul.by_head(x.view(90, 2, 24), up, fixed=True),
+            matmul.linear_of_experts(x, experts, chosen, fixed=True),
         ]
 
     few = found()
     assert grids == [(2, 6, 1), (1, 6, 2), (2, 14, 1)]
     grids.clear()
-    monkeypatch.setattr(products, "_MOST_BEHIND", 5)
+    monkeypatch.setattr(matmul, "_MOST_BEHIND", 5)
     assert all(torch.equal(one, other) for one, other in zip(found(), few, strict=True))
     assert grids == [(6, 2, 1), (6, 1, 2), (14, 2, 1)]
 
@@ -135,7 +135,7 @@ def test_experts_whose_rows_are_stored_in_two_ways() -> None:
 
     experts = PointerTableExperts(weights, biases)
     assert len(experts.parts) == 2
-    assert_near(products.linear_of_experts(x, experts, chosen), routed.linear_of_experts(x, experts, chosen, parts))
+    assert_near(matmul.linear_of_experts(x, experts, chosen), reference.linear_of_experts(x, experts, chosen, parts))
     other = StackedWeight((torch.randn(16, 64), torch.randn(20, 64)))
     assert not PointerTableExperts([*weights, other]).parts
 
@@ -146,10 +146,10 @@ def test_experts_of_several_kinds_have_no_tables() -> None:
         experts = PointerTableExperts(weights)
         assert not experts.parts
         with pytest.raises(ValueError, match="several kinds"):
-            products.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())
+            matmul.linear_of_experts(torch.ones(1, 32), experts, torch.zeros(1, 1).long())
 
 
-SMALL_TILES = [grouped.Tile(16, 32, 16, 4, 2), grouped.Tile(32, 16, 32, 4, 2)]
+SMALL_TILES = [grouped_gemm.Tile(16, 32, 16, 4, 2), grouped_gemm.Tile(32, 16, 32, 4, 2)]
 
 
 def ragged(experts: int, places: int) -> Tensor:
@@ -169,16 +169,16 @@ def wide(weights: list[Tensor], biases: list[Tensor] | None = None) -> PointerTa
 @pytest.mark.parametrize("tile", SMALL_TILES)
 @pytest.mark.parametrize("per_row", [1, 2])
 @pytest.mark.parametrize(("columns", "inner"), [(64, 64), (40, 56)])
-def test_many_rows_meet_their_experts(tile: grouped.Tile, per_row: int, columns: int, inner: int) -> None:
+def test_many_rows_meet_their_experts(tile: grouped_gemm.Tile, per_row: int, columns: int, inner: int) -> None:
     """Where sizes of tiles divide all others, and where they divide none."""
     weights = [torch.randn(columns, inner).half() for _ in range(5)]
     biases = [torch.randn(columns).half() for _ in weights] if per_row == 2 else None
     chosen = ragged(5, 90)
     x = torch.randn(90 // per_row, inner).half()
-    expected = routed.linear_of_experts(x.float(), wide(weights, biases), chosen, plain)
-    order, ends = products.by_expert(chosen, 5)
+    expected = reference.linear_of_experts(x.float(), wide(weights, biases), chosen, plain)
+    order, ends = matmul.by_expert(chosen, 5)
     experts = PointerTableExperts(weights, biases)
-    found = grouped.multiply_grouped(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
+    found = grouped_gemm.multiply_grouped(x, experts, order, ends, tile, gathered=True, scattered=True, per_row=per_row)
     assert found.dtype == torch.float16
     assert_near(found.float(), expected, 2**-9)
 
@@ -188,16 +188,18 @@ def test_gates_of_experts_are_opened_with_their_product(activation: str) -> None
     gate_up, down = [torch.randn(48, 40).half() for _ in range(4)], [torch.randn(40, 24).half() for _ in range(4)]
     x, chosen, weights = torch.randn(120, 40).half(), ragged(4, 240), torch.rand(120, 2)
     both = PointerTableExperts(gate_up), PointerTableExperts(down)
-    assert grouped.takes_grouped(x, chosen.numel(), *both)
-    found = grouped.feed_forward_of_experts(x, *both, Routed(chosen, weights), activation, SMALL)
-    opened = reference.gated_activation(routed.linear_of_experts(x.float(), wide(gate_up), chosen, plain), activation)
-    expected = routed.weighted_sum(routed.linear_of_experts(opened, wide(down), chosen, plain), weights)
+    assert grouped_gemm.takes_grouped(x, chosen.numel(), *both)
+    found = grouped_gemm.feed_forward_of_experts(x, *both, Routed(chosen, weights), activation, SMALL)
+    opened = reference.gated_activation(
+        reference.linear_of_experts(x.float(), wide(gate_up), chosen, plain), activation
+    )
+    expected = reference.weighted_sum(reference.linear_of_experts(opened, wide(down), chosen, plain), weights)
     assert_near(found.float(), expected, 2**-9)
 
 
 def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
     x, weights = torch.ones(3, 64).half(), [torch.ones(8, 64).half()] * 2
-    assert grouped.takes_grouped(x, 64, PointerTableExperts(weights)) and not grouped.takes_grouped(
+    assert grouped_gemm.takes_grouped(x, 64, PointerTableExperts(weights)) and not grouped_gemm.takes_grouped(
         x, 63, PointerTableExperts(weights)
     )
     for other in (
@@ -205,13 +207,15 @@ def test_large_tiles_are_for_many_rows_of_whole_pieces() -> None:
         [one.bfloat16() for one in weights],
         [torch.ones(64, 8).half().T] * 2,
     ):
-        assert not grouped.takes_grouped(x, 96, PointerTableExperts(other))
-    assert not grouped.takes_grouped(x, 96, PointerTableExperts([random_blocks(8, 64, FORMS["q8_0"])] * 2))
-    assert not grouped.takes_grouped(x, 96, PointerTableExperts([torch.ones(8 * 64 + 1).half()[1:].view(8, 64)] * 2))
+        assert not grouped_gemm.takes_grouped(x, 96, PointerTableExperts(other))
+    assert not grouped_gemm.takes_grouped(x, 96, PointerTableExperts([random_blocks(8, 64, FORMS["q8_0"])] * 2))
+    assert not grouped_gemm.takes_grouped(
+        x, 96, PointerTableExperts([torch.ones(8 * 64 + 1).half()[1:].view(8, 64)] * 2)
+    )
 
 
 def test_tiles_fit_the_device() -> None:
     for device in (SMALL, Device(132, 227 << 10)):
         for rows in (32, 95, 96, 4096):
-            tile = grouped.tile_for(rows, device)
+            tile = grouped_gemm.tile_for(rows, device)
             assert tile.shared_memory <= device.shared_memory and (rows < 96) == (tile.rows < 128)

@@ -24,7 +24,7 @@ from torch import Tensor
 
 from windlass.kernels import StateRows
 from windlass.kernels.backend import BackendOptions
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from windlass.kernels import KVPages, page_tensor_shapes
 from windlass.kernels.torch import reference
-from windlass.kernels.triton import rotary
+from windlass.kernels.triton import rotary_embedding
 
 pytestmark = ON_THE_DEVICE
 FLOAT8 = torch.float8_e4m3fn
@@ -43,7 +43,7 @@ def test_tokens_go_to_their_pages_and_keys_turn_there(kind: torch.dtype, dim: in
     angles, scale, slots = torch.randn(tokens, half), torch.rand(tokens), torch.tensor([5, -1, 17, 31])
     sources, targets, turn = torch.tensor([5, 17, 31]), torch.tensor([6, 17, 40]), torch.randn(3, half)
     found = []
-    for form, device in ((reference, "cpu"), (rotary, DEVICE)):
+    for form, device in ((reference, "cpu"), (rotary_embedding, DEVICE)):
         own = [x.to(device) for x in (k, v, angles.cos(), angles.sin(), scale)]
         pages, q = pages_of(kind, dim, value_dim, device=device), fused.to(device, copy=True)[:, : heads * dim]
         q = q.view(tokens, heads, dim)
@@ -61,7 +61,7 @@ def test_queries_alone(kind: torch.dtype) -> None:
     """Keys and values without heads: pages stay as they are."""
     q, q_scale, slots = torch.randn(3, 4, 16), torch.rand(3) + 0.5, torch.tensor([0, 5, 16])
     angles, none, found = torch.randn(3, 8), q[:, :0], []
-    for form in (reference, rotary):
+    for form in (reference, rotary_embedding):
         own, pages = q.clone(), pages_of(kind, 16, 16)
         before = [plane.clone() for plane in planes(pages)]
         form.rotate_and_append(own, none, none, angles.cos(), angles.sin(), q_scale, pages, slots)
@@ -82,7 +82,7 @@ def test_float8_pages_hold_what_torch_rounds_to() -> None:
     x = torch.nn.functional.pad(x, (0, -len(x) % 64)).view(-1, 1, 64)
     pages, none = pages_of(FLOAT8, 64, 64, heads=1), torch.zeros(len(x), 0)
     slots = torch.arange(len(x)) + 5
-    rotary.rotate_and_append(x.clone(), x, x, none, none, torch.ones(len(x)), pages, slots)
+    rotary_embedding.rotate_and_append(x.clone(), x, x, none, none, torch.ones(len(x)), pages, slots)
     for plane in (pages.key, pages.value):
         found, expected = plane.cpu().flatten(0, 2)[slots.cpu()], x[:, 0].cpu().clamp(-448, 448).to(FLOAT8)
         assert torch.equal(found.float().isnan(), expected.float().isnan())
@@ -94,18 +94,18 @@ def test_slots_outside_are_refused_before_anything_is_written() -> None:
     pages, angles = pages_of(torch.float32, 8, 8), torch.zeros(1, 4)
     for slot in (-1, 48):
         with pytest.raises(IndexError, match="outside"):
-            rotary.rerotate_cached_keys(pages, torch.tensor([0]), torch.tensor([slot]), angles, angles)
+            rotary_embedding.rerotate_cached_keys(pages, torch.tensor([0]), torch.tensor([slot]), angles, angles)
 
 
 @pytest.mark.parametrize(("dim", "half"), [(16, 8), (10, 3), (6, 0), (512, 256)])
 def test_versions_of_queries(dim: int, half: int) -> None:
     q = torch.randn(3, 2, dim + 5)[:, :, :dim]
     rows, angles = torch.tensor([2, 0]), torch.randn(2, half)
-    found = rotary.rotate_queries(q, rows, angles.cos(), angles.sin())
+    found = rotary_embedding.rotate_queries(q, rows, angles.cos(), angles.sin())
     assert_near(found, reference.rotate_queries(q, rows, angles.cos(), angles.sin()), 1e-6)
     assert found.is_contiguous()
     for row in (-1, 3):
-        wrong = rotary.rotate_queries(q, torch.tensor([row, 0]), angles.cos(), angles.sin())
+        wrong = rotary_embedding.rotate_queries(q, torch.tensor([row, 0]), angles.cos(), angles.sin())
         assert wrong[3].isnan().all() and torch.equal(wrong[4:], found[4:])
     with pytest.raises(ValueError, match="cosines"):
-        rotary.rotate_queries(q, rows, angles[:1].cos(), angles.sin())
+        rotary_embedding.rotate_queries(q, rows, angles[:1].cos(), angles.sin())

@@ -9,11 +9,10 @@ import torch
 from helpers.device import DEVICE
 from helpers.interpreted import ON_THE_DEVICE, assert_near
 
-from windlass.kernels.backend import BackendOptions
-from windlass.kernels.operations.routing import Routing
-from windlass.kernels.torch import routed
-from windlass.kernels.triton import routing as routes
-from windlass.kernels.triton.backend import TritonBackend
+from windlass.kernels.backend import BackendOptions, Routing
+from windlass.kernels.torch import reference
+from windlass.kernels.triton import moe_routing as routes
+from windlass.kernels.triton.triton_backend import TritonBackend
 
 pytestmark = ON_THE_DEVICE
 
@@ -38,7 +37,7 @@ def test_routes_as_plain_torch(rule: dict[str, Any], experts: int) -> None:
         logits = (torch.randn(tokens, experts, generator=generator, device="cpu") * 3).to(DEVICE)
         for bias in (None, (torch.randn(experts, generator=generator, device="cpu") / 4).to(DEVICE)):
             assert routes.takes_routing(logits, routing)
-            found, wanted = routes.route(logits, routing, bias), routed.route(logits, routing, bias)
+            found, wanted = routes.route(logits, routing, bias), reference.route(logits, routing, bias)
             assert torch.equal(found.chosen, wanted.chosen)
             assert_near(found.weights, wanted.weights)
 
@@ -59,14 +58,14 @@ def test_the_first_of_equal_ones_wins() -> None:
         Routing(2, groups=2, group_score="largest"),
     ):
         logits = torch.tensor([[0.0, 1.0, 0.0, 1.0, 1.0, 0.0], [0.0] * 6])
-        assert torch.equal(routes.route(logits, routing, None).chosen, routed.route(logits, routing).chosen)
+        assert torch.equal(routes.route(logits, routing, None).chosen, reference.route(logits, routing).chosen)
 
 
 def test_what_is_no_number_shows_and_names_experts_that_there_are() -> None:
     for routing in (Routing(3), Routing(3, groups=3, top_groups=2), Routing(2, "sigmoid")):
         logits = torch.randn(2, 6)
         logits[1, 4] = torch.nan
-        found, wanted = routes.route(logits, routing, None), routed.route(logits, routing)
+        found, wanted = routes.route(logits, routing, None), reference.route(logits, routing)
         assert torch.equal(found.chosen, wanted.chosen)
         assert_near(found.weights, wanted.weights)
         assert found.weights[1].isnan().any() and not found.weights[0].isnan().any()

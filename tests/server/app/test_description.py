@@ -22,7 +22,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import taught
 from jsonschema import Draft202012Validator
 
-from windlass.engine.api.model_heads import ClassifierInfo
+from windlass.engine.interface.model_info import ClassifierInfo
 from windlass.server.app import app
 
 DOCS = Path(__file__).parents[3] / "docs"

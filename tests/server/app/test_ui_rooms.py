@@ -17,7 +17,7 @@ from helpers.rotary_formulas import by_formula
 from helpers.scripted_engine import LIKELY, ROTARY, UNLIKELY
 from playwright.sync_api import Browser, Page, expect
 
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 ROOMS = ("Chat", "Completion", "Rotary", "Attention", "Cache")
 YARN = {"rope_type": "yarn", "factor": 4, "beta_fast": 32, "beta_slow": 1}

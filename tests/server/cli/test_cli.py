@@ -20,8 +20,8 @@ from helpers.toy_tokenizers import byte_level
 from typer.main import get_command
 
 from windlass import __version__
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import (
+from windlass.engine.errors import LoadError
+from windlass.engine.interface.config import (
     AdapterConfig,
     CacheConfig,
     ComputeConfig,
@@ -32,9 +32,9 @@ from windlass.engine.api.config import (
     SchedulerConfig,
     SpeculationConfig,
 )
-from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import ScalingThreshold
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.auto_scaling import ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.cli import entry
 from windlass.server.cli import main as cli
 from windlass.server.cli.brief_help import MAIN
@@ -578,9 +578,9 @@ def test_bench_engine_passes_everything_on(scripted, monkeypatch, capsys, model)
         calls.append((config, batch_size, input_len, output_len))
         return {"decode_tokens_per_second": 123.456, "settings": {"batch_size": batch_size}}
 
-    module = types.ModuleType("windlass.engine.offline.bench")
+    module = types.ModuleType("windlass.engine.engine_benchmark")
     module.run_engine_benchmark = run_engine_benchmark
-    monkeypatch.setitem(sys.modules, "windlass.engine.offline.bench", module)
+    monkeypatch.setitem(sys.modules, "windlass.engine.engine_benchmark", module)
     arguments = ["bench", "engine", str(model), "--batch-size", "4", "--input-len", "64", "--output-len", "8"]
     assert cli.run([*arguments, "--json", "--threads", "1"]) == 0
     captured = capsys.readouterr()

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from windlass.server.cli import main as cli
-from windlass.server.cli.rope import commands
+from windlass.server.cli import rope
 
 YARN = '{"rope_type": "yarn", "factor": 4}'
 
@@ -107,7 +107,7 @@ def test_the_default_is_that_of_other_commands(
     model: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     asked = []
-    monkeypatch.setattr(commands, "choose_model", lambda given: (asked.append(given) or "first", model))
+    monkeypatch.setattr(rope, "choose_model", lambda given: (asked.append(given) or "first", model))
     assert inspect_json(capsys, YARN)["trained_length"] == 100
     assert cli.run(["rope", "inspect", YARN]) == 0 and capsys.readouterr().out.startswith("first, full_attention: yarn")
     assert asked == [None, None]

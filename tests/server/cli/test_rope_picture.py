@@ -15,15 +15,14 @@ from helpers.marks import slow_but
 from helpers.rotary_formulas import by_formula
 
 from windlass.engine.rotary import curves
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase
+from windlass.lab import encoding_formulas
+from windlass.lab.gallery import KINDS
+from windlass.lab.gallery_figures import choose_heads, draw_attention, draw_scalings, read_learned, read_pattern
+from windlass.lab.gallery_subject import LLAMA_2, make_subject
+from windlass.lab.plotting import save_figure
 from windlass.server.cli import main as cli
-from windlass.server.cli.rope.gallery import command, numbers
-from windlass.server.cli.rope.gallery.attending import choose_heads, draw_attention, read_pattern
-from windlass.server.cli.rope.gallery.distances import draw_scalings
-from windlass.server.cli.rope.gallery.encodings import read_learned
-from windlass.server.cli.rope.gallery.kinds import KINDS
-from windlass.server.cli.rope.gallery.style import save_figure
-from windlass.server.cli.rope.gallery.subject import LLAMA_2, make_subject
+from windlass.server.cli import rope
 from windlass.server.text.tokenizer import Tokenizer
 
 ROOT = Path(__file__).parents[3]
@@ -51,8 +50,10 @@ def test_scores_are_those_of_rotation_matrices() -> None:
     q, k = RNG.standard_normal((2, 6))
     for m, n in ((0, 0), (7, 2), (1005, 1000), (40, 3)):
         wanted = brute_score(q, k, m, n)
-        assert numbers.rotated(q, m, W) @ numbers.rotated(k, n, W) == pytest.approx(wanted, abs=1e-9)
-        assert numbers.scores(q, k, np.array([float(m - n)]), W)[0] == pytest.approx(wanted, abs=1e-9)
+        assert encoding_formulas.rotated(q, m, W) @ encoding_formulas.rotated(k, n, W) == pytest.approx(
+            wanted, abs=1e-9
+        )
+        assert encoding_formulas.scores(q, k, np.array([float(m - n)]), W)[0] == pytest.approx(wanted, abs=1e-9)
     ones = np.ones(6)
     assert curves.mean_cosine(np.array([9.0]), W)[0] == pytest.approx(brute_score(ones, ones, 12, 3) / 6)
 
@@ -68,13 +69,13 @@ def test_the_bound_bounds() -> None:
         q, k = RNG.standard_normal((2, 6))
         h = (q[:3] + 1j * q[3:]) * (k[:3] - 1j * k[3:])
         steps = np.abs(np.diff(np.append(h, 0)))
-        assert (np.abs(numbers.scores(q, k, distances, W)) <= steps.max() * bound * 3 + 1e-9).all()
+        assert (np.abs(encoding_formulas.scores(q, k, distances, W)) <= steps.max() * bound * 3 + 1e-9).all()
 
 
 def test_other_encodings_are_those_of_their_papers() -> None:
-    table = numbers.sinusoids(np.arange(5.0), 8)
+    table = encoding_formulas.sinusoids(np.arange(5.0), 8)
     assert table[3] == pytest.approx([f(3 / 10000 ** (i / 8)) for i in (0, 2, 4, 6) for f in (math.sin, math.cos)])
-    assert numbers.alibi_slopes(8) == pytest.approx([1 / 2**h for h in range(1, 9)])
+    assert encoding_formulas.alibi_slopes(8) == pytest.approx([1 / 2**h for h in range(1, 9)])
     # transformers' T5, decoders: 32 buckets, 128 tokens.
     import torch
     from transformers.models.t5.modeling_t5 import T5Attention
@@ -82,8 +83,8 @@ def test_other_encodings_are_those_of_their_papers() -> None:
     wanted = T5Attention._relative_position_bucket(
         -torch.arange(300), bidirectional=False, num_buckets=32, max_distance=128
     )
-    assert numbers.t5_buckets(np.arange(300.0)).tolist() == wanted.tolist()
-    matrix = numbers.relative(3, np.array([5.0, 6.0, 7.0]))
+    assert encoding_formulas.t5_buckets(np.arange(300.0)).tolist() == wanted.tolist()
+    matrix = encoding_formulas.relative(3, np.array([5.0, 6.0, 7.0]))
     assert matrix[2].tolist() == [7, 6, 5] and math.isnan(matrix[0, 1])
 
 
@@ -91,7 +92,7 @@ def test_errors_of_angles_grow_with_positions_in_float32_alone() -> None:
     q, k = RNG.standard_normal((2, 128))
     frequencies = np.array(10000.0 ** (-np.arange(64) / 64))
     places = np.unique(np.geomspace(1, 1e5, 200).round())
-    errors = numbers.invariance_errors(q, k, 5, places, frequencies)
+    errors = encoding_formulas.invariance_errors(q, k, 5, places, frequencies)
     assert errors["float64"].max() < 1e-12
     assert errors["float32"][-50:].max() > 100 * errors["float32"][:20].max()
     assert 1e-5 < errors["bfloat16"].max() < 1e-2
@@ -130,7 +131,7 @@ def test_every_kind_is_drawn_as_both(kind: str, tmp_path: Path, capsys: pytest.C
 
 
 def test_options_name_the_kinds_there_are() -> None:
-    assert list(KINDS) == list(command.PICTURE_KINDS)
+    assert list(KINDS) == list(rope.PICTURE_KINDS)
 
 
 def test_attention_of_a_real_layer(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

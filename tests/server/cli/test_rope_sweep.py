@@ -19,12 +19,12 @@ from helpers.rotary_oracles import Uncached, dynamic_frequencies, plain_frequenc
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.evaluation.scoring import Scorer
+from windlass.engine.interface.context import ContextRule
+from windlass.lab.perplexity_results import Curve, ScalingSweep, recommend
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_texts import SweptText
 from windlass.server.cli import main as cli
-from windlass.server.cli.rope import sweep_command
-from windlass.server.cli.rope.recommendation import recommend
-from windlass.server.cli.rope.sweep_results import Curve, ScalingSweep, SweptText
+from windlass.server.cli import rope
 from windlass.server.startup import launch
 from windlass.server.text.tokenizer import Tokenizer
 
@@ -355,10 +355,10 @@ def test_a_missing_model_is_one_line(text: Path, tmp_path: Path, capsys: pytest.
 def test_without_a_model_it_is_the_one_that_serve_takes(
     tasks: bool, model: Path, text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = {False: "windlass.server.cli.rope.sweep.run_sweep", True: "windlass.server.cli.rope.tasks.run.run_tasks"}
+    run = {False: "windlass.lab.perplexity_sweep.run_sweep", True: "windlass.lab.retrieval_sweep.run_tasks"}
     asked: list[Any] = []
     monkeypatch.setattr(run[tasks], asked.append)
-    monkeypatch.setattr(sweep_command, "choose_model", lambda given: (given or "first", model))
+    monkeypatch.setattr(rope, "choose_model", lambda given: (given or "first", model))
     more = ["--tasks", "passkey"] if tasks else ["--text", str(text)]
     for given in ([], [str(model)]):
         assert cli.run(["rope", "sweep", *given, "--out", str(tmp_path / "r.html"), *more]) == 0

@@ -13,12 +13,12 @@ from helpers.engines import make_core
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.lab.scoring import Scorer
+from windlass.lab.sweep_progress import SweepProgress, duration
 from windlass.server.cli import main as cli
-from windlass.server.cli.rope.sweep_progress import SweepProgress, duration
 from windlass.server.text.tokenizer import Tokenizer
 
 TRAINED, MAX_LEN = 32, 128

@@ -11,18 +11,20 @@ import numpy as np
 import pytest
 from helpers.toy_tokenizers import byte_level, llama_style
 
-from windlass.engine.api.context import ContextRule
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
-from windlass.server.cli.rope.tasks.candidates import TaskCandidate, task_candidates
-from windlass.server.cli.rope.tasks.certainty import PairedDifference, mcnemar, paired_bootstrap
-from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker, Question
-from windlass.server.cli.rope.tasks.kinds import ALL_TASKS, TASKS, Materials
-from windlass.server.cli.rope.tasks.measuring import Reading
-from windlass.server.cli.rope.tasks.results import DocumentReadings, TaskSweep
-from windlass.server.cli.rope.tasks.verdict import judge
-from windlass.server.cli.rope.tasks.vocabulary import THINGS
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
+from windlass.lab.candidates import TaskCandidate, task_candidates
+from windlass.lab.retrieval_documents import ALL_TASKS, TASKS, THINGS, Document, DocumentMaker, Materials, Question
+from windlass.lab.retrieval_results import (
+    DocumentReadings,
+    PairedDifference,
+    Reading,
+    TaskSweep,
+    judge,
+    mcnemar,
+    paired_bootstrap,
+)
 from windlass.server.text.tokenizer import Tokenizer
 
 LENGTH = 6000

@@ -14,13 +14,13 @@ from helpers.rotary_oracles import Uncached, plain_frequencies
 from helpers.tiny_models import make_model
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
 from windlass.engine.errors import RequestError
-from windlass.engine.offline.batch_scoring import BatchScorer, TextToScore
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.engine.scheduling.sequence import Sequence
+from windlass.lab.retrieval_documents import Document, DocumentMaker
+from windlass.lab.scoring import BatchScorer, TextToScore
 from windlass.server.cli import main as cli
-from windlass.server.cli.rope.tasks.documents import Document, DocumentMaker
 from windlass.server.startup import launch
 from windlass.server.text.tokenizer import Tokenizer
 

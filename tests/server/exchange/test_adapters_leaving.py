@@ -9,7 +9,7 @@ import httpx
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine
 
-from windlass.engine.api.adapters import AdapterSource
+from windlass.engine.interface.model_info import AdapterSource
 
 STREAM = {"model": "poet", "prompt": "a", "stream": True, "max_tokens": 200}
 

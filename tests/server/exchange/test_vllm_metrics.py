@@ -13,10 +13,10 @@ from helpers.scripted_engine import model_info
 from prometheus_client.parser import text_string_to_metric_families
 from prometheus_client.samples import Sample
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.request import STEP_TOKENS, EngineStats
 from windlass.engine.errors import DeadlineError
-from windlass.engine.scheduling.counters import SchedulerCounters
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.outputs import STEP_TOKENS, EngineStats
+from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
 
 LABELS = {"model_name": "toy", "engine": "0"}
 STATS = EngineStats(

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from windlass.engine.api.config import EngineConfig
+from windlass.engine.interface.config import EngineConfig
 from windlass.server.cli.main import bench_engine
 from windlass.server.options.engine import EngineOptions
 from windlass.server.options.engine_names import flat_names, from_flat, in_options, option_names, to_flat

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.ladder import ScalingThreshold
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.auto_scaling import ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.options.ladder import parse_ladder
 
 LONG = RopeScaling.from_dict({"rope_type": "yarn", "factor": 4})

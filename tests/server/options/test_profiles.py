@@ -7,7 +7,7 @@ import json
 import pytest
 
 from windlass.engine.errors import EngineError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.options.profiles import is_profile_name, parse_profiles
 
 YARN, LINEAR = {"rope_type": "yarn", "factor": 4}, {"rope_type": "linear", "factor": 2.5}

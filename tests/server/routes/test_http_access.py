@@ -14,7 +14,7 @@ import pytest
 from helpers.live_server import Live, live_server
 from prometheus_client.parser import text_string_to_metric_families
 
-from windlass.engine.api.request import EngineStats
+from windlass.engine.interface.outputs import EngineStats
 from windlass.server.app import auth
 from windlass.server.exchange import callers
 from windlass.server.options.key_file import ApiKey

@@ -11,7 +11,7 @@ import pytest
 from helpers.live_server import Live
 from helpers.scripted_engine import LIKELY, UNLIKELY, model_info
 
-from windlass.engine.api.request import EngineRequest
+from windlass.engine.interface.request import EngineRequest
 
 
 def texts(answer: dict[str, Any]) -> list[str]:
@@ -180,7 +180,7 @@ def test_streamed_logprobs_equal_whole_ones(live: Live) -> None:
 
 
 def test_minus_infinity_is_sent_as_a_number(live: Live) -> None:
-    from windlass.engine.api.request import TokenLogprobs
+    from windlass.engine.interface.outputs import TokenLogprobs
     from windlass.server.answers.logprob_layouts import CompletionLogprobLists
 
     layout = CompletionLogprobLists(live.tokenizer, 2, skip_special_tokens=True)

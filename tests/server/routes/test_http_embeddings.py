@@ -12,10 +12,11 @@ from helpers.live_server import Live, live_server
 from helpers.raw_client import connect, request
 from helpers.scripted_engine import ScriptedEngine, model_info
 
-from windlass.engine.api.model_heads import PoolingDefaults
-from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import EngineDeadError, RequestError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.model_info import PoolingDefaults
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import PoolingRule
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.routes.retrieval import embeddings
 from windlass.server.routes.retrieval.job import PoolingJob

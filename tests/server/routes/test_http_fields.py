@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 from helpers.live_server import Live
 
-from windlass.engine.api.request import RepeatPenalty, SamplingParams
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.request import RepeatPenalty, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.protocol.chat import ChatRequest
 from windlass.server.protocol.completions import CompletionRequest
 from windlass.server.text.breakers import breaker_tokens

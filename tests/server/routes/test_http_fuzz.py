@@ -14,7 +14,7 @@ from helpers.live_server import live_server, parse_events
 from helpers.mutations import ITEM_TEMPLATES, PROMPT_TEMPLATES, TEMPLATES, Mutator
 from helpers.toy_tokenizers import taught
 
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 SEED = 20261121
 

@@ -15,7 +15,7 @@ from helpers.parsed_answers import numbered, put_together
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.request import ThinkingBudget
+from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.text.chat_template import ChatTemplate
 from windlass.server.text.parsing.events import Event
 from windlass.server.text.parsing.reasoning.channels import ChannelParser

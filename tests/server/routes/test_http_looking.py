@@ -11,10 +11,9 @@ from helpers.live_server import Live, live_server
 from helpers.rotary_formulas import by_formula
 from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.request import EngineStats
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.outputs import EngineStats
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
 
 ATTENTION, CURVES = "/v1/attention", "/v1/rotary/curves"
 YARN = {"rope_type": "yarn", "factor": 4.0}

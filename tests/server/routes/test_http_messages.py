@@ -14,7 +14,7 @@ from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
 from windlass.engine.errors import EngineDeadError, QueueFullError
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.rotary.rotary_policy import RotaryReport
 from windlass.server.errors import ApiError, error_body
 
 PATH = "/v1/messages"

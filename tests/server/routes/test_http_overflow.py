@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from helpers.live_server import Live, live_server
 
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.rotary.rotary_policy import RotaryReport
 
 CHAT = "/v1/chat/completions"
 

@@ -14,9 +14,10 @@ from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.tiny_rerankers import qwen3_prompt, tokenizer
 
-from windlass.engine.api.model_heads import ClassifierInfo
-from windlass.engine.api.pooling import PooledRows, PoolingRule
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import ClassifierInfo
+from windlass.engine.interface.outputs import PooledRows
+from windlass.engine.interface.request import PoolingRule
 from windlass.server.exchange.streaming import Exchange
 from windlass.server.options.settings import RankSettings
 from windlass.server.routes.retrieval import ranking as ranking_routes

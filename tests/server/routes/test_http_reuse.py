@@ -12,7 +12,7 @@ from helpers.live_server import Live, live_server
 from helpers.real_server import RealServer, serve
 
 from windlass.clients.rotary_types import ContextUse
-from windlass.engine.api.context import NonPrefixReuseParams
+from windlass.engine.interface.context import NonPrefixReuseParams
 from windlass.server.generation.context_rules import DEFAULT_RECOMPUTE, MIN_PASSAGE_TOKENS
 
 CHAT = "/v1/chat/completions"

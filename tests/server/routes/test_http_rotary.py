@@ -11,11 +11,11 @@ import pytest
 from helpers.live_server import Live, live_server
 from helpers.scripted_engine import ROTARY, ScriptedEngine, model_info
 
-from windlass.engine.api.request import EngineRequest, EngineStats
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.policy import RotaryReport
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.interface.outputs import EngineStats
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
+from windlass.engine.rotary.rotary_policy import RotaryReport
 from windlass.server.generation.request_rotation import check_profiles
 
 PATH, INSPECT = "/v1/completions", "/v1/rotary/inspect"

@@ -12,8 +12,8 @@ from helpers.real_server import RealServer, serve
 from helpers.scripted_engine import ScriptedEngine, model_info
 
 from windlass.clients import Client
-from windlass.engine.api.context import ContextReport, ContextRule
-from windlass.engine.rotary.policy import RotaryReport
+from windlass.engine.interface.context import ContextReport, ContextRule
+from windlass.engine.rotary.rotary_policy import RotaryReport
 
 CHAT = "/v1/chat/completions"
 COMPLETIONS = "/v1/completions"

@@ -13,8 +13,8 @@ from helpers.live_server import TEMPLATE, Live, live_server
 from helpers.scripted_engine import ScriptedEngine, model_info
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.request import ThinkingBudget
-from windlass.engine.sampling.thinking import forced_token
+from windlass.engine.interface.request import ThinkingBudget
+from windlass.engine.sampling.logits_processor import forced_token
 
 PATH = "/v1/chat/completions"
 USER = [{"role": "user", "content": "hello"}]

@@ -11,10 +11,9 @@ from helpers.scripted_engine import model_info
 from helpers.served import Served
 from helpers.toy_tokenizers import byte_level
 
-from windlass.engine.api.request import EngineStats
-from windlass.engine.client import EngineClient
-from windlass.engine.rotary.groups import apply_scaling
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.client.engine_client import EngineClient
+from windlass.engine.interface.outputs import EngineStats
+from windlass.engine.rotary.rope_scaling import RopeScaling, apply_scaling
 from windlass.server.exchange.metrics import ServerMetrics
 from windlass.server.startup import activity
 from windlass.server.startup.activity import activity_line

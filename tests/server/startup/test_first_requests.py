@@ -54,7 +54,7 @@ def test_first_requests_import_nothing(options: tuple[str, ...], monkeypatch: py
             assert time.monotonic() < end
             time.sleep(0.01)
         loaded = server.log.read_text()
-        assert "windlass.engine.execution.runner" in loaded  # the engine's imports are seen, too
+        assert "windlass.engine.execution.model_runner" in loaded  # the engine's imports are seen, too
         assert not re.search(r"\| +torch\._dynamo$", loaded, re.MULTILINE)  # a second's import that nothing here needs
         with httpx.Client(base_url=server.url, timeout=30) as client:
             statuses = [client.request(method, path, json=body).status_code for method, path, body in REQUESTS]

@@ -15,7 +15,7 @@ from helpers.gguf_conversion import byte_vocabulary, convert, metadata_of, tenso
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.pooling_files import read_pooling
+from windlass.engine.model.loading.sentence_transformers_files import read_pooling
 from windlass.server.startup import derived
 from windlass.server.startup.choice import choose_model
 from windlass.server.startup.gguf_directory import derive_directory, source_stem

@@ -24,7 +24,7 @@ import windlass
 from windlass import LLM
 from windlass.clients import APIConnectionError, APIError, APIStatusError, BadRequestError, Client
 from windlass.engine.errors import LoadError
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.rotary.rope_scaling import RopeScaling
 from windlass.server.options.server import ServerOptions
 from windlass.server.startup.in_process.keywords import ANSWER_OPTIONS, read_options
 

@@ -87,13 +87,13 @@ def test_a_long_run_with_trouble_is_objects_without_prompts_and_keys(tmp_path: P
     for said in ("listening on", "serves demo", "running 1, waiting 0", "killed by SIGKILL", "crash report", "stopped"):
         assert said in messages, said
     (death,) = [each for each in found if "crash report" in each["message"]]
-    assert death["level"] == "error" and death["logger"] == "windlass.engine.client"
+    assert death["level"] == "error" and death["logger"] == "windlass.engine.client.engine_client"
 
 
 def test_what_libraries_and_tracebacks_write_becomes_lines_too(tmp_path: Path) -> None:
     code = """if True:
         import logging, os, sys, threading, warnings
-        from windlass.engine.api.json_log import log_as_json
+        from windlass.engine.process_setup import log_as_json
         log_as_json("engine", "info")
         print("half", end="", file=sys.stderr); print(" a line", file=sys.stderr)
         os.write(2, b"from below\\nand \\xff more\\n")

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.metadata import _sampling
+from windlass.engine.model.gguf.gguf_description import _sampling
 from windlass.server.options.settings import SamplingDefaults
 from windlass.server.startup.choice import known_sampling
 from windlass.server.startup.model_defaults import ModelSampling, find_sampling

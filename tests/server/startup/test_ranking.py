@@ -10,8 +10,8 @@ import pytest
 from helpers.tiny_rerankers import add_logit_score
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.model_spec import ModelSpec
 from windlass.server.options.server import ServerOptions
 from windlass.server.options.settings import RankSettings
 from windlass.server.startup.ranking import rank_settings

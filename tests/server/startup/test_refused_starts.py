@@ -18,10 +18,10 @@ from helpers.device import DEVICE
 from helpers.refused import inside, program, reason
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.config import EngineConfig
-from windlass.engine.api.machine import available_memory
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.refusals import check_replicas
+from windlass.engine.host_resources import available_memory
+from windlass.engine.interface.config import EngineConfig
+from windlass.engine.model.loading.preflight import check_replicas
 
 DEMO = Path(__file__).parents[3] / "models" / "demo"
 
@@ -229,7 +229,7 @@ def test_a_gpu_that_is_not_there() -> None:
 @pytest.fixture
 def cuda_build(monkeypatch: pytest.MonkeyPatch) -> None:
     """The server takes its torch for one with CUDA; the engine's process finds out that there is no GPU."""
-    monkeypatch.setattr("windlass.engine.model.loading.device._torch_has_cuda", lambda: True)
+    monkeypatch.setattr("windlass.engine.model.loading.preflight._torch_has_cuda", lambda: True)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")

@@ -6,7 +6,7 @@ import re
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from windlass.engine.api.request import ThinkingBudget
+from windlass.engine.interface.request import ThinkingBudget
 from windlass.server.errors import bad_request
 from windlass.server.text.parsing.events import OutputParser, ParsingPlan, PlainText
 from windlass.server.text.parsing.reasoning.channels import ChannelParser

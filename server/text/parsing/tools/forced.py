@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.api.grammar_limits import MAX_GRAMMAR_CHARACTERS
+from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.schemas import held, names_all
 
 MOST_CALLS = 16  # that a grammar asks for; a model that does not know when to stop is stopped here

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from windlass.engine.api.grammar_limits import MAX_GRAMMAR_CHARACTERS
+from windlass.engine.interface.validation import MAX_GRAMMAR_CHARACTERS
 from windlass.server.text.finite import target
 from windlass.server.text.parsing.tools.forced import (
     MAX_MEMBERS,

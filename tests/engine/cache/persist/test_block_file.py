@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from safetensors.torch import load
 
-from windlass.engine.cache.persist.block_file import (
+from windlass.engine.cache.disk_tier import (
     BlockFormat,
     DamagedBlockError,
     ForeignBlockError,
@@ -17,7 +17,8 @@ from windlass.engine.cache.persist.block_file import (
     passage_in,
     read_metadata,
 )
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
 
 KEY = BlockKey(0, bytes(range(32)))
 FORMS = [[PlaneForm((2, 4, 3), "BF16", 48), PlaneForm((2, 4), "F32", 32)], [PlaneForm((1, 8), "I8", 8)]]

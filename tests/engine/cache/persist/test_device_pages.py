@@ -11,15 +11,19 @@ import torch
 from helpers.little_memory import NO_ROOM
 from helpers.played_copies import PlayedCopies
 
-from windlass.engine.cache.changes import LoadedBlock
-from windlass.engine.cache.persist import device_pages, tier
-from windlass.engine.cache.persist.block_file import BlockFormat
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.device_pages import DeviceBlockTransfer, staging_bytes
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
-from windlass.engine.cache.persist.pages import CPUBlockTransfer, bytes_of_blocks
-from windlass.engine.cache.persist.rows import consecutive_runs
-from windlass.engine.cache.persist.tier import HostTier
+from windlass.engine.cache import host_tier
+from windlass.engine.cache.cache_operations import LoadedBlock
+from windlass.engine.cache.disk_tier import BlockFormat, PersistCounters
+from windlass.engine.cache.host_tier import (
+    CPUBlockTransfer,
+    DeviceBlockTransfer,
+    HostTier,
+    bytes_of_blocks,
+    consecutive_runs,
+    staging_bytes,
+)
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
 
 _BLOCKS, _LAYERS = 24, 3
 SHAPES: dict[str, list[list[tuple[tuple[int, ...], torch.dtype]]]] = {
@@ -155,8 +159,8 @@ def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypat
 
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are filled again once what was in them has been copied, and not before; copies are made as late as can be here."""
-    monkeypatch.setattr(device_pages, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
-    monkeypatch.setattr(device_pages, "_ARRIVING", 1)
+    monkeypatch.setattr(host_tier, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
+    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(12))
     assert len(made.copies.queues[0].asked) == 4 and made.copies.queues[0].done == 2  # the first two, for their rows
@@ -204,7 +208,7 @@ def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
 
 
 def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tier, "_COPY_SECONDS", 60.0)
+    monkeypatch.setattr(host_tier, "_COPY_SECONDS", 60.0)
     made = Pages("bfloat16")
     key = BlockKey(0, b"a" * 32)
     assert made.tier.acquire(key) is None
@@ -218,7 +222,7 @@ def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.Monkey
 
 
 def test_no_room_for_what_arrives_ends_with_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_pages, "_ARRIVING", 1)
+    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(8))
     tickets: list[int] = []
@@ -258,8 +262,8 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_no_more_is_taken_of_the_device_than_is_said(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_pages, "_LEAVING", 3000)
-    monkeypatch.setattr(device_pages, "_ARRIVING", 9000)
+    monkeypatch.setattr(host_tier, "_LEAVING", 3000)
+    monkeypatch.setattr(host_tier, "_ARRIVING", 9000)
     made: list[torch.Tensor] = []
     empty: Callable[..., torch.Tensor] = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *given, **named: made.append(empty(*given, **named)) or made[-1])

@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist.block_file import BlockFormat, DamagedBlockError, ForeignBlockError, PlaneForm
-from windlass.engine.cache.persist.directory import BlockDirectory
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
+from windlass.engine.cache.disk_tier import BlockDirectory, BlockFormat, DamagedBlockError, ForeignBlockError, PlaneForm
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
 
 FORMS = [[PlaneForm((2, 512), "F32", 4096)]]
 PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2), (b"scope",))
@@ -181,9 +181,9 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from windlass.engine.cache.persist.block_file import BlockFormat, PlaneForm
-from windlass.engine.cache.persist.directory import BlockDirectory
-from windlass.engine.cache.persist.keys import BlockKey
+from windlass.engine.cache.disk_tier import BlockFormat, PlaneForm
+from windlass.engine.cache.disk_tier import BlockDirectory
+from windlass.engine.cache.non_prefix_reuse import BlockKey
 
 forms = [[PlaneForm((2, 512), "F32", 4096)]]
 folder = BlockDirectory(Path(sys.argv[1]), BlockFormat(b"n" * 32, forms), 1 << 30)

@@ -6,8 +6,8 @@ import pytest
 import torch
 from helpers.played_copies import PlayedCopies
 
-from windlass.engine.cache.persist import host_rows
-from windlass.engine.cache.persist.host_rows import PinnedRows, pinned_rows_within
+from windlass.engine.cache import host_tier
+from windlass.engine.cache.host_tier import PinnedRows, pinned_rows_within
 
 KIB = 1 << 10
 
@@ -28,7 +28,7 @@ class _Pinned(PlayedCopies):
 @pytest.mark.parametrize("asked", [64 * KIB, 100 * KIB, 3 * 64 * KIB, 1000 * KIB, 999_999])
 @pytest.mark.parametrize("sizes", [[1024], [520], [1000, 24], [1032, 2064, 8]], ids=repr)
 def test_no_more_is_pinned_than_was_asked_for(asked: int, sizes: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_rows, "_PIECE", 64 * KIB)
+    monkeypatch.setattr(host_tier, "_PIECE", 64 * KIB)
     copies, rows = _Pinned(), pinned_rows_within(asked, sizes)
     for size in sizes:
         PinnedRows(copies, rows, size // 8, torch.int64)
@@ -40,7 +40,7 @@ def test_no_more_is_pinned_than_was_asked_for(asked: int, sizes: list[int], monk
 
 
 def test_a_row_larger_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_rows, "_PIECE", KIB)
+    monkeypatch.setattr(host_tier, "_PIECE", KIB)
     copies = _Pinned()
     PinnedRows(copies, pinned_rows_within(17 * KIB, [5000]), 625, torch.int64)
     assert copies.taken == [8 * KIB, 8 * KIB]
@@ -49,7 +49,7 @@ def test_a_row_larger_than_a_piece(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_every_row_is_where_it_was_put(monkeypatch: pytest.MonkeyPatch) -> None:
     """One by one, and many that lie side by side through several pieces."""
-    monkeypatch.setattr(host_rows, "_PIECE", KIB)
+    monkeypatch.setattr(host_tier, "_PIECE", KIB)
     copies, words = _Pinned(), 13  # 9 rows in a piece, then 4, 2 and 1
     rows = PinnedRows(copies, 34, words, torch.int64)
     assert len(copies.taken) == 6 and sum(copies.taken) == 3 * KIB + 512 + 256 + 128

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from windlass.engine.cache.persist.pages import CPUBlockTransfer
+from windlass.engine.cache.host_tier import CPUBlockTransfer
 
 
 @pytest.mark.parametrize("layers", [1, 2])

@@ -9,12 +9,10 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.fetch import WantedBlock
-from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.known import TierIndex
-from windlass.engine.cache.persist.pages import CPUBlockTransfer
-from windlass.engine.cache.persist.reader import BlockFileReader
+from windlass.engine.cache.block_store import BlockFileReader, WantedBlock
+from windlass.engine.cache.disk_tier import PersistCounters, TierIndex
+from windlass.engine.cache.host_tier import CPUBlockTransfer
+from windlass.engine.cache.prefix_cache import BlockKey
 
 WANTED = [WantedBlock(BlockKey(0, bytes([number]) * 32), number) for number in range(4)]
 

@@ -10,13 +10,11 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.host_source import HostSource
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
-from windlass.engine.cache.persist.pages import CPUBlockTransfer
-from windlass.engine.cache.persist.store import BlockNamespace, BlockStore, PersistFolder
-from windlass.engine.cache.persist.tier import HostTier
-from windlass.engine.cache.persist.unwritten import EVICTED
+from windlass.engine.cache.block_store import EVICTED, BlockNamespace, BlockStore, HostSource, PersistFolder
+from windlass.engine.cache.disk_tier import PersistCounters
+from windlass.engine.cache.host_tier import CPUBlockTransfer, HostTier
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
 
 PAGES = CPUBlockTransfer([[torch.zeros(2, 8, 4, 3)]])
 
@@ -27,8 +25,8 @@ def key(number: int) -> BlockKey:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore]]:
-    monkeypatch.setattr("windlass.engine.cache.persist.writer._FIRST_PAUSE", 0.02)
-    monkeypatch.setattr("windlass.engine.cache.persist.writer._LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.02)
     made: list[BlockStore] = []
 
     def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:

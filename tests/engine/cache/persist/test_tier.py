@@ -1,8 +1,9 @@
 """The books of the blocks that the host's memory holds."""
 
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.keys import BlockKey, PassageRecord
-from windlass.engine.cache.persist.tier import HostTier
+from windlass.engine.cache.disk_tier import PersistCounters
+from windlass.engine.cache.host_tier import HostTier
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
 
 DIGEST = b"d" * 32
 PASSAGE = PassageRecord(b"p" * 32, 0, (1, 2, 3, 4), (b"me",))

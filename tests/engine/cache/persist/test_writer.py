@@ -12,15 +12,11 @@ import pytest
 import torch
 from helpers.eventually import eventually
 
-from windlass.engine.cache.persist import writer
-from windlass.engine.cache.persist.block_file import BlockFormat
-from windlass.engine.cache.persist.counts import PersistCounters
-from windlass.engine.cache.persist.directory import BlockDirectory
-from windlass.engine.cache.persist.keys import BlockKey
-from windlass.engine.cache.persist.known import TierIndex
-from windlass.engine.cache.persist.pages import CPUBlockTransfer
-from windlass.engine.cache.persist.unwritten import QueuedBlock, WriteQueue
-from windlass.engine.cache.persist.writer import BlockFileWriter
+from windlass.engine.cache import block_store
+from windlass.engine.cache.block_store import BlockFileWriter, QueuedBlock, WriteQueue
+from windlass.engine.cache.disk_tier import BlockDirectory, BlockFormat, PersistCounters, TierIndex
+from windlass.engine.cache.host_tier import CPUBlockTransfer
+from windlass.engine.cache.prefix_cache import BlockKey
 
 PAGES = CPUBlockTransfer([[torch.zeros(2, 8, 4, 3)]])
 
@@ -109,7 +105,7 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
     def sleep(seconds: float) -> None:
         now[0] += seconds
 
-    monkeypatch.setattr(writer, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
+    monkeypatch.setattr(block_store, "time", SimpleNamespace(monotonic=lambda: now[0], sleep=sleep))
     at, enough = writing(), threading.Event()
     fail, folder = at.counts.fail, at.folder.folder
 

@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from windlass.engine.cache.prefix import HashChain
-from windlass.engine.client.replicas.choice import MAX_EXTRA_LOAD, PrefixRouter
-from windlass.engine.client.replicas.prefix import digest_chain
+from windlass.engine.cache.prefix_cache import HashChain
+from windlass.engine.client.prefix_router import MAX_EXTRA_LOAD, PrefixRouter, digest_chain
 
 BLOCK = 32
 

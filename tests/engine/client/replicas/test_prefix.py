@@ -8,11 +8,11 @@ from typing import Any
 import pytest
 from helpers.scripted_engine import model_info
 
-from windlass.engine.api.config import RotaryConfig
-from windlass.engine.api.context import ContextRule
-from windlass.engine.api.request import EngineRequest, SamplingParams
-from windlass.engine.client.replicas.prefix import MAX_KEY_BLOCKS, PrefixKeys
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.client.prefix_router import MAX_KEY_BLOCKS, PrefixKeys
+from windlass.engine.interface.config import RotaryConfig
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import EngineRequest, SamplingParams
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 PROMPT = list(range(100))
 

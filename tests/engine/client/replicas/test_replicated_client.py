@@ -15,13 +15,13 @@ from helpers.eventually import eventually
 from helpers.scripted_core import BUG, FIRST_TOKEN, REFUSE
 from helpers.waiting_core import POISON
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.looks import CacheGroupSnapshot, CacheQuery, CacheSequenceSnapshot, CacheSnapshot
-from windlass.engine.api.request import EngineRequest, EngineStats, SamplingParams
-from windlass.engine.client.process import ProcessClient
-from windlass.engine.client.replicas.client import ReplicatedClient
-from windlass.engine.client.replicas.sums import concat_cache_snapshots, sum_stats
+from windlass.engine.client.process_client import ProcessClient
+from windlass.engine.client.replicated_client import ReplicatedClient, concat_cache_snapshots, sum_stats
 from windlass.engine.errors import EngineDeadError, EngineError, LoadError, QueueFullError, RequestError
+from windlass.engine.interface.introspection import CacheGroupSnapshot, CacheQuery, CacheSequenceSnapshot, CacheSnapshot
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.outputs import EngineStats
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 
 TESTS = Path(__file__).parents[3]
 
@@ -37,7 +37,7 @@ def anyio_backend():
 def scripted(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, (str(TESTS), os.environ.get("PYTHONPATH")))))
     monkeypatch.setenv("SCRIPT_STEP_SECONDS", "0.005")
-    monkeypatch.setattr("windlass.engine.client.statistics.STATS_TIMEOUT", 20.0)  # fresh ones are asserted
+    monkeypatch.setattr("windlass.engine.client.request_router.STATS_TIMEOUT", 20.0)  # fresh ones are asserted
 
 
 def make_client(replicas: int = 2, **values) -> ReplicatedClient:

@@ -10,8 +10,8 @@ from helpers.adapters import ALL, merged, save_adapter
 from helpers.engines import Finished, greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.model_info import AdapterSource
 
 PROMPT = [3, 17, 42, 8, 99, 23, 54, 11, 76, 5, 31, 90]
 SETTINGS = [

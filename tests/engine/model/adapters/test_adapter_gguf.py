@@ -16,8 +16,8 @@ from helpers.rewritten_weights import logits
 from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import AdapterSource
 
 
 @pytest.mark.parametrize("interleaved", [True, False])

@@ -10,9 +10,9 @@ from helpers.adapters import save_adapter
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterInfo, AdapterSource
 from windlass.engine.errors import RequestError
-from windlass.engine.model.adapters.adapter import Adapter, LoadedAdapters
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.model.lora import Adapter, LoadedAdapters
 from windlass.kernels import LowRankPart, LowRankTarget, LowRankUpdate, select_backend
 
 PROMPT = list(range(3, 40))

@@ -10,8 +10,8 @@ import torch
 from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import AdapterSource
 
 peft = pytest.importorskip("peft")
 transformers = pytest.importorskip("transformers")

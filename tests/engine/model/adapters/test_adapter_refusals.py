@@ -16,13 +16,13 @@ from helpers.little_memory import NO_ROOM
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.config import AdapterConfig
-from windlass.engine.core import adapter_shelf
+from windlass.engine.core import adapter_manager
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import DeviceMemoryError, LoadError, RequestError
-from windlass.engine.model.loading import adapter_config
-from windlass.engine.model.loading.adapter_config import read_peft_config
+from windlass.engine.interface.config import AdapterConfig
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.model.loading import adapter_loader
+from windlass.engine.model.loading.adapter_loader import read_peft_config
 
 A = "base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight"
 MODULE = A.removesuffix(".lora_A.weight")
@@ -121,7 +121,7 @@ def test_a_device_without_memory_for_it_says_so(
         raise torch.OutOfMemoryError(NO_ROOM)
 
     with monkeypatch.context() as patched:
-        patched.setattr(adapter_shelf, "read_adapter", fails)
+        patched.setattr(adapter_manager, "read_adapter", fails)
         with pytest.raises(DeviceMemoryError, match="the adapter poet"):
             core.read_adapter(source).result(30)
     assert core.stats().adapters_loaded == 0
@@ -141,7 +141,7 @@ def test_patterns_are_compiled_once(model: Path, tmp_path: Path, monkeypatch: py
         "[ou]_proj": 5,
     }
     described = read_peft_config(save_adapter(tmp_path / "adapter", model, rank_pattern=patterns, alpha=4.0), 8)
-    monkeypatch.setattr(adapter_config, "re", None)
+    monkeypatch.setattr(adapter_loader, "re", None)
     found = [described.rank_of(f"model.layers.7.{name}_proj") for name in "qkvou"]
     assert found == [8, 4, 3, 5, 5]
     assert described.rank_of("model.layers.1007.q_proj") == described.rank_of("x.model.layers.7.v_proj") == 4

@@ -13,8 +13,8 @@ from helpers.engines import Finished, greedy, make_core, run
 from helpers.gguf_models import make_gguf
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.interface.model_info import AdapterSource
 from windlass.kernels import cpu
 
 pytestmark = [

@@ -12,9 +12,9 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import AdapterSource
 
 PROMPT = list(range(3, 20))
 HALVES = [torch.bfloat16, torch.float16]

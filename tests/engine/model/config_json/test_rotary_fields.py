@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.rotary.scaling import RopeScaling, resolve
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.rotary.rope_scaling import RopeScaling, resolve
 
 GPT_OSS = {
     "rope_type": "yarn",

@@ -11,8 +11,8 @@ from transformers import CONFIG_MAPPING, AutoConfig
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.config_json.unsupported import describe_architecture
-from windlass.engine.model.families.reading import read_spec
 from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.families.spec_reader import read_spec
 
 RECURRENT = "a hybrid of attention and recurrent layers, whose state is no cache of keys and values,"
 REASONS = {

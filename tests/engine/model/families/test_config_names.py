@@ -25,9 +25,8 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding
 from transformers.models.smollm3.modeling_smollm3 import SmolLM3RotaryEmbedding
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_layout, read_rotary_groups, read_spec
-from windlass.engine.rotary.groups import RotaryGroup, apply_scaling
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase, resolve
+from windlass.engine.model.families.spec_reader import read_layout, read_rotary_groups, read_spec
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, apply_scaling, resolve
 
 MODULES = {
     "llama": LlamaRotaryEmbedding,

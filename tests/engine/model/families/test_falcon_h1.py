@@ -16,13 +16,13 @@ from helpers.engines import make_core
 from helpers.rewritten_weights import logits
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.state_space import StateSpaceSpec
 
 # In the shape of tiiuae/Falcon-H1-0.5B-Instruct.
 PUBLISHED: dict[str, Any] = {

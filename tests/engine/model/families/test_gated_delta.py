@@ -11,14 +11,14 @@ import transformers
 from helpers import tiny_experts, tiny_families
 from helpers.tiny_models import SIZES, make_model
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_config_of
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.delta_spec import GatedDeltaNetNames, GatedDeltaNetSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.families.multimodal import text_config_of
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.moe import MoESpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
+from windlass.engine.model.model_spec import ModelSpec
 
 STATE, ATTENTION = "linear_attention", "full_attention"
 # As Qwen/Qwen3.5-27B has it, but for what says how images are seen.

@@ -10,11 +10,11 @@ import transformers
 from helpers.tiny_families import FAMILIES
 from helpers.tiny_models import SIZES, make_model
 
-from windlass.engine.cache.layout import KVGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.model_spec import ModelSpec
 
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 

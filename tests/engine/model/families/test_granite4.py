@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 from helpers.tiny_models import make_model
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_rotary_groups, read_spec
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.families.spec_reader import read_rotary_groups, read_spec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
+from windlass.engine.model.feed_forward.moe import MoESpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.state_space import StateSpaceSpec
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["GraniteMoeHybridForCausalLM"],

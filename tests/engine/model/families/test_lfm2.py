@@ -10,15 +10,15 @@ import transformers
 from helpers import tiny_experts, tiny_families
 from helpers.tiny_models import SIZES, make_model
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.families.text_part import text_config_of
-from windlass.engine.model.feed_forward.experts_spec import MoESpec, RouterSpec
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.short_convolution_spec import ShortConvolutionSpec
-from windlass.engine.model.spec import ModelSpec
+from windlass.engine.model.families.multimodal import text_config_of
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
+from windlass.engine.model.feed_forward.moe import MoESpec, RouterSpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
+from windlass.engine.model.model_spec import ModelSpec
 
 CONV, ATTENTION = "conv", "full_attention"
 ATTENDING = (2, 5, 8, 10, 12, 14)

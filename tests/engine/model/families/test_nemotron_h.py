@@ -17,16 +17,16 @@ from helpers.rewritten_weights import PROMPT, logits
 from helpers.tiny_unrotated import logits_of, make_unrotated
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.evaluation.attention import attention_weights
-from windlass.engine.evaluation.scoring import Scorer
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.feed_forward.experts_spec import MoESpec
-from windlass.engine.model.feed_forward.plain_spec import PlainMLPNames, PlainMLPSpec
+from windlass.engine.execution.attention_maps import attention_weights
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.feed_forward.mlp import PlainMLPNames, PlainMLPSpec
+from windlass.engine.model.feed_forward.moe import MoESpec
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.mixers.attention_spec import AttentionSpec
-from windlass.engine.model.mixers.state_space_spec import StateSpaceSpec
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.state_space import StateSpaceSpec
+from windlass.lab.scoring import Scorer
 
 PATTERN = "M-M-M-MM-M-M-M*-M-M-M*-M-M-M-M*-M-M-M-M*-M-MM-M-M-M-M-M-"
 # In the shape of nvidia/NVIDIA-Nemotron-Nano-9B-v2, whose file has kinds of layers as letters.

@@ -23,12 +23,11 @@ from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
+from windlass.engine.model.families.spec_reader import read_spec
 from windlass.engine.model.gguf.architectures import ARCHITECTURES as READ
-from windlass.engine.model.gguf.description import GGUFDescription, describe_gguf
-from windlass.engine.model.spec import ModelSpec
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import resolve
+from windlass.engine.model.gguf.gguf_description import GGUFDescription, describe_gguf
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.rotary.rope_scaling import RotaryGroup, resolve
 
 # What GGUF cannot say, so that a conversion drops it: windows that llama.cpp does not use, another scale of Gemma's scores.
 _NOT_WRITTEN: dict[str, dict[str, Any]] = {

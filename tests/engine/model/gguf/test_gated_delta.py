@@ -14,9 +14,9 @@ from helpers.gguf_delta import convert, tensors_of
 from helpers.gguf_logits import PROMPT, derived, logits
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.adapters import AdapterSource
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 from windlass.kernels import FORMS, BlockWeight
 
 # The family, and what GGUF cannot say of its tiny model, so that a conversion would drop it.

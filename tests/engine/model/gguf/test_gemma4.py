@@ -18,8 +18,8 @@ from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 from windlass.kernels import FORMS, BlockWeight
 
 # What a conversion drops: there are no biases in such files.

@@ -13,8 +13,8 @@ from helpers.tiny_models import make_model
 from helpers.tiny_unrotated import make_unrotated
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 
 FAMILIES = ["granite4_h", "granite4_h_experts", "granite4_h_nope", "granite4_h_nope_experts"]
 PREFIX = "granitehybrid"

@@ -14,8 +14,8 @@ from helpers.gguf_conversion import metadata_of, tensors_of, write
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.description import describe_gguf
-from windlass.engine.model.gguf.reader import read_header
+from windlass.engine.model.gguf.gguf_description import describe_gguf
+from windlass.engine.model.gguf.gguf_reader import read_header
 
 U32, STRING, ARRAY, U64 = 4, 8, 9, 10
 _MOST_MEMORY = 64 << 20  # bytes; what a file of a few kilobytes may make the reader take

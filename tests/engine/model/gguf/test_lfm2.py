@@ -12,7 +12,7 @@ from helpers.gguf_logits import derived, logits
 from helpers.tiny_models import make_model
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.description import describe_gguf
+from windlass.engine.model.gguf.gguf_description import describe_gguf
 
 # The family, and what GGUF cannot say of its tiny model, so that a conversion would drop it.
 CASES: dict[str, dict[str, Any]] = {

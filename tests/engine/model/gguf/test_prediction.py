@@ -19,10 +19,10 @@ from helpers.prediction_layers import PredictionOracle, make_predicting
 from helpers.proposals import Proposed, mtp_engine, predictor_of
 from safetensors.torch import load_file
 
-from windlass.engine.api.request import EngineRequest
 from windlass.engine.errors import LoadError
-from windlass.engine.model.gguf.description import describe_gguf
-from windlass.engine.model.loading.sizing import size_model
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.model.gguf.gguf_description import describe_gguf
+from windlass.engine.model.loading.model_size import size_model
 from windlass.kernels import FORMS, BlockWeight
 
 # The families, and what GGUF cannot say of their tiny models, so that a conversion would drop it.

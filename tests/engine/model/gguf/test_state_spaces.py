@@ -16,12 +16,11 @@ from helpers.gguf_state_spaces import architecture, convert
 from helpers.tiny_models import Reference, make_model
 from helpers.tiny_unrotated import logits_of, make_unrotated
 
-from windlass.engine.cache.layout import KVGroupSpec, StateGroupSpec
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec, StateGroupSpec
 from windlass.engine.errors import LoadError
-from windlass.engine.model.families.reading import read_spec
-from windlass.engine.model.gguf.description import describe_gguf
-from windlass.engine.model.gguf.metadata import read_gguf_config
-from windlass.engine.model.gguf.tensor_names import GGUFTensorLocation, map_tensors
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.gguf.gguf_description import describe_gguf, read_gguf_config
+from windlass.engine.model.gguf.tensor_mapping import GGUFTensorLocation, map_tensors
 from windlass.engine.model.loading.gguf_index import as_gguf_holds
 
 FALCON = ("falcon_h1", "falcon_h1_normed")

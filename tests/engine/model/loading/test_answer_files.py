@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.answers import has_classifier_tokens
-from windlass.engine.model.loading.answer_files import RerankerConfig, read_reranker_config
+from windlass.engine.model.config_json.classifier_head import has_classifier_tokens
+from windlass.engine.model.loading.sentence_transformers_files import RerankerConfig, read_reranker_config
 
 LOGIT_SCORE = [
     {"path": "", "type": "sentence_transformers.base.modules.transformer.Transformer"},

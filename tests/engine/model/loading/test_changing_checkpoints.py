@@ -10,8 +10,8 @@ import pytest
 from helpers.configs import engine_config
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.config import EngineConfig
 from windlass.engine.errors import LoadError
+from windlass.engine.interface.config import EngineConfig
 from windlass.engine.model.loading import loader
 
 WEIGHTS = "model.safetensors"

@@ -17,11 +17,11 @@ from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.chosen_device import choose_device, is_out_of_memory
+from windlass.engine.model.loading.device_selection import choose_device, is_out_of_memory
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.kernels.triton import support
+from windlass.kernels import backend_selector
 
-BUILDS = support.compiler_refusal
+BUILDS = backend_selector.compiler_refusal
 NO_DRIVER = (
     "Found no NVIDIA driver on your system. Please check that you have an NVIDIA GPU and installed a driver from "
     "http://www.nvidia.com/Download/index.aspx"
@@ -44,7 +44,7 @@ class Gpus:
         monkeypatch.setattr(
             importlib.util, "find_spec", lambda name, *of: object() if name == "triton" else found(name, *of)
         )
-        monkeypatch.setattr(support, "compiler_refusal", lambda: None)
+        monkeypatch.setattr(backend_selector, "compiler_refusal", lambda: None)
         empty = torch.empty
         monkeypatch.setattr(torch, "empty", lambda *shape, device="cpu", **more: empty(*shape, device="meta", **more))
 
@@ -96,7 +96,7 @@ def test_a_gpu_is_taken_where_there_is_one(gpus: Gpus) -> None:
 
 def test_without_what_triton_builds_with(gpus: Gpus, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     gpus.capabilities = [(9, 0)]
-    monkeypatch.setattr(support, "compiler_refusal", BUILDS)
+    monkeypatch.setattr(backend_selector, "compiler_refusal", BUILDS)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda name: None)
     assert "no C compiler" in refusal("cuda") and refusal("cuda").endswith("use `compute.device=cpu`")

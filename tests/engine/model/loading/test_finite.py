@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from windlass.engine.model.loading.finite import all_finite
+from windlass.engine.model.loading.tensor_reader import all_finite
 
 
 def finite(tensor: torch.Tensor) -> bool:

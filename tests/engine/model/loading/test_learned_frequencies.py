@@ -14,9 +14,9 @@ from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.model.families.reading import read_rotary_groups
-from windlass.engine.model.loading.learned_frequencies import with_learned_frequencies
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.model.families.spec_reader import read_rotary_groups
+from windlass.engine.model.loading.model_description import with_learned_frequencies
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 NAME = "model.rotary_emb.inv_freq"
 CONFIG = {
@@ -82,7 +82,7 @@ def test_a_broken_file_is_refused(content: bytes, tmp_path: Path) -> None:
 
 def test_reading_them_loads_no_torch() -> None:
     code = (
-        "import sys\nimport windlass.engine.model.loading.learned_frequencies\n"
+        "import sys\nimport windlass.engine.model.loading.model_description\n"
         "print(*[name for name in ('torch', 'numpy', 'safetensors') if name in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=False)

@@ -15,10 +15,10 @@ from helpers.engines import greedy, make_core, run
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.config import parse_size
 from windlass.engine.core.engine_core import EngineCore
+from windlass.engine.engine_benchmark import run_engine_benchmark
 from windlass.engine.errors import LoadError, RequestError
-from windlass.engine.offline.bench import run_engine_benchmark
+from windlass.engine.interface.config import parse_size
 
 
 @pytest.fixture

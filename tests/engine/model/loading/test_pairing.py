@@ -11,18 +11,17 @@ from helpers.rotary_formulas import rotate_pairs
 from safetensors.torch import save_file
 
 from windlass import kernels
-from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVCache
-from windlass.engine.model.batch import ForwardBatch
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.engine.model.decoder import Decoder
-from windlass.engine.model.feed_forward.gated_spec import GatedMLPSpec
+from windlass.engine.model.feed_forward.mlp import GatedMLPSpec
+from windlass.engine.model.forward_batch import ForwardBatch
 from windlass.engine.model.loading.row_order import half_split_order, row_order, swapped_order
 from windlass.engine.model.loading.weights import load_weights
-from windlass.engine.model.mixers.attention_spec import AttentionNames, AttentionSpec
-from windlass.engine.model.spec import LayerSpec, ModelSpec
+from windlass.engine.model.mixers.attention import AttentionNames, AttentionSpec
+from windlass.engine.model.model_spec import LayerSpec, ModelSpec
 from windlass.engine.model.weight_spec import FusedHeads, InterleavedHeads, InterleavedParts, StoredTensor
-from windlass.engine.rotary.groups import RotaryGroup
-from windlass.engine.rotary.scaling import RopeScaling, RotaryBase
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup
 from windlass.kernels.torch.reference import rotate_half_split
 
 HEADS, KV_HEADS, DIM, HIDDEN = 4, 2, 12, 24

@@ -38,7 +38,7 @@ import windlass.engine.core.engine_core
 from windlass import kernels
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import prepare_model
-from windlass.engine.model.storage import plan_bytes
+from windlass.engine.model.weight_storage import plan_bytes
 from windlass.server.options.engine_names import from_flat
 def memory(kind):
     lines = Path("/proc/self/status").read_text().splitlines()

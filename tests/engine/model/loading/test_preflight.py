@@ -15,22 +15,17 @@ from helpers.tiny_models import FAMILIES, make_model
 from safetensors.torch import load_file, save_file
 
 from windlass import kernels
-from windlass.engine.cache.budget import bytes_per_token, plan_cache
-from windlass.engine.cache.layout import KVGroupSpec
-from windlass.engine.cache.storage import KVCache
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.cache.kv_cache_budget import bytes_per_token, plan_cache
+from windlass.engine.cache.kv_cache_spec import KVGroupSpec
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading import dtypes
-from windlass.engine.model.loading.fitting import check_memory
-from windlass.engine.model.loading.formats import describe_other_format
+from windlass.engine.model.loading import preflight
+from windlass.engine.model.loading.checkpoint import describe_other_format
 from windlass.engine.model.loading.loader import load_model
-from windlass.engine.model.loading.preflight import (
-    ModelDescription,
-    check_start,
-    describe_model,
-    prepare_model,
-)
-from windlass.engine.model.storage import plan_bytes, plan_storage, total_weight_bytes
+from windlass.engine.model.loading.model_description import ModelDescription, describe_model
+from windlass.engine.model.loading.preflight import check_memory, check_start, prepare_model
+from windlass.engine.model.weight_storage import plan_bytes, plan_storage, total_weight_bytes
 from windlass.kernels import select_backend
 
 DEMO = Path(__file__).parents[4] / "models" / "demo"
@@ -69,7 +64,7 @@ def test_names_of_tensors_tell_what_they_are(rename: Callable[[str], str], says:
 
 def test_it_needs_no_torch() -> None:
     code = (
-        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "import sys\nfrom windlass.engine.interface.config import EngineConfig\n"
         "from windlass.engine.model.loading.preflight import check_start\n"
         f"check_start(EngineConfig(model={str(DEMO)!r}))\n"
         "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"
@@ -167,16 +162,16 @@ def test_auto_computes_in_bfloat16_where_the_processor_does(
     def types(multiplies_narrow: bool) -> tuple[str, str, bool]:
         config = engine_config(DEMO, **options)
         found = prepare_model(config, "cpu", reads_narrow=True, multiplies_narrow=multiplies_narrow, free=None)
-        return found.compute_dtype, found.cache_dtype, dtypes.BFLOAT16_NOTICE in found.notices
+        return found.compute_dtype, found.cache_dtype, preflight.BFLOAT16_NOTICE in found.notices
 
     assert types(True)[0] == "float32"  # small models gain nothing
-    monkeypatch.setattr(dtypes, "_LEAST_ROUNDED", 1 << 20)
+    monkeypatch.setattr(preflight, "_LEAST_ROUNDED", 1 << 20)
     assert types(True) == (computed, cached, computed == "bfloat16")
     assert types(False)[0] == "float32"
 
 
 def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dtypes, "_LEAST_ROUNDED", 1)
+    monkeypatch.setattr(preflight, "_LEAST_ROUNDED", 1)
     for family, dtype, expected in (
         ("llama", torch.bfloat16, "bfloat16"),
         ("llama", torch.float16, "float32"),  # its digits would be lost
@@ -191,7 +186,7 @@ def test_auto_leaves_what_was_not_measured_in_float32(tmp_path: Path, monkeypatc
         assert prepared.compute_dtype == expected
     monkeypatch.setattr(kernels, "has_native_bf16", lambda device: True)
     loaded = load_model(engine_config(tmp_path / "llama-torch.bfloat16", device="cpu"))
-    assert loaded.cache_dtype == torch.bfloat16 and dtypes.BFLOAT16_NOTICE in loaded.notices
+    assert loaded.cache_dtype == torch.bfloat16 and preflight.BFLOAT16_NOTICE in loaded.notices
 
 
 def test_a_cache_must_fit_beside_the_weights(demo: ModelDescription) -> None:
@@ -245,7 +240,7 @@ def test_windows_of_many_sequences_take_room(tmp_path: Path) -> None:
 
 def test_pages_that_the_system_refuses_are_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
     """More than is free was not asked for as far as anybody knew: the allocation itself fails."""
-    monkeypatch.setattr("windlass.engine.model.loading.chosen_device.available_memory", lambda: None)
+    monkeypatch.setattr("windlass.engine.model.loading.device_selection.available_memory", lambda: None)
     config = engine_config(
         str(DEMO), device="cpu", kv_cache_memory=1 << 50, max_num_seqs=1 << 16, max_model_len=1 << 26
     )
@@ -276,4 +271,4 @@ def test_training_leftovers_are_no_weights(tmp_path: Path) -> None:
 
 
 def test_what_the_processor_multiplies_is_known_without_kernels() -> None:
-    assert dtypes.processor_multiplies_bfloat16() == kernels.has_native_bf16("cpu")
+    assert preflight.processor_multiplies_bfloat16() == kernels.has_native_bf16("cpu")

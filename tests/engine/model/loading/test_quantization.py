@@ -16,14 +16,14 @@ from helpers.tiny_models import Reference, make_model
 from safetensors.torch import load_file, save_file
 
 import windlass
-from windlass.engine.core.parts import cache_namespace
+from windlass.engine.core.engine_builder import cache_namespace
 from windlass.engine.errors import LoadError
-from windlass.engine.evaluation.scoring import Scorer
 from windlass.engine.model.decoder import Decoder
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import prepare_model
 from windlass.engine.model.loading.row_order import half_split_order
 from windlass.kernels import BlockWeight, StackedWeight
+from windlass.lab.scoring import Scorer
 
 DEMO = Path(windlass.__file__).parent / "models" / "demo"
 FAMILIES = ("llama", "llama_bias", "glm", "phi3", "gemma3", "hunyuan")

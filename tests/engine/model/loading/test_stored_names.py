@@ -15,9 +15,9 @@ from helpers.prediction_layers import make_predicting
 from helpers.tiny_models import make_model
 from safetensors.torch import load_file, save_file
 
-from windlass.engine.api.adapters import AdapterSource
-from windlass.engine.api.pooling import PoolingRule
 from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.interface.request import PoolingRule
 
 PROMPT = [3, 17, 42, 8, 99]
 

@@ -25,11 +25,11 @@ from windlass import kernels
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading import weight_cache
 from windlass.engine.model.loading.loader import LoadedModel, load_model
-from windlass.engine.model.loading.safetensors_file import write_tensors
+from windlass.engine.model.loading.tensor_reader import write_tensors
 from windlass.engine.model.loading.weight_cache import FOLDER, WeightCache, decoder_tensors
-from windlass.engine.model.recipes import RECIPES
-from windlass.kernels.cpu.backend import CompiledBackend
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.engine.model.weight_storage import RECIPES
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 FAMILIES = ("llama_bias", "gemma3", "glm")
 
@@ -366,7 +366,7 @@ def test_servers_that_start_at_once_do_each_other_no_harm(model: Path) -> None:
     """Two processes and two threads over an empty folder: whoever comes later reads a whole file, whoever wrote it."""
     want = load(model, None)
     script = (
-        "import sys\nfrom windlass.engine.api.config import ComputeConfig, EngineConfig, LoadingConfig\n"
+        "import sys\nfrom windlass.engine.interface.config import ComputeConfig, EngineConfig, LoadingConfig\n"
         "from windlass.engine.model.loading.loader import load_model\n"
         "for _ in range(3):\n"
         "    compute = ComputeConfig(quantization='int8', device='cpu')\n"
@@ -438,7 +438,7 @@ def test_reading_the_cache_never_holds_the_weights_twice(tmp_path: Path) -> None
     script = """
 import sys
 import windlass.engine.core.engine_core
-from windlass.engine.api.config import ComputeConfig, EngineConfig, LoadingConfig
+from windlass.engine.interface.config import ComputeConfig, EngineConfig, LoadingConfig
 from windlass.engine.model.loading.loader import load_model
 def status(name):
     lines = open("/proc/self/status").read().splitlines()

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 from windlass.engine.model.decoder import Decoder
 from windlass.kernels import Backend, PanelWeight, cpu
-from windlass.kernels.cpu.backend import CompiledBackend
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
 
 pytestmark = [
     ON_A_CPU,
@@ -84,7 +84,7 @@ def test_dummy_weights_are_the_same_in_panels(dtype: str, tmp_path: Path, monkey
     directory = make_model("llama", tmp_path)
     config = json.loads((directory / "config.json").read_text())
     (directory / "config.json").write_text(json.dumps(config | {"dtype": dtype}))
-    monkeypatch.setattr("windlass.engine.model.loading.random_weights._RANDOM_BYTES", 3000)  # several draws a matrix
+    monkeypatch.setattr("windlass.engine.model.loading.loader._RANDOM_BYTES", 3000)  # several draws a matrix
     decoder = make_core(directory, load_format="dummy", seed=3).runner.decoder
     assert isinstance(decoder.layers[0].mixer.weights.qkv, PanelWeight)
     without_panels(monkeypatch)

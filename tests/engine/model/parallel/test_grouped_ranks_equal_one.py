@@ -11,8 +11,8 @@ from helpers.engines import greedy, make_core, run
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
-from windlass.kernels import binding
-from windlass.kernels.torch.backend import TorchBackend
+from windlass.kernels import backend_selector
+from windlass.kernels.torch.torch_backend import TorchBackend
 
 pytestmark = ON_A_CPU
 
@@ -21,7 +21,9 @@ pytestmark = ON_A_CPU
 def plain_torch(monkeypatch: pytest.MonkeyPatch) -> None:
     """The CPU is taken for a device without kernels of its own."""
     monkeypatch.setattr(
-        binding, "_NATIVE_BACKENDS", {"cpu": binding._NativeBackend(lambda options: "played", TorchBackend, False)}
+        backend_selector,
+        "_NATIVE_BACKENDS",
+        {"cpu": backend_selector._NativeBackend(lambda options: "played", TorchBackend, False)},
     )
 
 

@@ -12,8 +12,8 @@ from helpers.gguf_models import make_gguf
 from helpers.thread_ranks import ranked
 from helpers.tiny_models import make_model
 
-from windlass.engine.api.request import EngineRequest
-from windlass.engine.rotary.scaling import RopeScaling
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rope_scaling import RopeScaling
 
 pytestmark = ON_A_CPU
 

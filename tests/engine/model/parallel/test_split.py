@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 
 from windlass.engine.errors import LoadError
 from windlass.engine.model.loading.preflight import check_start
-from windlass.engine.model.parallel.shares import WeightSlice, shard_range
+from windlass.engine.model.tensor_parallel import WeightSlice, shard_range
 
 
 @given(st.integers(1, 400), st.integers(1, 8), st.sampled_from([1, 16, 32]))
@@ -59,7 +59,7 @@ def test_what_is_not_split_is_refused_in_one_line(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(
-        "windlass.engine.model.loading.device._torch_has_cuda", lambda: False
+        "windlass.engine.model.loading.preflight._torch_has_cuda", lambda: False
     )  # whichever build is here
     directory = make_model(family, tmp_path / "model", **overrides)
     with pytest.raises(LoadError) as refused:

@@ -13,8 +13,9 @@ pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
 
 from ray.exceptions import RayActorError
 
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.errors import QueueFullError
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.server.startup.ray.call import ReplicaCall
 from windlass.server.startup.ray.calls import CallEnded, CallLost, Calls
 from windlass.server.startup.ray.lane import Lanes

@@ -10,8 +10,9 @@ from dataclasses import replace
 
 import pytest
 
-from windlass.engine.api.request import EngineRequest, RequestOutput, SamplingParams
 from windlass.engine.errors import QueueFullError
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.interface.request import EngineRequest, SamplingParams
 from windlass.server.startup.ray.call import Ended, Finished, Lost, ReplicaCall
 from windlass.server.startup.ray.lane import LaneEnd, Lanes, News, ReplicaLane
 

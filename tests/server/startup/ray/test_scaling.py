@@ -12,8 +12,8 @@ pytest.importorskip("ray", reason="Ray is an extra: pip install -e '.[ray]'")
 
 from ray.serve.config import AutoscalingConfig
 
-from windlass.engine.api.looks import CacheGroupSnapshot, CacheQuery, CacheSnapshot
 from windlass.engine.errors import EngineDeadError
+from windlass.engine.interface.introspection import CacheGroupSnapshot, CacheQuery, CacheSnapshot
 from windlass.server.startup.ray import replica, scaling
 from windlass.server.startup.ray.replica import EngineReplica
 

@@ -22,17 +22,22 @@ from torch import Tensor
 from transformers.integrations.finegrained_fp8 import Fp8Dequantize
 
 from windlass.engine.errors import LoadError
-from windlass.engine.model.config_json.quantization import QuantizationConfig
-from windlass.engine.model.loading.quantized import decoding
-from windlass.engine.model.loading.quantized.awq import describe_awq
-from windlass.engine.model.loading.quantized.compressed import describe_compressed
-from windlass.engine.model.loading.quantized.decoding import decode_blocks, decode_numbers
-from windlass.engine.model.loading.quantized.files import LocatedTensor, fits_float16, locate
-from windlass.engine.model.loading.quantized.gptq import describe_gptq
-from windlass.engine.model.loading.quantized.plan import ACT_ORDER, ODD_GROUPS, WIDE_SCALES, WIDE_ZEROS, QuantizedTensor
-from windlass.engine.model.loading.quantized.shapes import ExpectedTensor
-from windlass.kernels.layouts.blocks import BlockWeight, store_block_rows
-from windlass.kernels.layouts.forms import FORMS
+from windlass.engine.model.config_json.quantization_config import QuantizationConfig
+from windlass.engine.model.loading import dequantize
+from windlass.engine.model.loading.dequantize import decode_blocks, decode_numbers
+from windlass.engine.model.loading.quantization_methods import describe_awq, describe_compressed, describe_gptq
+from windlass.engine.model.loading.quantized_checkpoint import (
+    ACT_ORDER,
+    ODD_GROUPS,
+    WIDE_SCALES,
+    WIDE_ZEROS,
+    ExpectedTensor,
+    LocatedTensor,
+    QuantizedTensor,
+    fits_float16,
+    locate,
+)
+from windlass.kernels.layouts.weight_layouts import FORMS, BlockWeight, store_block_rows
 
 ROWS, COLUMNS = 80, 192
 WANTED = ExpectedTensor("m", ROWS, COLUMNS)
@@ -47,7 +52,7 @@ def weight() -> Tensor:
 @pytest.fixture(autouse=True)
 def few_rows_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Three pieces of a weight, the last one shorter."""
-    monkeypatch.setattr(decoding, "_ELEMENTS", 32 * COLUMNS)
+    monkeypatch.setattr(dequantize, "_ELEMENTS", 32 * COLUMNS)
 
 
 def described(

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from windlass.engine.core.engine_core import EngineCore
 from windlass.engine.errors import LoadError
-from windlass.engine.model.loading.fp4 import codes_of_fp4, scales_of_fp4
+from windlass.engine.model.loading.dequantize import codes_of_fp4, scales_of_fp4
 from windlass.engine.model.loading.loader import load_model
 from windlass.engine.model.loading.preflight import check_start
 from windlass.kernels import FORMS, BlockWeight

@@ -34,10 +34,10 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from windlass.engine.errors import LoadError
+from windlass.engine.model.loading import quantized_checkpoint
 from windlass.engine.model.loading.loader import LoadedModel, load_model
 from windlass.engine.model.loading.preflight import check_start
-from windlass.engine.model.loading.quantized import plan
-from windlass.engine.model.storage import block_formats
+from windlass.engine.model.weight_storage import block_formats
 from windlass.kernels import BlockWeight, PanelWeight, StackedWeight, Weight
 
 TOLERANCE = 1e-5  # of the largest reference logit, nothing being rounded
@@ -104,15 +104,31 @@ KEPT: dict[str, tuple[dict[str, Any], Layout, list[str]]] = {
     "int8": (compressed("int-quantized", num_bits=8), int8_recipe(), ["q8_0"]),
 }
 DEQUANTIZED: dict[str, tuple[dict[str, Any], Layout, str]] = {
-    "act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), plan.ACT_ORDER),
-    "gptq 8 bits with zero points": ({**GPTQ, "bits": 8, "sym": False}, gptq(8, symmetric=False), plan.WIDE_ZEROS),
-    "groups of 16": ({**AWQ, "group_size": 16}, awq(16), plan.ODD_GROUPS),
-    "wide scales": (AWQ, awq(dtype=torch.float32), plan.WIDE_SCALES),
-    "int8 with zero points": (compressed("int-quantized", num_bits=8), int8_recipe(symmetric=False), plan.WIDE_ZEROS),
-    "fp8": (FP8, floats("tensor"), plan.FLOATS),
-    "fp8 in blocks": ({**FP8, "weight_block_size": [48, 40]}, floats("48x40", "weight_scale_inv"), plan.FLOATS),
-    "fbgemm": ({"quant_method": "fbgemm_fp8"}, floats("row"), plan.FLOATS),
-    "float-quantized": (compressed("float-quantized", num_bits=8, type="float"), floats("row"), plan.FLOATS),
+    "act order": ({**GPTQ, "desc_act": True}, gptq(act_order=True), quantized_checkpoint.ACT_ORDER),
+    "gptq 8 bits with zero points": (
+        {**GPTQ, "bits": 8, "sym": False},
+        gptq(8, symmetric=False),
+        quantized_checkpoint.WIDE_ZEROS,
+    ),
+    "groups of 16": ({**AWQ, "group_size": 16}, awq(16), quantized_checkpoint.ODD_GROUPS),
+    "wide scales": (AWQ, awq(dtype=torch.float32), quantized_checkpoint.WIDE_SCALES),
+    "int8 with zero points": (
+        compressed("int-quantized", num_bits=8),
+        int8_recipe(symmetric=False),
+        quantized_checkpoint.WIDE_ZEROS,
+    ),
+    "fp8": (FP8, floats("tensor"), quantized_checkpoint.FLOATS),
+    "fp8 in blocks": (
+        {**FP8, "weight_block_size": [48, 40]},
+        floats("48x40", "weight_scale_inv"),
+        quantized_checkpoint.FLOATS,
+    ),
+    "fbgemm": ({"quant_method": "fbgemm_fp8"}, floats("row"), quantized_checkpoint.FLOATS),
+    "float-quantized": (
+        compressed("float-quantized", num_bits=8, type="float"),
+        floats("row"),
+        quantized_checkpoint.FLOATS,
+    ),
 }
 
 
@@ -204,7 +220,7 @@ def test_some_fit_and_some_do_not(llama: Path, tmp_path: Path) -> None:
     assert isinstance(loaded.decoder.layers[0].mixer.weights.qkv, StackedWeight)
     (notice,) = loaded.notices
     assert notice.startswith("4 of 14 quantized weights (AWQ)")
-    assert f"{plan.ODD_GROUPS} (2)" in notice and f"{plan.WIDE_SCALES} (2)" in notice
+    assert f"{quantized_checkpoint.ODD_GROUPS} (2)" in notice and f"{quantized_checkpoint.WIDE_SCALES} (2)" in notice
     assert_same_logits(model, plain, exact=True)
 
 
@@ -335,7 +351,7 @@ def test_damaged_checkpoints_are_one_line(case: str, llama: Path, tmp_path: Path
 def test_it_needs_no_torch_to_look(llama: Path, tmp_path: Path) -> None:
     model, _ = make_quantized(llama, tmp_path, AWQ, awq())
     code = (
-        "import sys\nfrom windlass.engine.api.config import EngineConfig\n"
+        "import sys\nfrom windlass.engine.interface.config import EngineConfig\n"
         "from windlass.engine.model.loading.preflight import check_start\n"
         f"print(len(check_start(EngineConfig(model={str(model)!r})).quantized.kept()))\n"
         "print([m for m in ('torch', 'numpy', 'safetensors') if m in sys.modules])"

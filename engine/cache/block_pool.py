@@ -1,0 +1,146 @@
+"""Block pool of one KV group: reference counts, the free list and eviction of cached blocks.
+
+A block is held (reference count above 0), cached (count 0, digest known) or free. Free blocks are taken first, then the cached block that has been idle longest. A new pool hands out ascending ids. `BlockListener` is notified of full and evicted blocks. Touches no tensor.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, abc, deque
+from typing import Protocol
+
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout
+from windlass.engine.cache.non_prefix_reuse import PassageRecord
+from windlass.engine.cache.prefix_cache import BlockKey
+
+
+class BlockPool:
+    """The blocks of one KV group. `cached` maps the digest of every hashed block, held or idle, to its id.
+
+    forget: called with every block that is evicted, and the digest that it had.
+    """
+
+    __slots__ = (
+        "_free",
+        "_idle",
+        "cached",
+        "digests",
+        "holds_states",
+        "num_blocks",
+        "on_evicted",
+        "private",
+        "ref_counts",
+        "rotary_groups",
+        "window",
+    )
+
+    def __init__(self, layout: KVGroupLayout, on_evicted: abc.Callable[[int, bytes], None]) -> None:
+        self.on_evicted = on_evicted
+        self.num_blocks = layout.num_blocks
+        self.window = layout.window
+        self.rotary_groups = layout.rotary_groups
+        self.holds_states = layout.holds_states
+        self.ref_counts = [0] * layout.num_blocks
+        self.digests: list[bytes | None] = [None] * layout.num_blocks
+        self.private = bytearray(layout.num_blocks)
+        self.cached: dict[bytes, int] = {}
+        self._free = deque(range(layout.num_blocks))
+        self._idle: OrderedDict[int, None] = OrderedDict()  # cached blocks nobody holds, longest idle first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that `take` can hand out: free ones and idle cached ones."""
+        return len(self._free) + len(self._idle)
+
+    def take(self, private: bool = False) -> int:
+        """A block with reference count 1 and no digest. The caller has checked `num_available`."""
+        if self._free:
+            block = self._free.popleft()
+        else:
+            block, _ = self._idle.popitem(last=False)
+            digest = self.digests[block]
+            assert digest is not None
+            del self.cached[digest]
+            self.digests[block] = None
+            self.on_evicted(block, digest)
+        self.ref_counts[block] = 1
+        self.private[block] = private
+        return block
+
+    def share(self, block: int) -> None:
+        """Count one more holder; an idle cached block becomes held."""
+        if self.ref_counts[block] == 0:
+            del self._idle[block]
+        self.ref_counts[block] += 1
+
+    def release(self, block: int) -> None:
+        """Count one holder less; the last one leaves the block cached if it is hashed, else free."""
+        if self.ref_counts[block] <= 0:
+            raise RuntimeError(f"block {block} was released more often than it was taken")
+        self.ref_counts[block] -= 1
+        if self.ref_counts[block] == 0:
+            if self.digests[block] is not None:
+                self._idle[block] = None
+            else:
+                self.private[block] = False
+                self._free.appendleft(block)
+
+    def register(self, block: int, digest: bytes) -> bool:
+        """Offer a full block to later prompts, unless another block has this digest already or this one is private.
+
+        Returns whether it is that one now.
+        """
+        if self.private[block] or self.digests[block] is not None or digest in self.cached:
+            return False
+        self.digests[block] = digest
+        self.cached[digest] = block
+        return True
+
+    def evict_first(self, block: int) -> None:
+        """Let a cached block that nobody holds be evicted before all others; any other is left as it is."""
+        if block in self._idle:
+            self._idle.move_to_end(block, last=False)
+
+    def touch(self, digest: bytes) -> None:
+        """Let a cached block that nobody holds be evicted last; any other is left as it is."""
+        block = self.cached.get(digest)
+        if block is not None and block in self._idle:
+            self._idle.move_to_end(block)
+
+    def is_writable(self, block: int) -> bool:
+        """Whether one holder may write here: nobody else holds it and nobody may match it."""
+        return self.ref_counts[block] == 1 and self.digests[block] is None
+
+    def needs_copy(self, blocks: list[int], index: int) -> bool:
+        """Whether entry `index` of a block table, if there is one, is a block that its holder may not write to."""
+        return index < len(blocks) and not self.is_writable(blocks[index])
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and the digests agree with the map."""
+        free, idle = set(self._free), set(self._idle)
+        assert len(free) == len(self._free), "a block is twice on the free list"
+        assert not free & idle, "a block is both free and cached"
+        held = {block for block, count in enumerate(self.ref_counts) if count > 0}
+        assert min(self.ref_counts, default=0) >= 0, "a reference count is negative"
+        assert not held & (free | idle), "a held block is free or idle"
+        assert len(held) + len(free) + len(idle) == self.num_blocks, "a block is lost"
+        assert all(self.digests[block] is None for block in free), "a free block has a digest"
+        assert all(self.digests[block] is not None for block in idle), "an idle block has no digest"
+        known = {digest: block for block, digest in enumerate(self.digests) if digest is not None}
+        assert known == self.cached, "digests and the map of cached blocks differ"
+        assert not any(self.private[block] for block in self.cached.values()), "a private block is cached"
+
+
+class BlockListener(Protocol):
+    """Whom the books tell of blocks that have become full, and of those that are evicted."""
+
+    def offer(self, key: BlockKey, block: int, index: int) -> None:
+        """A block has become full. index: blocks before it in its text."""
+        ...
+
+    def offer_passage(self, key: BlockKey, block: int, index: int, passage: PassageRecord) -> None:
+        """A block, of the first KV group, may be found as a passage."""
+        ...
+
+    def withdraw(self, key: BlockKey, block: int, passage: PassageRecord | None) -> None:
+        """A block is evicted, and overwritten from now on. passage: as which it could be found."""
+        ...

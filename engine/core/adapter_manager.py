@@ -1,0 +1,97 @@
+"""Adapter manager: loads LoRA adapters in the background and evicts them when no request uses them."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from concurrent.futures import Future, ThreadPoolExecutor
+
+import torch
+
+from windlass.engine.core.oom_recovery import device_memory_guard
+from windlass.engine.errors import LoadError, RequestError
+from windlass.engine.interface.config import AdapterConfig, parse_dtype
+from windlass.engine.interface.model_info import AdapterInfo, AdapterSource
+from windlass.engine.model.loading.adapter_loader import AdapterStorage, read_adapter
+from windlass.engine.model.loading.loader import LoadedModel
+from windlass.engine.model.lora import Adapter, LoadedAdapters
+from windlass.engine.model.weight_spec import WeightSpec
+from windlass.kernels import LowRankTarget
+
+_logger = logging.getLogger("windlass.engine")
+
+
+def make_empty_adapters(config: AdapterConfig, model: LoadedModel) -> LoadedAdapters:
+    """Room for as many as may be loaded at once."""
+    decoder, name = model.decoder, parse_dtype(config.dtype)
+    dtype = decoder.dtype if name == "auto" else getattr(torch, name)
+
+    def changed(weight: WeightSpec) -> LowRankTarget:
+        parts = tuple([stored.rows for stored in weight.stored])
+        return LowRankTarget(parts, weight.shape[1], len(parts) * config.max_rank, dtype)
+
+    parts = ({weight.name: changed(weight) for weight in weights} for _, weights in decoder.spec.adapted_parts())
+    return LoadedAdapters(config.max_loaded, parts, decoder.backend)
+
+
+class AdapterManager:
+    """config: those loaded at once; raises LoadError where one of them cannot be."""
+
+    def __init__(self, config: AdapterConfig, model: LoadedModel) -> None:
+        self._config, self._decoder = config, model.decoder
+        self._spec = model.original_spec or model.decoder.spec
+        name = parse_dtype(config.dtype)
+        self._dtype = None if name == "auto" else getattr(torch, name)
+        self.loaded = make_empty_adapters(config, model)
+        self._unloading: set[int] = set()
+        self._reader = ThreadPoolExecutor(1, "adapter-reader")
+        for source in config.sources:
+            try:
+                self.loaded.add(self._read(source))
+            except RequestError as error:
+                if not source.required:
+                    _logger.error("adapter %s is gone: %s", source.name, error.message)
+                    continue
+                raise LoadError(f"`adapters.sources={source.name}={source.path}`: {error.message}") from None
+
+    def check(self, adapter_id: int | None) -> None:
+        """Raises RequestError for an adapter that requests cannot use."""
+        if adapter_id is not None and (adapter_id not in self.loaded or adapter_id in self._unloading):
+            raise RequestError("the adapter is not loaded (any more)", "model", "model_not_found")
+
+    def read_in_background(self, source: AdapterSource) -> Future[Adapter]:
+        """Read and check it beside the steps; one after the other. It fails with RequestError or DeviceMemoryError."""
+        return self._reader.submit(self._read_guarded, source)
+
+    def add(self, adapter: Adapter) -> AdapterInfo:
+        """Let requests use it from now on. Raises RequestError where there are too many."""
+        self.loaded.add(adapter)
+        return adapter.info
+
+    def unload(self, adapter_id: int) -> None:
+        """No further request may use it; `unload_unused` drops it."""
+        if adapter_id in self.loaded:
+            self._unloading.add(adapter_id)
+
+    @property
+    def has_unloading(self) -> bool:
+        """Whether some shall leave and are there still."""
+        return bool(self._unloading)
+
+    def unload_unused(self, used: Iterable[int | None]) -> None:
+        """Drop those that shall leave and are not among the `used`."""
+        if self._unloading:
+            unused = self._unloading.difference(used)
+            self._unloading -= unused
+            for adapter_id in unused:
+                self.loaded.drop(adapter_id)
+
+    def _read_guarded(self, source: AdapterSource) -> Adapter:
+        with device_memory_guard(f"the adapter {source.name}"):
+            return self._read(source)
+
+    def _read(self, source: AdapterSource) -> Adapter:
+        self.loaded.check_capacity()
+        decoder = self._decoder
+        keep = AdapterStorage(decoder.dtype, decoder.device, self._dtype)
+        return read_adapter(source, self._spec, keep, self._config.max_rank)

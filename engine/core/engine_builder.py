@@ -1,0 +1,393 @@
+"""Engine builder: constructs scheduler, runner, caches and block store from the configuration, and describes the loaded model.
+
+The block store's names and the cache namespace cover everything besides the tokens that changes a cached key or value, or its
+layout, by one bit.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from math import prod
+from pathlib import Path
+
+import torch
+
+from windlass._version import __version__
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.block_store import BlockNamespace, BlockStore, HostSource, PersistFolder
+from windlass.engine.cache.disk_tier import PersistCounters, check_tier_support
+from windlass.engine.cache.host_tier import (
+    CPUBlockTransfer,
+    DeviceBlockTransfer,
+    HostTier,
+    bytes_of_blocks,
+    pinned_rows_within,
+    planes_of,
+)
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.cache.kv_cache_budget import CachePlan, bytes_per_token, gib
+from windlass.engine.cache.kv_cache_spec import KVGroupLayout, KVGroupSpec
+from windlass.engine.core.memory_budget import (
+    allocate_kv_storage,
+    draft_bytes_per_token,
+    dtype_name,
+    largest_decode_step,
+    make_draft_model,
+)
+from windlass.engine.core.ranks import RankProcesses
+from windlass.engine.errors import LoadError
+from windlass.engine.execution.model_runner import ModelRunner, RankCommand
+from windlass.engine.execution.proposers import DraftModel, DraftModelProposer
+from windlass.engine.interface.config import PERSIST_SIZE, EngineConfig, SpeculationConfig
+from windlass.engine.interface.model_info import DraftInfo, ModelInfo
+from windlass.engine.model.loading.checkpoint import weight_files, weights_digest
+from windlass.engine.model.loading.loader import LoadedModel, RankPlacement, load_draft, load_model
+from windlass.engine.model.loading.weights import Progress
+from windlass.engine.model.lora import LoadedAdapters
+from windlass.engine.model.model_spec import ModelSpec, context_refusals
+from windlass.engine.rotary.auto_scaling import AUTO, make_thresholds
+from windlass.engine.rotary.rotary_policy import RotaryPlanner
+from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.chunked_prefill import ChunkBoundaries
+from windlass.engine.scheduling.context_shift import ContextLimits
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.kernels import blocks_per_split, is_out_of_memory
+
+
+def fingerprint(config: EngineConfig, model: LoadedModel) -> str:
+    """A digest of what logits depend on. Whether a prefix is cached, or a token was proposed, changes nothing."""
+    decoder = model.decoder
+    groups = [(group.name, group.scaling.to_dict()) for group in decoder.spec.rotary_groups]
+    compute = replace(config.compute, cores=None)  # which cores it has changes nothing
+    parts: tuple[object, ...] = (
+        __version__,
+        model.digest,
+        compute,
+        decoder.dtype,
+        decoder.weight_dtype,
+        model.cache_dtype,
+    )
+    parts += (model.quantization, decoder.backend.explain(), groups, config.rotary.update)
+    parts += (config.rotary.scaling == AUTO, config.rotary.ladder)
+    return hashlib.sha256(repr(parts).encode()).hexdigest()
+
+
+def describe(
+    config: EngineConfig, model: LoadedModel, draft: LoadedModel | None, plan: CachePlan, seconds: float
+) -> ModelInfo:
+    """seconds: that loading took."""
+    decoder, spec = model.decoder, model.spec
+    cached = dtype_name(model.cache_dtype)
+    backend = decoder.backend
+    kernel_notice = (backend.explain(),) if backend.is_fallback else ()
+    return ModelInfo(
+        path=config.model,
+        architecture=spec.architecture,
+        vocab_size=spec.vocab_size,
+        max_model_len=plan.max_model_len,
+        trained_len=spec.trained_len,
+        dtype=dtype_name(decoder.dtype),
+        weight_dtype=dtype_name(decoder.weight_dtype),
+        kv_cache_dtype=cached,
+        quantization=model.quantization,
+        device=str(decoder.device),
+        num_parameters=sum(prod(weight.shape) for weight in spec.weights()),
+        num_layers=len(spec.layers),
+        block_size=config.cache.block_size,
+        num_kv_blocks=plan.num_blocks,
+        num_states=plan.num_states,
+        state_bytes=spec.state_bytes + (0 if draft is None else draft.spec.state_bytes),
+        kv_cache_bytes=plan.num_bytes,
+        kv_bytes_per_token=sum(bytes_per_token(group, cached) for group in spec.kv_groups)
+        + draft_bytes_per_token(draft),
+        max_num_seqs=config.scheduling.max_num_seqs,
+        max_num_batched_tokens=config.scheduling.max_num_batched_tokens,
+        eos_token_ids=spec.eos_token_ids,
+        rotary_groups=spec.rotary_groups,
+        model_rotary_groups=model.rotary_groups,
+        weight_bytes=decoder.weight_bytes(),
+        load_seconds=seconds,
+        fingerprint=fingerprint(config, model),
+        hidden_size=spec.hidden_size,
+        pooling=model.pooling,
+        classifier=spec.classifier,
+        generates=spec.generates,
+        is_bidirectional=spec.is_bidirectional,
+        ranks=config.compute.tensor_parallel,
+        notices=model.notices + plan.notices + kernel_notice + (() if draft is None else draft.notices),
+        draft_model=None if draft is None else _describe_draft(config.scheduling.speculation, draft),
+    )
+
+
+def _describe_draft(speculation: SpeculationConfig, draft: LoadedModel) -> DraftInfo:
+    decoder, named = draft.decoder, draft.decoder.spec.architecture
+    return DraftInfo(
+        path=speculation.model or "",
+        architecture=f"prediction layer of {named}" if speculation.mtp else named,
+        quantization=draft.quantization,
+        weight_dtype=dtype_name(decoder.weight_dtype),
+        num_parameters=decoder.num_parameters(),
+        weight_bytes=decoder.weight_bytes(),
+        num_tokens=speculation.draft_tokens,
+    )
+
+
+_FORMAT = 2  # raise it when the meaning of a kept block changes
+
+
+@dataclass(frozen=True, slots=True)
+class CacheOwner:
+    """A model, where its files are, and its pages."""
+
+    directory: str
+    model: LoadedModel
+    storage: KVCache
+
+
+def open_block_store(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockStore | None:
+    """None where nothing is kept. owners: the model and, if there is one, its draft model.
+
+    The folder is there: see `check_tier_options`. Raises LoadError that says what to change.
+    """
+    cache, decoder = config.cache, owners[0].model.decoder
+    if cache.persist is None and cache.host_memory is None:
+        return None
+    copies = decoder.backend.make_copies()
+    planes = planes_of([owner.storage for owner in owners])
+    sizes = bytes_of_blocks(planes)
+    check_tier_support(
+        config,
+        sum(sizes) // cache.block_size,
+        is_bidirectional=decoder.spec.is_bidirectional,
+        on_device=copies is not None,
+    )
+    folder = None
+    if cache.persist is not None:
+        folder = PersistFolder(Path(cache.persist), cache.persist_size or PERSIST_SIZE, _origin(config, owners))
+    counts = PersistCounters()
+    if copies is None:
+        return BlockStore(folder, CPUBlockTransfer(planes), cache.block_size, counts)
+    tier = None
+    if cache.host_memory is not None:
+        tier = HostTier(pinned_rows_within(cache.host_memory, sizes), sizes, cache.block_size, counts)
+    try:
+        pages = DeviceBlockTransfer(planes, copies, tier)
+    except (MemoryError, RuntimeError) as error:
+        raise LoadError(_no_memory(config, error, on_device=is_out_of_memory(error))) from None
+    host = None if tier is None else HostSource(tier, pages, counts)
+    return BlockStore(folder, pages, cache.block_size, counts, host)
+
+
+def _no_memory(config: EngineConfig, error: Exception, *, on_device: bool) -> str:
+    if on_device and config.cache.host_memory is None:
+        return "no memory is left on the device for the copies of `cache.persist`: lower `cache.memory` or `cache.device_share`"
+    size = gib(config.cache.host_memory or 0)
+    return (
+        f"`cache.host_memory`: the system does not give {size} that a device can copy from, or the device has no room for the "
+        f"copies ({str(error).splitlines()[0]}): lower it, or raise the limit of locked memory"
+    )
+
+
+def _origin(config: EngineConfig, owners: Sequence[CacheOwner]) -> BlockNamespace:
+    identity: list[object] = [_FORMAT, __version__, torch.__version__, config.cache.block_size]
+    files: list[Path] = []
+    read: list[tuple[Path, bytes]] = []
+    for owner in owners:
+        directory, model, decoder = Path(owner.directory), owner.model, owner.model.decoder
+        # Scalings are each chain's own, and threads and cores change no more than how steps are cut does.
+        spec = replace(decoder.spec, rotary_groups=(), notices=())
+        compute = replace(config.compute, cores=None, threads=None)
+        plan = sorted((name, [(part.rows, part.storage) for part in parts]) for name, parts in decoder.plan.items())
+        identity += [spec, compute, plan, decoder.dtype, decoder.weight_dtype, model.cache_dtype, model.quantization]
+        identity.append(decoder.backend.explain())
+        if config.loading.format == "dummy":
+            identity.append(model.digest)
+        else:
+            files += weight_files(directory)
+            read.append((directory, model.digest))
+
+    def is_current() -> bool:
+        return all(weights_digest(directory) == digest for directory, digest in read)
+
+    return BlockNamespace(tuple(files), repr(identity), is_current)
+
+
+# Part of every cache key: raise it when the meaning of a cached block changes.
+_LAYOUT_VERSION = 1
+
+
+@dataclass(frozen=True, slots=True)
+class LoadedModels:
+    """What was loaded. weight_bytes: of the model, on all its ranks together."""
+
+    model: LoadedModel
+    draft: LoadedModel | None
+    weight_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class CacheTensors:
+    """Where keys and values lie, and the rotary tables. draft: the draft model with its own."""
+
+    cache: KVCache
+    tables: RotaryTables
+    draft: DraftModel | None
+
+
+def load_models(config: EngineConfig, progress: Progress | None, others: RankProcesses | None) -> LoadedModels:
+    """The model, this rank's part of it where there are others, which load theirs meanwhile. Raises LoadError."""
+    model = load_model(config, progress, None if others is None else RankPlacement(0, others.memory, others.store))
+    draft = load_draft(config, model, progress)
+    weight_bytes = model.decoder.weight_bytes()
+    if others is not None:
+        others.attach_collectives(model.decoder.backend.options.ranks)
+        weight_bytes += sum(part.weight_bytes for part in others.loaded())
+    return LoadedModels(model, draft, weight_bytes)
+
+
+def make_planner(config: EngineConfig, model: LoadedModel, plan: CachePlan) -> RotaryPlanner:
+    """How requests rotate. Raises LoadError for a ladder that this model cannot climb."""
+    own, wanted = model.rotary_groups, config.rotary
+    ladder = make_thresholds(own, wanted.ladder, plan.max_model_len, "`rotary.ladder`") if own else None
+    if ladder is None and wanted.scaling == AUTO:
+        raise LoadError("`rotary.scaling` is auto, and this model has no rotation that could be scaled: leave it out")
+    return RotaryPlanner(model.decoder.spec.rotary_groups, wanted.update, ladder, wanted.scaling == AUTO)
+
+
+def rotary_rows(config: EngineConfig) -> int:
+    """Rows of the rotary tables: two for a sequence, whose frequencies may change in a step."""
+    return 2 * config.scheduling.max_num_seqs + 2
+
+
+def allocate_cache(config: EngineConfig, models: LoadedModels, plan: CachePlan) -> CacheTensors:
+    """LoadError where there is no memory for them."""
+    model, draft, rows = models.model, models.draft, rotary_rows(config)
+    cache = allocate_kv_storage(config, model, model, plan)
+    tables = RotaryTables(rows, [group.base for group in model.decoder.spec.rotary_groups], model.decoder.backend)
+    return CacheTensors(cache, tables, None if draft is None else make_draft_model(config, model, draft, plan, rows))
+
+
+def make_store(config: EngineConfig, models: LoadedModels, pages: CacheTensors) -> BlockStore | None:
+    """See `open_block_store`."""
+    owners = [CacheOwner(config.model, models.model, pages.cache)]
+    if models.draft is not None and pages.draft is not None:
+        owners.append(CacheOwner(config.scheduling.speculation.model or config.model, models.draft, pages.draft.cache))
+    return open_block_store(config, owners)
+
+
+def make_runner(
+    config: EngineConfig,
+    model: LoadedModel,
+    plan: CachePlan,
+    pages: CacheTensors,
+    *,
+    sampler: Sampler,
+    adapters: LoadedAdapters,
+    store: BlockStore | None,
+    send_command: Callable[[RankCommand], None] | None,
+) -> ModelRunner:
+    """tell: see `ModelRunner`."""
+    runner = ModelRunner(
+        model.decoder,
+        pages.cache,
+        pages.tables,
+        sampler,
+        config.cache.block_size,
+        draft=pages.draft,
+        adapters=adapters,
+        persisted=None if store is None else store.pages,
+        send_command=send_command,
+    )
+    if config.compute.cuda_graphs:
+        largest = largest_decode_step(config, plan.max_model_len)
+        runner.make_graph_runner(*largest)
+        if isinstance(runner.proposer, DraftModelProposer):
+            runner.proposer.make_graph_runner(*largest)
+    return runner
+
+
+def make_blocks(config: EngineConfig, spec: ModelSpec, plan: CachePlan, store: BlockStore | None) -> BlockManager:
+    layouts = [
+        KVGroupLayout(n, group.window, _rotary_groups_of(spec, group))
+        for n, group in zip(plan.num_blocks, spec.kv_groups, strict=True)
+    ]
+    if spec.state_group is not None:
+        layouts.append(KVGroupLayout.of_states(plan.num_states))
+    # A token that sees those behind it is another in every text: nothing of one text stands in another.
+    shares = config.cache.prefix_caching and not spec.is_bidirectional
+    return BlockManager(layouts, config.cache.block_size, shares, listener=store)
+
+
+def make_context_limits(config: EngineConfig, spec: ModelSpec, plan: CachePlan) -> ContextLimits:
+    """LoadError for a shifted context that is longer than any sequence may be."""
+    return ContextLimits(
+        max_model_len=plan.max_model_len,
+        block_size=config.cache.block_size,
+        shift_context=_shift_context(config, plan.max_model_len),
+        max_total_tokens=config.context.max_total_tokens,
+        cut_blocks=blocks_per_split(config.cache.block_size) if config.compute.deterministic else 1,
+        **context_refusals(spec),
+    )
+
+
+def make_scheduler(
+    config: EngineConfig,
+    models: LoadedModels,
+    limits: ContextLimits,
+    blocks: BlockManager,
+    *,
+    tables: RotaryTables,
+    adapters: LoadedAdapters,
+    store: BlockStore | None,
+    alone: bool,
+) -> Scheduler:
+    """alone: whether the model has no other ranks."""
+    model, draft = models.model, models.draft
+    decoder, spec = model.decoder, model.decoder.spec
+    return Scheduler(
+        # What a pass draws is known to the first rank alone, until a plan tells the others. And a state that a failed pass has
+        # changed does not go back.
+        config=config.scheduling
+        if alone and spec.state_group is None
+        else replace(config.scheduling, burst_seconds=0.0),
+        limits=limits,
+        blocks=blocks,
+        rotary=tables,
+        namespace=cache_namespace(model),
+        eos_token_ids=spec.eos_token_ids,
+        whole_prompts=spec.is_bidirectional,
+        cuts=ChunkBoundaries(
+            decoder.backend.uniform_prefill_min_tokens,
+            config.cache.block_size,
+            align_to_blocks=spec.state_group is not None and config.cache.prefix_caching,
+        ),
+        adapter_key=lambda adapter_id: adapters.digest_of(adapter_id).encode(),
+        store=store,
+        draft_tracks_all_tokens=draft is not None
+        and (draft.spec.mtp_input is not None or draft.spec.state_group is not None),
+    )
+
+
+def cache_namespace(model: LoadedModel) -> bytes:
+    """What must agree for a cached block to mean the same: weights, dtypes, layout."""
+    decoder = model.decoder
+    plan = sorted((name, tuple((p.rows, p.storage) for p in parts)) for name, parts in decoder.plan.items())
+    identity = (plan, decoder.backend.options.activations, decoder.dtype, model.cache_dtype, _LAYOUT_VERSION)
+    return hashlib.sha256(b"\0".join((model.digest, *(str(part).encode() for part in identity)))).digest()
+
+
+def _shift_context(config: EngineConfig, max_model_len: int) -> int:
+    """Tokens that a sequence holds which drops its oldest; LoadError where that is more than any may hold."""
+    wanted = config.context.shift_context
+    if wanted is not None and wanted > max_model_len:
+        raise LoadError(f"`context.shift_context` is {wanted}, the context is {max_model_len} tokens: lower it")
+    return wanted or max_model_len
+
+
+def _rotary_groups_of(spec: ModelSpec, group: KVGroupSpec) -> tuple[int, ...]:
+    """The rotary groups that layers of a KV group belong to; layers without rotation belong to none."""
+    used = {spec.attention[layer].rotary_group for layer in group.layers}
+    return tuple(sorted(index for index in used if index is not None))

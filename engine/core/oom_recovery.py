@@ -1,0 +1,134 @@
+"""OOM recovery: a step without enough device memory fails its newest request and is computed again without it.
+
+Keys may be rotated before a step. If there is no memory for that, the request that owns the keys fails; its blocks were never
+shared. A plan's one-time changes have been made by then, so the plan stays as it is except for that request's sequences. An
+async step cannot be repeated, because its inputs are unknown: it is abandoned, no request fails, and its tokens are planned
+again after the step that it was to follow; with recurrent state its sequences restart. Other errors of a step are defects or a
+lost device and are not caught. `device_memory_guard` covers work outside of steps.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import NamedTuple
+
+from windlass.engine.errors import OUT_OF_MEMORY, OUT_OF_MEMORY_ROTATING, DeviceMemoryError
+from windlass.engine.execution.cuda_graphs import StepFuture
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.interface.outputs import RequestOutput
+from windlass.engine.scheduling.scheduler import Scheduler
+from windlass.engine.scheduling.scheduler_output import ScheduledSequence, SchedulerOutput
+from windlass.kernels import is_out_of_memory
+
+_logger = logging.getLogger("windlass.engine")
+
+
+class StartedPlan(NamedTuple):
+    """plan: what is computed. failed: the outputs of requests that there was no memory for."""
+
+    plan: SchedulerOutput
+    step: StepFuture
+    failed: list[RequestOutput]
+
+
+def start_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan:
+    """Begin to execute a plan, without its newest requests where the device has no memory for them. Where layers carry states,
+    the others begin again in later steps, from what is cached. Raises what a step raises else."""
+    failed: list[RequestOutput] = []
+    step = _try_step(runner, plan, first=True)
+    while step is None:
+        # The error is gone by now, and with its traceback the tensors that the failed step held.
+        failed += _fail_unrotated(runner, scheduler) or _fail_newest(plan, scheduler)
+        left = _live_items(plan, scheduler)
+        if restart_sequences(plan, runner, scheduler):
+            left = ()
+        plan = replace(plan, sequences=left)
+        _release_device_memory(runner)
+        step = _try_step(runner, plan, first=False) if left else StepFuture([])
+    return StartedPlan(plan, step, failed)
+
+
+def start_async_step(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> StartedPlan | None:
+    """Begin to execute a plan that is ahead; None where the device has no memory for it, and it is given up."""
+    step = _try_step(runner, plan, first=True)
+    if step is not None:
+        return StartedPlan(plan, step, [])
+    if runner.graphs is not None:
+        runner.graphs.rows.record_end()  # what was asked for by then is still to be done
+    _release_device_memory(runner)
+    pause = scheduler.ahead.cancel_step(plan, has_changed_states=runner.has_changed_states)
+    _logger.warning("no memory for a step planned ahead: the next %d steps wait for each other", pause)
+    return None
+
+
+def restart_sequences(plan: SchedulerOutput, runner: ModelRunner, scheduler: Scheduler) -> bool:
+    """Let what is left of a failed plan begin again in later steps, where layers may have changed its states in vain."""
+    if runner.has_changed_states:
+        scheduler.restart_sequences([item.seq_id for item in _live_items(plan, scheduler)])
+    return runner.has_changed_states
+
+
+@contextmanager
+def device_memory_guard(what: str) -> Iterator[None]:
+    """Raises DeviceMemoryError where the device has none for what is done here."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise DeviceMemoryError(f"the device has no memory left for {what}: try again later") from None
+
+
+def _live_items(plan: SchedulerOutput, scheduler: Scheduler) -> tuple[ScheduledSequence, ...]:
+    """What a plan has of sequences that have not ended."""
+    live = {seq.seq_id for seq in scheduler.live_sequences()}
+    return tuple(item for item in plan.sequences if item.seq_id in live)
+
+
+def _release_device_memory(runner: ModelRunner) -> None:
+    if (memory := runner.decoder.backend.device_memory) is not None:
+        memory.release_cached()
+
+
+def _try_step(runner: ModelRunner, plan: SchedulerOutput, *, first: bool) -> StepFuture | None:
+    """The step, None where there was no memory for it."""
+    try:
+        if first and runner.graphs is not None:
+            return runner.start(plan)
+        return StepFuture(runner.execute(plan) if first else runner.retry(plan))
+    except Exception as error:
+        if not is_out_of_memory(error) or not runner.can_retry(plan):
+            raise
+        return None
+
+
+def _fail_unrotated(runner: ModelRunner, scheduler: Scheduler) -> list[RequestOutput]:
+    """Nothing where all keys were turned, or the requests whose were not have failed already."""
+    failed: list[RequestOutput] = []
+    for seq in scheduler.live_sequences():
+        if seq.seq_id in runner.failed_rerotations:
+            request_id = seq.request.request_id
+            known = {"request_id": request_id}
+            _logger.warning(
+                "no memory on the device to turn keys: request %s, whose they are, fails", request_id, extra=known
+            )
+            failed += scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY_ROTATING))
+    return failed
+
+
+def _fail_newest(plan: SchedulerOutput, scheduler: Scheduler) -> list[RequestOutput]:
+    planned = {item.seq_id for item in plan.sequences}
+    newest = max(
+        (seq for seq in scheduler.live_sequences() if seq.seq_id in planned), key=lambda seq: seq.arrival_number
+    )
+    request_id = newest.request.request_id
+    _logger.warning(
+        "no memory on the device for a step of %d tokens: request %s, its newest, fails",
+        plan.num_tokens,
+        request_id,
+        extra={"request_id": request_id},
+    )
+    return scheduler.fail(request_id, DeviceMemoryError(OUT_OF_MEMORY))

@@ -1,1 +1,0 @@
-"""Runs of a model outside the scheduler, one text at a time: scores by any policy, and what a layer attends to."""

@@ -1,0 +1,383 @@
+"""Device batch: persistent buffers of decode rows in device memory, where captured CUDA graphs read them.
+
+A row is the next token of a sequence. The host sends row metadata and block tables in two copies of a few kilobytes; everything else is derived on the device. After sampling, the rows advance to the sampled tokens, so steps follow each other without the host, and the tokens are fetched at the end. Ranges (`DeviceQueryRanges`) and recurrent-state rows (`DeviceStateRows`) are stored in the same way. Knows no model.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from windlass.engine.execution.batch_builder import StateRowArrays
+from windlass.engine.execution.query_ranges import COPIES, ENDS, GAPS, LAST_UNCLAMPED, NUM_MISSING, REACHES, ROTATIONS
+from windlass.engine.model.forward_batch import ForwardBatch, RotatedQueryCopies
+from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.engine.scheduling.async_scheduling import MAX_PASSES
+from windlass.kernels import DeviceEvent, Graphs, SamplingTensors
+
+
+class DeviceQueryRanges:
+    """cells: rows times ranges of a step at most. windows: how many kinds the layers have. anchored: see `query_ranges`."""
+
+    def __init__(self, rotary: RotaryTables, *, cells: int, windows: int, absolute_scores: bool) -> None:
+        self._rotary, self._absolute_scores, self._device = rotary, absolute_scores, rotary.inv_freq.device
+        self.fields, self.cells = REACHES + windows, cells
+        self._numbers = torch.zeros(self.fields * cells, dtype=torch.int64, device=self._device)
+
+    def load(self, numbers: Tensor) -> None:
+        """Let these be the numbers. numbers: int64 [fields * rows * ranges], in the host's memory."""
+        self._numbers[: len(numbers)].copy_(numbers, non_blocking=True)
+
+    def query_copies(
+        self, rows: int, ranges: int, positions: Tensor, rotary: Tensor
+    ) -> tuple[RotatedQueryCopies, Tensor]:
+        """Of a step of so many rows and ranges, 2 at least; and positions as if what is missing before them had never been.
+
+        positions, rotary: [rows] int64, where they stand and whose frequencies they have.
+        """
+        numbers = self._numbers[: self.fields * rows * ranges].view(self.fields, rows, ranges)
+        own = torch.arange(rows, device=self._device).unsqueeze(1)  # [B, 1]
+        each = ranges - 1
+        sources = own.expand(rows, each).reshape(-1)  # [V]
+        version, copy_table = numbers[COPIES], numbers[:, :, :each]
+        unrotated_rows = torch.where(version < 0, version, own)
+        rotations = copy_table[ROTATIONS] + (copy_table[LAST_UNCLAMPED] - positions.unsqueeze(1)).clamp(max=0)
+        cos, sin = self._rotary.angles(rotary.index_select(0, sources), rotations.reshape(-1))
+        closed = numbers[NUM_MISSING, :, 0]
+        found = RotatedQueryCopies(
+            ends=numbers[ENDS],
+            rows=torch.where(version > 0, rows - 1 + own * each + version, unrotated_rows),
+            unrotated_rows=unrotated_rows,
+            reaches=numbers[REACHES:],
+            gaps=numbers[GAPS],
+            sources=sources,
+            cos=cos,
+            sin=sin,
+        )
+        if self._absolute_scores:
+            found.anchor_cos, found.anchor_sin = self._rotary.angles(rotary, -closed)
+            found.query_indices = own.squeeze(1)
+        return found, positions - closed
+
+
+_NONE = -1  # the block of rows that are none
+
+
+class DeviceStateRows:
+    """most: rows at once. A captured step takes one sequence more than it has rows: of the rows that are none."""
+
+    def __init__(self, most: int, device: torch.device) -> None:
+        self._numbers = torch.zeros(self.shape(most), dtype=torch.int64, device=device)
+        self._none = torch.full((1,), _NONE, dtype=torch.int64, device=device)
+
+    @staticmethod
+    def shape(most: int) -> tuple[int, int]:
+        """Of what the host says: blocks, starts, lengths, kept."""
+        return 4, most + 1
+
+    def batch_fields(self, rows: int) -> dict[str, Any]:
+        """The fields of a batch of the first `rows` rows that tell whose states they change, see `StateRows`."""
+        blocks, starts, lengths, kept = self._numbers.unbind(0)
+        return {
+            "state_blocks": torch.cat((blocks[:rows], self._none)),
+            "state_starts": torch.cat((starts[: rows + 1], torch.full_like(self._none, rows))),
+            "state_lengths": torch.cat((lengths[:rows], self._none)),
+            "state_snapshots": kept[:rows],
+        }
+
+    def forget(self) -> None:
+        """Let no row change a state."""
+        self._numbers[1].zero_()
+        self._numbers[3].fill_(_NONE)
+
+    def load(self, staged: Tensor) -> None:
+        """Take over what `write_state_rows` has written."""
+        self._numbers.copy_(staged, non_blocking=True)
+
+
+def write_state_rows(numbers: StateRowArrays, staged: Tensor) -> None:
+    """Write what a step says into host memory of `DeviceStateRows.shape`. Of rows behind its own, no sequence has any."""
+    to: NDArray[np.int64] = staged.numpy()
+    rows = len(numbers.kept)
+    to[0, :rows], to[1, : rows + 1], to[2, :rows], to[3, :rows] = numbers
+    to[1, rows + 1 :] = rows
+    to[3, rows:] = _NONE
+
+
+_NO_ROW = -1  # the slot's number of a row that is none: it reads and writes nothing
+
+_NO_ADAPTER = -1
+
+TOKEN, _INDEX, ADAPTER, NUM_FIELDS = 0, 1, 4, 5  # of what is said of a row, and how many there are
+
+
+class RowSampling(NamedTuple):
+    """How a row draws: `encode_filters` of its filters, and a uniform number for each pass."""
+
+    numbers: tuple[float, int, int, float]
+    uniforms: abc.Sequence[float]
+
+
+GREEDY = RowSampling((0.0, 0, 0, 1.0), ())
+
+
+class PendingTokens:
+    """What passes have drawn, on its way to the host."""
+
+    def __init__(self, sampled: Tensor, num_passes: int, rows: int, mark: DeviceEvent) -> None:
+        self._sampled, self._passes, self._rows, self._mark = sampled, num_passes, rows, mark
+
+    def wait(self) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+        """Token ids and statuses, [passes, rows] each. Raises what the device met meanwhile."""
+        self._mark.wait()
+        ids, statuses = self._sampled[:, : self._passes, : self._rows].numpy().copy()
+        return ids, statuses
+
+
+class _StagingBuffers:
+    """Host memory for one plan's copies; free again once the device has passed its mark."""
+
+    def __init__(self, graphs: Graphs, rows: int, groups: int, width: int, ranges: int, *, has_states: bool) -> None:
+        self.metadata = graphs.host_memory((NUM_FIELDS, rows + 1), torch.int64)
+        self.order = graphs.host_memory((rows + 1,), torch.int64)
+        self.numbers = graphs.host_memory((4 + MAX_PASSES, rows), torch.float64)
+        self.tables = graphs.host_memory((groups * rows * width,), torch.int32)
+        self.ranges = graphs.host_memory((ranges,), torch.int64)
+        self.states = graphs.host_memory(DeviceStateRows.shape(rows), torch.int64) if has_states else None
+        self.sampled = graphs.host_memory((2, MAX_PASSES, rows), torch.int64)
+        self.mark: DeviceEvent | None = None
+
+    def set_rows(self, metadata: NDArray[np.int64]) -> None:
+        """said: [FACTS, B], of the first rows; the others are none."""
+        self.metadata[_INDEX], self.metadata[ADAPTER] = _NO_ROW, _NO_ADAPTER
+        self.metadata[:, : metadata.shape[1]] = torch.from_numpy(metadata)
+
+
+class DeviceBatch:
+    """most: rows at once. width: columns of their tables. groups: KV groups. rotary: whose rows they rotate under.
+
+    ranges: where those of rows that have some are kept. ranged_width: columns of the tables of steps with such rows, whose slots
+    may be more than their tokens. has_states: whether layers carry states.
+    """
+
+    def __init__(
+        self,
+        graphs: Graphs,
+        rotary: RotaryTables,
+        ranges: DeviceQueryRanges,
+        *,
+        most: int,
+        groups: int,
+        width: int,
+        ranged_width: int,
+        block_size: int,
+        has_states: bool = False,
+    ) -> None:
+        self.most, self._width, self._max_ranged_width = most, width, ranged_width
+        self._graphs, self._rotary, self._groups, self._block_size = graphs, rotary, groups, block_size
+        self._ranges = ranges
+        self._device = device = rotary.inv_freq.device
+        # Token, slot's number in its sequence, its position less that number, rotary row, its adapter's slot. The last column is
+        # always none.
+        self._metadata = torch.zeros(NUM_FIELDS, most + 1, dtype=torch.int64, device=device)
+        self._metadata[_INDEX], self._metadata[ADAPTER] = _NO_ROW, _NO_ADAPTER
+        self._order = torch.zeros(most + 1, dtype=torch.int64, device=device)
+        self._sampling = torch.zeros(4 + MAX_PASSES, most, dtype=torch.float64, device=device)
+        self._tables = torch.zeros(groups, most, ranged_width, dtype=torch.int32, device=device)
+        self._upload_buffer = torch.zeros(
+            groups * most * ranged_width, dtype=torch.int32, device=device
+        )  # tables side by side
+        self._sampled = torch.zeros(2, MAX_PASSES, most, dtype=torch.int64, device=device)
+        self._pass = torch.zeros(1, dtype=torch.int64, device=device)
+        self._states = DeviceStateRows(most, device) if has_states else None
+        # A plan's copies may still be read while the next one's are written, never longer.
+        numbers = ranges.fields * ranges.cells
+        self._staging = [
+            _StagingBuffers(graphs, most, groups, ranged_width, numbers, has_states=has_states) for _ in range(2)
+        ]
+        self._staging_index = 0
+        self._sent_tables: NDArray[np.int32] | None = None  # the tables as they were sent last
+        self._sent_ranges: NDArray[np.int64] | None = None  # and the ranges
+
+    # -- on the device: what is captured ---------------------------------------------------------------------------
+
+    def width(self, ranges: int) -> int:
+        """Columns of the tables of a step whose rows have so many ranges, 0 for none."""
+        return self._max_ranged_width if ranges else self._width
+
+    def batch(self, rows: int, ranges: int = 0) -> ForwardBatch:
+        """The first `rows` rows as a step takes them, each in so many ranges."""
+        ids, index, first, rotary, _ = self._metadata[:, :rows].unbind(0)
+        is_row, size = index >= 0, self._block_size
+        positions = torch.where(is_row, index + first, 0)
+        tables = self._tables[:, :rows, : self.width(ranges)]
+        column = (index.clamp(min=0) // size).expand(self._groups, rows).unsqueeze(-1)
+        blocks = tables.gather(2, column).squeeze(-1).long()  # [K, B]
+        query_copies, context_positions = None, positions
+        if ranges:
+            query_copies, context_positions = self._ranges.query_copies(rows, ranges, positions, rotary)
+        return ForwardBatch(
+            input_ids=ids,
+            positions=positions,
+            rotary_ids=rotary,
+            slots=torch.where(is_row, blocks * size + index % size, -1),
+            block_tables=tables,
+            query_start=torch.arange(rows + 1, device=self._device),
+            seq_lens=index + 1,
+            context_positions=context_positions,
+            **self._rotary.cos_sin(rotary, positions)._asdict(),
+            query_copies=query_copies,
+            **({} if self._states is None else self._states.batch_fields(rows)),
+        )
+
+    def adapter_slots(self, rows: int) -> Tensor:
+        """Of the first `rows` rows, [rows] int64, -1 for none."""
+        return self._metadata[ADAPTER, :rows]
+
+    def sampling_tensors(self, rows: int) -> SamplingTensors:
+        """How they draw in this pass."""
+        temperature, magnitude, top_k, top_p = self._sampling[:4, :rows].unbind(0)
+        uniform = self._sampling[4:, :rows].index_select(0, self._pass).squeeze(0)
+        return SamplingTensors(temperature.float(), magnitude.int(), top_k.int(), top_p, uniform)
+
+    def advance(self, rows: int, ids: Tensor, statuses: Tensor) -> None:
+        """Note what this pass drew, and let it be what the next one computes. ids, statuses: [rows] int64."""
+        for kept, found in zip(self._sampled, (ids, statuses), strict=True):
+            kept[:, :rows].index_copy_(0, self._pass, found.unsqueeze(0))
+        metadata = self._metadata[:, :rows]
+        metadata[TOKEN].copy_(ids.clamp(min=0))  # nothing was drawn where logits are not finite: the host will see it
+        metadata[_INDEX].add_((metadata[_INDEX] >= 0).long())
+        self._pass.add_(1)
+
+    # -- on the host: what is asked for ----------------------------------------------------------------------------
+
+    def reset(self) -> None:
+        """Let no row be one."""
+        self._graphs.submit(self._clear)
+        self._sent_tables = None
+
+    def fill(
+        self,
+        metadata: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        sampling_rows: abc.Sequence[RowSampling],
+        ranges: NDArray[np.int64] | None = None,
+        states: StateRowArrays | None = None,
+    ) -> None:
+        """Say what the rows are. said: [FACTS, B], see above. tables: [K, B, columns]; past a row's blocks they mean nothing.
+
+        ranges: see `RowRanges.padded`, as many as the steps asked for next have room for; None where those have none. states:
+        whose states they change, where layers carry some.
+        """
+        staging = self._next_staging()
+        staging.set_rows(metadata)
+        self._graphs.submit(lambda: self._copy_metadata(staging))
+        self._send(staging, tables, sampling_rows, ranges, states)
+
+    def continue_from(
+        self,
+        order: abc.Sequence[int],
+        metadata: NDArray[np.int64],
+        tables: NDArray[np.int32],
+        sampling_rows: abc.Sequence[RowSampling],
+        ranges: NDArray[np.int64] | None = None,
+        states: StateRowArrays | None = None,
+    ) -> None:
+        """Let the rows be these of those that steps were asked for last, which go on from what those will draw.
+
+        order: of each row its place among them. The rest as in `fill`, but for tokens, which the device alone knows.
+        """
+        staging, rows = self._next_staging(), len(order)
+        staging.order[:rows] = torch.tensor(order, dtype=torch.int64)
+        staging.order[rows:] = self.most
+        staging.set_rows(metadata)
+        self._graphs.submit(lambda: self._copy_order(staging))
+        self._send(staging, tables, sampling_rows, ranges, states)
+
+    def fetch(self, num_passes: int, rows: int) -> PendingTokens:
+        """What the passes asked for since `fill` or `continue_from` draw."""
+        staging = self._staging[self._staging_index]
+        self._graphs.submit(lambda: self._copy_results(staging))
+        return PendingTokens(staging.sampled, num_passes, rows, self.record_end())
+
+    def record_end(self) -> DeviceEvent:
+        """Nothing more is asked for before the next `fill` or `continue_from`."""
+        mark = self._staging[self._staging_index].mark = self._graphs.record_event()
+        return mark
+
+    def _next_staging(self) -> _StagingBuffers:
+        self._staging_index = (self._staging_index + 1) % len(self._staging)
+        staging = self._staging[self._staging_index]
+        if staging.mark is not None:
+            staging.mark.wait()
+            staging.mark = None
+        return staging
+
+    def _send(
+        self,
+        staging: _StagingBuffers,
+        tables: NDArray[np.int32],
+        sampling_rows: abc.Sequence[RowSampling],
+        ranges: NDArray[np.int64] | None,
+        states: StateRowArrays | None,
+    ) -> None:
+        """The tables and ranges, unless the device has them, whose states the rows change, and how they draw."""
+        numbers = staging.numbers.numpy()
+        for row, one in enumerate(sampling_rows):
+            numbers[:4, row] = one.numbers
+            numbers[4 : 4 + len(one.uniforms), row] = one.uniforms
+        self._graphs.submit(lambda: self._copy_sampling(staging))
+        if states is not None:
+            assert staging.states is not None
+            write_state_rows(states, staging.states)
+            self._graphs.submit(lambda: self._copy_states(staging))
+        known = self._sent_ranges
+        if ranges is not None and (known is None or not np.array_equal(ranges, known)):
+            self._sent_ranges, count = None, ranges.size  # should the device have no memory for what it is asked
+            staging.ranges.numpy()[:count] = ranges.ravel()
+            self._graphs.submit(lambda: self._ranges.load(staging.ranges[:count]))
+            self._sent_ranges = ranges
+        if self._sent_tables is not None and np.array_equal(self._sent_tables, tables):
+            return
+        self._sent_tables, shape = None, tables.shape
+        staging.tables.numpy()[: tables.size].reshape(shape)[...] = tables
+        self._graphs.submit(lambda: self._copy_tables(staging, shape))
+        self._sent_tables = tables.copy()
+
+    def _clear(self) -> None:
+        self._metadata[_INDEX].fill_(_NO_ROW)
+        self._metadata[ADAPTER].fill_(_NO_ADAPTER)
+        self._pass.zero_()
+        if self._states is not None:
+            self._states.forget()
+
+    def _copy_metadata(self, staging: _StagingBuffers) -> None:
+        self._metadata.copy_(staging.metadata, non_blocking=True)
+        self._pass.zero_()
+
+    def _copy_order(self, staging: _StagingBuffers) -> None:
+        self._order.copy_(staging.order, non_blocking=True)
+        tokens = self._metadata[TOKEN].index_select(0, self._order)
+        self._copy_metadata(staging)
+        self._metadata[TOKEN].copy_(tokens)
+
+    def _copy_sampling(self, staging: _StagingBuffers) -> None:
+        self._sampling.copy_(staging.numbers, non_blocking=True)
+
+    def _copy_states(self, staging: _StagingBuffers) -> None:
+        assert self._states is not None and staging.states is not None
+        self._states.load(staging.states)
+
+    def _copy_tables(self, staging: _StagingBuffers, shape: tuple[int, ...]) -> None:
+        groups, rows, columns = shape
+        count = groups * rows * columns
+        self._upload_buffer[:count].copy_(staging.tables[:count], non_blocking=True)
+        self._tables[:, :rows, :columns].copy_(self._upload_buffer[:count].view(shape))
+
+    def _copy_results(self, staging: _StagingBuffers) -> None:
+        staging.sampled.copy_(self._sampled, non_blocking=True)

@@ -1,0 +1,249 @@
+"""Forward passes of one sequence outside the scheduler.
+
+The model runner executes scheduler outputs written here, without scheduler, prefix cache or sampling. Row i is position i: it has
+read i + 1 tokens and predicts token i + 1, under the frequencies the rotary plan gives to a context of i + 1 tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from itertools import pairwise
+
+import torch
+from torch import Tensor
+
+from windlass.engine.cache.cache_operations import BlockCopy, KeyRerotation, TableChange, TableChanges
+from windlass.engine.cache.kv_cache import KVCache
+from windlass.engine.errors import RequestError
+from windlass.engine.execution.model_runner import ModelRunner
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.interface.request import SamplingParams
+from windlass.engine.model.decoder import Decoder
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotarySpec
+from windlass.engine.rotary.rotary_policy import RopeUpdate, RotaryPlan, RotaryPlanner
+from windlass.engine.rotary.rotary_tables import RotaryTables
+from windlass.engine.sampling.sampler import Sampler
+from windlass.engine.scheduling.scheduler_output import NewSequence, RotaryRow, ScheduledSequence, SchedulerOutput
+
+_BLOCK = 16
+
+Specs = tuple[RotarySpec, ...]
+
+Stage = tuple[int, int, Specs]  # first row, end row, what they run under
+
+
+class SingleSequenceRunner:
+    """Forward passes of one text at a time by a loaded model, under a rotary plan.
+
+    chunk: maximum number of tokens in one forward pass, and of rows returned at once, so that memory does not grow with the text
+    beyond its keys and values.
+    """
+
+    def __init__(self, decoder: Decoder, cache_dtype: torch.dtype, *, chunk: int = 512) -> None:
+        self.decoder, self.cache_dtype, self.chunk = decoder, cache_dtype, chunk
+
+    @property
+    def trained_len(self) -> int:
+        return self.decoder.spec.trained_len
+
+    def plan(
+        self,
+        longest: int,
+        scaling: RopeScaling | None = None,
+        rope_update: RopeUpdate | None = None,
+        *,
+        exact: bool = False,
+    ) -> RotaryPlan:
+        """The plan of a text of at most `longest` tokens; scaling None is the model's own. Raises RequestError."""
+        return RotaryPlanner(self.decoder.spec.rotary_groups).plan(longest, scaling, rope_update, exact=exact)
+
+    def hidden(self, token_ids: Sequence[int], plan: RotaryPlan) -> Tensor:
+        """Final hidden states of every row, [T, hidden] on the CPU, from which `decoder.logits` makes logits."""
+        with torch.inference_mode():
+            rows = self.rows(token_ids, plan, range(len(token_ids)), prompt=1)
+            return torch.cat([hidden.cpu() for _, hidden in rows])
+
+    def rows(
+        self,
+        token_ids: Sequence[int],
+        plan: RotaryPlan,
+        rows: Sequence[int],
+        *,
+        prompt: int,
+        context: ContextRule | None = None,
+        computed: Callable[[int], None] | None = None,
+    ) -> Iterator[tuple[list[int], Tensor]]:
+        """(rows, their hidden states) for ascending rows, in pieces of at most `chunk`."""
+        self.check_tokens(token_ids, context)
+        if rows:
+            rotates = plan.policy == "rotate"
+            read = tuple(token_ids[: rows[-1] + 1])
+            stages = list(plan_stages(plan, len(read), prompt))
+            far = any(spec.distances.has_second_keys for _, _, specs in stages for spec in specs)
+            copies = 2 if rotates or far else 1
+            text = SequencePasses(self, read, copies, context, computed, far=far)
+            walk = text.rotate(iter(stages)) if rotates else text.recompute(iter(stages), rows)
+            wanted = set(rows)
+            for first, hidden in walk:
+                chosen = [i for i in range(first, first + hidden.shape[0]) if i in wanted]
+                if chosen:
+                    yield chosen, hidden[[i - first for i in chosen]]
+
+    def check_tokens(self, token_ids: Sequence[int], context: ContextRule | None) -> None:
+        """Raise RequestError for a token id outside the vocabulary, or a window of no tokens."""
+        if token_ids and not 0 <= min(token_ids) <= max(token_ids) < self.decoder.spec.vocab_size:
+            raise RequestError(f"token ids must lie between 0 and {self.decoder.spec.vocab_size - 1}", "token_ids")
+        window = None if context is None else context.attention_window
+        if context is not None and window is not None and (window < 1 or context.attention_sinks < 0):
+            raise RequestError("attention_window must be at least 1, attention_sinks at least 0", "attention_window")
+
+
+def plan_stages(plan: RotaryPlan, length: int, prompt: int) -> Iterator[Stage]:
+    """Those from row 0 to `length`, in order and without gaps."""
+    first, context = 0, prompt
+    while first < length:
+        stage = plan.stage(context)
+        end = length if stage.last_length is None else min(stage.last_length, length)
+        yield first, end, stage.specs
+        first, context = end, end + 1
+
+
+class SequencePasses:
+    """One text as the only sequence of a runner of its own, and its passes: each yields (first row, hidden states [R, hidden]).
+
+    num_copies: how often each key is to be held. far: whether one of them is as keys seem from far away. room: tokens that pages
+    are made for, None for those of the text. context: what each token sees, None for all. computed: called
+    after each forward pass with its number of tokens.
+    """
+
+    def __init__(
+        self,
+        runner: SingleSequenceRunner,
+        token_ids: tuple[int, ...],
+        num_copies: int,
+        context: ContextRule | None,
+        computed: Callable[[int], None] | None = None,
+        *,
+        far: bool = False,
+        capacity: int | None = None,
+    ) -> None:
+        decoder, self._chunk, self._computed = runner.decoder, runner.chunk, computed
+        spec, self._token_ids, self._num_tokens = decoder.spec, token_ids, len(token_ids)
+        self._context, self._far = context or ContextRule(), far
+        self._groups = range(len(spec.kv_groups))
+        self._num_blocks = -(-(capacity or len(token_ids)) // _BLOCK)
+        self._has_states = spec.state_group is not None
+        pools = [num_copies * self._num_blocks] * len(self._groups)
+        dtype, states = runner.cache_dtype, spec.state_group
+        cache = KVCache(spec.kv_groups, pools, _BLOCK, dtype, decoder.backend, states, num_states=2)
+        tables = RotaryTables(1, [group.base for group in spec.rotary_groups], decoder.backend)
+        self._runner = ModelRunner(decoder, cache, tables, Sampler(spec.vocab_size, decoder.backend), _BLOCK)
+        self._runner.apply(SchedulerOutput(self._next_step, new=(self._sequence(token_ids),)))
+
+    def _sequence(self, token_ids: tuple[int, ...], state: int = 0) -> NewSequence:
+        """The only one, on all pages there are. state: the block of states that it changes, if there are any."""
+        groups, states = len(self._groups), (TableChange(appended=(state,)),) * self._has_states
+        table = TableChange(appended=tuple(range(self._num_blocks)))
+        far_table = TableChange(appended=tuple(range(self._num_blocks, 2 * self._num_blocks)))
+        return NewSequence(
+            seq_id=0,
+            index=0,
+            sampling=SamplingParams(),
+            seed=0,
+            num_prompt_tokens=len(token_ids),
+            stop_ids=(),
+            token_ids=token_ids,
+            tables=TableChanges(
+                True, (table,) * groups + states + ((far_table,) * groups + states if self._far else ())
+            ),
+            rotary_id=0,
+            window=self._context.attention_window,
+            sinks=self._context.attention_sinks,
+        )
+
+    def prefill(self, num_tokens: int, specs: Specs) -> None:
+        """Let the pages hold a text that endings are read behind. They begin with its last token, which states have not seen."""
+        last = num_tokens - 1 - self._has_states
+        for _ in self.recompute(iter([(0, num_tokens, specs)]), [last] if last >= 0 else []):
+            pass
+
+    def read_ending(self, ending: tuple[int, ...], specs: Specs) -> Iterator[Tensor]:
+        """Hidden states [R, hidden] of the rows that predict an ending behind the text, whose keys lie in the pages. What an
+        ending before it left there is written over."""
+        whole = self._token_ids + ending
+        self._num_tokens = len(whole)
+        copies = (BlockCopy(len(self._groups), 0, 1),) * self._has_states
+        new = self._sequence(whole, state=int(self._has_states))
+        self._runner.apply(SchedulerOutput(self._next_step, removed=(0,), new=(new,), copies=copies))
+        for _, hidden in self._forward(len(self._token_ids) - 1, len(whole) - 1, specs):
+            yield hidden
+
+    @property
+    def _next_step(self) -> int:
+        return self._runner.sequences.step + 1
+
+    def recompute(self, stages: Iterator[Stage], rows: Sequence[int]) -> Iterator[tuple[int, Tensor]]:
+        """One pass over everything up to the last wanted row of each stage, of which that stage's rows count.
+
+        A plan that never changes has one stage, so this is also `frozen`.
+        """
+        remaining = list(reversed(rows))
+        for first, end, specs in stages:
+            last = -1
+            while remaining and remaining[-1] < end:
+                last = remaining.pop()
+            if last < first:
+                continue
+            for start, hidden in self._forward(0, last + 1, specs):
+                if start + hidden.shape[0] > first:
+                    skipped = max(0, first - start)
+                    yield start + skipped, hidden[skipped:]
+
+    def rotate(self, stages: Iterator[Stage]) -> Iterator[tuple[int, Tensor]]:
+        """One pass; at each change of frequencies every cached key is re-rotated to the new ones.
+
+        The keys as computed are kept in a second half of the cache, and every re-rotation starts from those.
+        """
+        passed: list[Stage] = []
+        for first, end, specs in stages:
+            last = passed[-1:]
+            change = SchedulerOutput(
+                self._next_step,
+                original_copies=tuple(
+                    self._rerotation(group, stage, stage[2], aside=True) for group in self._groups for stage in last
+                ),
+                rerotations=tuple(self._rerotation(group, stage, specs) for group in self._groups for stage in passed),
+            )
+            self._runner.apply(change)
+            yield from self._forward(first, end, specs)
+            passed.append((first, end, specs))
+
+    def _rerotation(self, group: int, stage: Stage, specs: Specs, *, aside: bool = False) -> KeyRerotation:
+        """Of the keys of a stage, from the second half of the cache to the first; aside: the other way round."""
+        first, end, origin = stage
+        live = range(first // _BLOCK, -(-end // _BLOCK))
+        originals = range(live.start + self._num_blocks, live.stop + self._num_blocks)
+        sources, targets = (live, originals) if aside else (originals, live)
+        return KeyRerotation(
+            group=group,
+            start=first,
+            end=end,
+            sources=tuple(sources),
+            targets=tuple(targets),
+            first_position=first,
+            from_specs=origin,
+            to_specs=specs,
+        )
+
+    def _forward(self, first: int, end: int, specs: Specs) -> Iterator[tuple[int, Tensor]]:
+        """Run rows first .. end - 1 under `specs`, the rows before them being cached."""
+        for start, stop in pairwise([*range(first, end, self._chunk), end]):
+            plan = SchedulerOutput(
+                self._next_step,
+                rotary_rows=(RotaryRow(0, specs),),
+                sequences=(ScheduledSequence(0, start, stop - start, self._num_tokens),),
+            )
+            hidden = self._runner.hidden_states(plan)
+            if self._computed is not None:
+                self._computed(stop - start)
+            yield start, hidden

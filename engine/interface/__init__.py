@@ -1,0 +1,3 @@
+"""Engine interface: requests, outputs, configuration and validation. Plain data without torch."""
+
+from __future__ import annotations

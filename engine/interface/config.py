@@ -1,0 +1,337 @@
+"""Engine configuration.
+
+Plain data without torch: built by the command line and sent to the engine process.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import dataclass, field
+from typing import Literal
+
+from windlass.engine.errors import LoadError, did_you_mean
+from windlass.engine.interface.model_info import AdapterSource
+from windlass.engine.rotary.auto_scaling import ScalingThreshold
+from windlass.engine.rotary.rope_scaling import RopeScaling
+from windlass.engine.rotary.rotary_policy import RopeUpdate
+
+Quantization = Literal["none", "int8", "int4"]
+
+Activations = Literal["int8", "float32"]
+
+LoadFormat = Literal["safetensors", "dummy"]
+
+PERSIST_SIZE = 4 << 30
+
+MAX_SPECULATIVE_TOKENS = 64
+
+MAX_DRAFT_TOKENS = 16
+
+MAX_RANKS = 32
+
+MAX_THREADS = 1024
+
+MAX_SEQS = 65_536
+
+MAX_BURST_SECONDS = 1.0  # an abort waits for the end of one
+
+MAX_ADAPTERS = 1024  # at once: each has a place in the table of every matrix, used or not
+
+_UNITS = {"": 1, "k": 10**3, "m": 10**6, "g": 10**9, "t": 10**12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+
+_DTYPE_NAMES = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "float": "float32", "half": "float16"}
+
+_CACHE_DTYPE_NAMES = {"int8": "int8"} | dict.fromkeys(("fp8", "fp8_e4m3", "float8", "float8_e4m3fn"), "float8_e4m3fn")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ComputeConfig:
+    """What the engine computes with.
+
+    device: a torch device string or "auto" (CUDA when there is one). quantization: weights of 8 or 4 bits, quantized while
+    they are loaded; none: as `dtype` says. activations: what rows are rounded to before they meet weights in blocks; float32:
+    not at all, which is slow and there to compare with. deterministic: the bits of a row depend on nothing but its own
+    sequence, at a price in speed. threads: torch intra-op threads, of each rank. cores: the only ones the engine may run on.
+    tensor_parallel: ranks, processes that hold a part of every layer each and compute every step together.
+    cuda_graphs: whether decode steps are captured on a device that has graphs; elsewhere it has no effect.
+    """
+
+    device: str = "auto"
+    dtype: str = "auto"
+    quantization: Quantization = "none"
+    activations: Activations = "int8"
+    deterministic: bool = False
+    threads: int | None = None
+    cores: tuple[int, ...] | None = None
+    tensor_parallel: int = 1
+    cuda_graphs: bool = True
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("compute.threads", self.threads)
+        _check_at_most("compute.threads", self.threads, MAX_THREADS)
+        _check_at_least_one("compute.tensor_parallel", self.tensor_parallel)
+        _check_at_most("compute.tensor_parallel", self.tensor_parallel, MAX_RANKS)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LoadingConfig:
+    """Where the weights come from.
+
+    format: dummy means random weights, drawn from `seed`. weight_cache: folder in which quantized weights are kept for the
+    next start, "beside" for one in the model's directory, None for none. shared_memory: descriptors of memory files that
+    several engines keep one copy of their weights in, the model's and a draft model's; empty: none.
+    """
+
+    format: LoadFormat = "safetensors"
+    weight_cache: str | None = None
+    seed: int = 0
+    shared_memory: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class CacheConfig:
+    """The cache of keys and values.
+
+    memory: bytes of all pages, None for what the rest leaves. device_share: of a GPU's memory that the engine may take, weights
+    and steps included, None: `DEVICE_SHARE`. block_size: tokens per block, a multiple of 16.
+    prefix_caching: whether requests share the blocks of equal prompt starts. persist: folder in which full blocks are kept for
+    later engines, None for none; persist_size: bytes of all its files, None: `PERSIST_SIZE`. host_memory: bytes of main memory
+    for blocks that a GPU's cache evicts, None for none.
+    """
+
+    dtype: str = "auto"
+    memory: int | None = None
+    device_share: float | None = None
+    block_size: int = 16
+    prefix_caching: bool = True
+    persist: str | None = None
+    persist_size: int | None = None
+    host_memory: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("cache.memory", self.memory)
+        _check_at_least_one("cache.persist_size", self.persist_size)
+        _check_at_least_one("cache.host_memory", self.host_memory)
+        if self.device_share is not None and not 0 < self.device_share <= 1:
+            raise LoadError(f"`cache.device_share` must be above 0 and at most 1, got {self.device_share:g}")
+        if self.device_share is not None and self.memory is not None:
+            raise LoadError(
+                "`cache.device_share` and `cache.memory` both say how large the cache is: leave one of them out"
+            )
+        if self.persist is None and self.persist_size is not None:
+            raise LoadError(
+                "`cache.persist_size` is the cap of a folder: name one with `cache.persist`, or leave it out"
+            )
+        if self.block_size < 16 or self.block_size % 16:
+            raise LoadError(f"`cache.block_size` must be a multiple of 16, got {self.block_size}")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SpeculationConfig:
+    """Speculative decoding by prompt lookup, and where that finds nothing by a draft model or the model's own prediction layer.
+
+    num_tokens: what a running stream may propose per step from its own text, at most; 0: none. min_match, max_match: how
+    many of its last tokens must, and how many may, agree with an earlier place.
+    model: directory of the draft model, None for none. mtp: the layer in the model's own files that predicts a token further
+    (multi-token prediction) proposes. quantization: of the draft model's weights, or of the layer's and of a copy of the head
+    that it has then; "none": the layer has the model's head, and is quantized as the model is. draft_tokens: what either
+    proposes for a stream per step, at most. adaptive: it proposes less where less is accepted, and nothing where that saves no
+    time.
+    """
+
+    num_tokens: int = 0
+    min_match: int = 2
+    max_match: int = 4
+    model: str | None = None
+    quantization: Quantization = "none"
+    mtp: bool = False
+    draft_tokens: int = 4
+    adaptive: bool = True
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.num_tokens <= MAX_SPECULATIVE_TOKENS:
+            raise LoadError(
+                f"`scheduling.speculation.num_tokens` must lie between 0 and {MAX_SPECULATIVE_TOKENS}, got {self.num_tokens}"
+            )
+        if not 1 <= self.min_match <= self.max_match:
+            raise LoadError(
+                "`scheduling.speculation.min_match` must be at least 1 and at most `scheduling.speculation.max_match`, got "
+                f"{self.min_match} and {self.max_match}"
+            )
+        if not 1 <= self.draft_tokens <= MAX_DRAFT_TOKENS:
+            raise LoadError(
+                f"`scheduling.speculation.draft_tokens` must lie between 1 and {MAX_DRAFT_TOKENS}, got {self.draft_tokens}"
+            )
+        if not self.drafts and self.quantization != "none":
+            raise LoadError(
+                f"`scheduling.speculation.quantization={self.quantization}` is that of a draft model: name one with "
+                "`scheduling.speculation.model`, ask for `scheduling.speculation.mtp`, or leave it out"
+            )
+
+        if self.model is not None and self.mtp:
+            raise LoadError(
+                "`scheduling.speculation.mtp` is the model's own layer in place of the draft model that "
+                "`scheduling.speculation.model` names: leave one of them out"
+            )
+
+    @property
+    def drafts(self) -> bool:
+        """Whether something is computed to propose tokens: a draft model, or the model's prediction layer."""
+        return self.model is not None or self.mtp
+
+    @property
+    def max_proposed_tokens(self) -> int:
+        """Tokens that a stream may propose in a step, by whichever way."""
+        return max(self.num_tokens, self.draft_tokens if self.drafts else 0)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SchedulerConfig:
+    """How much runs at once.
+
+    max_num_batched_tokens: token budget of one step. max_num_seqs: sequences that run at once. max_waiting: requests that
+    may wait before new ones are refused; max_waiting_tokens: the most tokens they may have together, whatever one alone has.
+    target_step_seconds: prefill chunks shrink so that a step beside running streams stays under this (0: no bound).
+    burst_seconds: how long running streams may go on drawing tokens before they come back with them; 0: with each one.
+    """
+
+    max_num_batched_tokens: int = 2048
+    max_num_seqs: int = 64
+    max_waiting: int = 1024
+    max_waiting_tokens: int = 8 << 20
+    target_step_seconds: float = 0.25
+    burst_seconds: float = 0.02
+    speculation: SpeculationConfig = field(default_factory=SpeculationConfig)
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("scheduling.max_num_batched_tokens", self.max_num_batched_tokens)
+        _check_at_least_one("scheduling.max_num_seqs", self.max_num_seqs)
+        _check_at_most("scheduling.max_num_seqs", self.max_num_seqs, MAX_SEQS)
+        _check_at_least_one("scheduling.max_waiting", self.max_waiting)
+        _check_at_least_one("scheduling.max_waiting_tokens", self.max_waiting_tokens)
+        if not 0 <= self.target_step_seconds < math.inf:
+            raise LoadError(
+                f"`scheduling.target_step_seconds` must be finite and not negative, got {self.target_step_seconds}"
+            )
+        if not 0 <= self.burst_seconds <= MAX_BURST_SECONDS:
+            raise LoadError(
+                f"`scheduling.burst_seconds` must lie between 0 and {MAX_BURST_SECONDS}, got {self.burst_seconds}"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class RotaryConfig:
+    """The rotation of requests that bring none of their own.
+
+    scaling: `AUTO` has it chosen by length. update: policy of requests that name none; None: `recompute` for longrope,
+    `frozen` for everything else. ladder: what is chosen from by length; empty: the model's own.
+    """
+
+    scaling: RopeScaling | None = None
+    update: RopeUpdate | None = None
+    ladder: tuple[ScalingThreshold, ...] = ()
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ContextConfig:
+    """How far a sequence may go that drops its oldest tokens.
+
+    shift_context: tokens it holds at once, None for `max_model_len`. max_total_tokens: prompt and output together, None for
+    no bound.
+    """
+
+    shift_context: int | None = None
+    max_total_tokens: int | None = None
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("context.shift_context", self.shift_context)
+        _check_at_least_one("context.max_total_tokens", self.max_total_tokens)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AdapterConfig:
+    """Low-rank adapters. sources: those loaded at the start. max_loaded: at once, later ones included. max_rank: of each.
+
+    dtype: that their numbers are rounded to; auto: to that of the computing, and narrower only where nothing is lost.
+    """
+
+    sources: tuple[AdapterSource, ...] = ()
+    max_loaded: int = 8
+    max_rank: int = 64
+    dtype: str = "auto"
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("adapters.max_loaded", self.max_loaded)
+        _check_at_most("adapters.max_loaded", self.max_loaded, MAX_ADAPTERS)
+        _check_at_least_one("adapters.max_rank", self.max_rank)
+        if len(self.sources) > self.max_loaded:
+            raise LoadError(
+                f"`adapters.sources` names {len(self.sources)} adapters, `adapters.max_loaded` allows {self.max_loaded}: raise it"
+            )
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """All engine options, each part handed as it is to whoever has that duty. None: chosen once the model is known.
+
+    model: directory with config.json. max_model_len: longest prompt and output together; None is the model's own length,
+    clamped to what the KV budget holds. replicas: engines like this one, itself included, that take what is free of this
+    machine's memory in equal parts.
+    """
+
+    model: str
+    max_model_len: int | None = None
+    replicas: int = 1
+    compute: ComputeConfig = field(default_factory=ComputeConfig)
+    loading: LoadingConfig = field(default_factory=LoadingConfig)
+    cache: CacheConfig = field(default_factory=CacheConfig)
+    scheduling: SchedulerConfig = field(default_factory=SchedulerConfig)
+    rotary: RotaryConfig = field(default_factory=RotaryConfig)
+    context: ContextConfig = field(default_factory=ContextConfig)
+    adapters: AdapterConfig = field(default_factory=AdapterConfig)
+
+    def __post_init__(self) -> None:
+        _check_at_least_one("max_model_len", self.max_model_len)
+        _check_at_least_one("replicas", self.replicas)
+
+
+def _check_at_least_one(field: str, value: int | None) -> None:
+    if value is not None and value < 1:
+        raise LoadError(f"`{field}` must be at least 1, got {value}")
+
+
+def _check_at_most(field: str, value: int | None, most: int) -> None:
+    if value is not None and value > most:
+        raise LoadError(f"`{field}` must be at most {most}, got {value}")
+
+
+def parse_dtype(name: str) -> str:
+    """Normalise a dtype name ("bf16", "bfloat16", "auto", …) or raise LoadError naming the allowed ones."""
+    full = _DTYPE_NAMES.get(name.lower(), name.lower())
+    known = ("auto", "float32", "bfloat16", "float16")
+    if full not in known:
+        meant = did_you_mean(name, known)
+        raise LoadError(f"unknown dtype {name!r}{meant}: use auto, float32, bfloat16 or float16")
+    return full
+
+
+def parse_cache_dtype(name: str) -> str:
+    """As `parse_dtype`, for cached keys and values, which may be int8 or on a GPU float8 too."""
+    if name.lower() in _CACHE_DTYPE_NAMES:
+        return _CACHE_DTYPE_NAMES[name.lower()]
+    try:
+        return parse_dtype(name)
+    except LoadError:
+        meant = did_you_mean(name, ("auto", "float32", "bfloat16", "float16", "int8", "fp8"))
+        raise LoadError(
+            f"unknown cache dtype {name!r}{meant}: use auto, float32, bfloat16, float16, int8 or fp8"
+        ) from None
+
+
+def parse_size(text: str) -> int:
+    """Bytes from "4GiB", "500MB", "1.5g" or a plain number; raises LoadError that shows the form."""
+    match = re.fullmatch(r"\s*(\d{1,18}(?:\.\d{1,18})?)\s*([kmgt]?i?)b?\s*", text.lower())
+    if not match or match[2] == "i" or float(match[1]) <= 0:
+        raise LoadError(f"cannot read {text!r} as a size: write for example 4GiB, 500MB or a number of bytes")
+    return int(float(match[1]) * _UNITS[match[2]])

@@ -1,0 +1,117 @@
+"""Classification head: specification with weight names, and the layer from normed hidden states to class logits in float32.
+
+Torch is imported only where the head runs, because the API process reads specifications.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Literal
+
+from windlass.engine.interface.model_info import ClassifierInfo
+from windlass.engine.model.norm import Norm, NormSpec
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.kernels import Backend
+
+
+# Which states a text's classes come from: its last token's, its first one's, the mean of all; "late": the mean of the logits that
+# every token's state gives (EuroBERT).
+HeadPooling = Literal["last", "first", "mean", "late"]
+
+HeadActivation = Literal["gelu", "gelu_tanh", "silu", "relu", "tanh"]
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHeadNames:
+    """Of a checkpoint's tensors. out: the rows of classes. dense, norm: of what stands before them, None where nothing does."""
+
+    out: str = "score"
+    dense: str | None = None
+    norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class ClassificationHeadSpec:
+    """out(norm(activation(dense(state)))), or out(state).
+
+    pooling is not looked at where the classes are those of each token (`ClassifierInfo.per_token`).
+    """
+
+    classes: ClassifierInfo
+    names: ClassificationHeadNames = field(default_factory=ClassificationHeadNames)
+    pooling: HeadPooling = "last"
+    out_bias: bool = False
+    dense_bias: bool = False
+    activation: HeadActivation = "gelu"
+    norm_form: NormSpec = field(default_factory=NormSpec)
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """In the order in which they are used; all float32, whatever the model is stored in."""
+        names, count = self.names, len(self.classes.labels)
+        found: tuple[WeightSpec, ...] = ()
+        if names.dense is not None:
+            found += _layer("head_dense", names.dense, (hidden_size, hidden_size), bias=self.dense_bias)
+        if names.norm is not None:
+            found += self.norm_form.weights("head_norm", names.norm, hidden_size)
+        return found + _layer("score", names.out, (count, hidden_size), bias=self.out_bias)
+
+
+def _layer(name: str, stored: str, shape: tuple[int, int], *, bias: bool) -> tuple[WeightSpec, ...]:
+    rows = shape[0]
+    matrix = WeightSpec(name, "score", shape, (StoredTensor(f"{stored}.weight", rows),))
+    if not bias:
+        return (matrix,)
+    return matrix, WeightSpec(f"{name}_bias", "shift", (rows,), (StoredTensor(f"{stored}.bias", rows),))
+
+
+def _activate(name: HeadActivation, x: Tensor) -> Tensor:
+    import torch
+    from torch.nn import functional
+
+    functions: dict[HeadActivation, Callable[[Tensor], Tensor]] = {
+        "gelu": functional.gelu,
+        "gelu_tanh": lambda x: functional.gelu(x, approximate="tanh"),
+        "silu": functional.silu,
+        "relu": functional.relu,
+        "tanh": torch.tanh,
+    }
+    return functions[name](x)
+
+
+class ClassificationHead:
+    """weights: those that `ClassificationHeadSpec.weights` lists, by name. norm_eps: of its norm."""
+
+    def __init__(
+        self, spec: ClassificationHeadSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend
+    ) -> None:
+        self.spec = spec
+        self._out, self._out_bias = weights["score"], weights.get("score_bias")  # [classes, hidden], [classes]
+        self._dense, self._dense_bias = weights.get("head_dense"), weights.get("head_dense_bias")
+        self._norm: Norm | None = None
+        if spec.names.norm is not None:
+            weight, bias = weights["head_norm"], weights.get("head_norm_bias")
+            self._norm = Norm(spec.norm_form, weight, bias, norm_eps, backend)
+
+    def pooled_logits(self, hidden: Tensor) -> Tensor:
+        """Logits [1, classes] of a text from the states [T, hidden] of its tokens, the last ones alone where only they count."""
+        if self.spec.pooling == "late":
+            return self.logits(hidden).double().mean(dim=0, keepdim=True).float()
+        if self.spec.pooling == "mean":
+            return self.logits(hidden.double().mean(dim=0, keepdim=True).float())
+        return self.logits(hidden[:1] if self.spec.pooling == "first" else hidden[-1:])
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Logits [R, classes] of states [R, hidden], each on its own."""
+        from torch.nn import functional
+
+        x = hidden.float()
+        if self._dense is not None:
+            x = _activate(self.spec.activation, functional.linear(x, self._dense, self._dense_bias))
+        if self._norm is not None:
+            x = self._norm(x)
+        return functional.linear(x, self._out, self._out_bias)

@@ -1,0 +1,223 @@
+"""Rules by which a family's config.json is read: checked values, layer patterns and defaults.
+
+Values are read with messages that name the key. A layer pattern gives, for each layer, its attention ("full_attention" or
+"sliding_attention") and its rotary group. `ConfigRules` holds a family's defaults; the families themselves are in `families`.
+Imports no torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
+
+Config = Mapping[str, Any]
+
+
+def read_size(config: Config, key: str, default: int | None = None, *, most: int = 2**31 - 1) -> int:
+    """A positive integer up to `most`; `default` where the file has none or null, LoadError without a default either."""
+    value = config.get(key)
+    if value is None:
+        value = default
+    if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+        raise LoadError(f"config.json: {key} must be a positive integer up to {most}, got {format_value(value)}")
+    return value
+
+
+def read_number(config: Config, key: str) -> float | None:
+    """A positive, finite number, or None where the file says nothing."""
+    value = config.get(key)
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value <= sys.float_info.max:
+        raise LoadError(f"config.json: {key} must be a positive number, got {format_value(value)}")
+    return float(value)
+
+
+def read_flag(config: Config, key: str, default: bool = False) -> bool:
+    """True or false; `default` where the file has none or null."""
+    value = config.get(key)
+    if value is None:
+        return default
+    if not isinstance(value, bool):
+        raise LoadError(f"config.json: {key} must be true or false, got {format_value(value)}")
+    return value
+
+
+def read_object(config: Config, key: str) -> Config | None:
+    """An object that is not empty, or None."""
+    value = config.get(key)
+    if value is not None and not isinstance(value, Mapping):
+        raise LoadError(f"config.json: {key} must be an object, got {format_value(value)}")
+    return value or None
+
+
+def read_list(config: Config, key: str, length: int) -> list[Any] | None:
+    """A list with at least one entry per layer, cut to `length`; None where the file has none or an empty one."""
+    value = config.get(key)
+    if value is None or value == []:
+        return None
+    if not isinstance(value, list) or len(value) < length:
+        raise LoadError(f"config.json: {key} must be a list with one entry for each of the {length} layers")
+    return value[:length]
+
+
+@dataclass(frozen=True, slots=True)
+class LayerFacts:
+    """What config.json says of the layers under names that every family shares.
+
+    given: `layer_types`, None where it says nothing. rotates: whether each layer does. windowed: there is a `sliding_window`.
+    """
+
+    count: int
+    given: list[str] | None
+    rotates: list[bool]
+    windowed: bool
+
+
+# What each layer sees and the rotary group of each, both by the names of `rotary.scaling.GROUP_NAMES`. Raises LoadError.
+# None: the layer does not rotate.
+Pattern = Callable[[Config, LayerFacts], tuple[Sequence[str], Sequence[str | None]]]
+
+
+def full_attention_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every layer sees everything, and all rotate alike."""
+    full = [FULL_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, full)
+    return full, full
+
+
+def nope_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[None]]:
+    """Every layer sees everything, and none rotates."""
+    full = [FULL_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, full)
+    return full, [None] * facts.count
+
+
+def sliding_window_layers(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """Every layer sees `sliding_window` tokens, or everything where that is null; all rotate alike."""
+    full, sliding = [FULL_ATTENTION] * facts.count, [SLIDING_ATTENTION] * facts.count
+    _refuse_mixture(config, facts, sliding if facts.windowed else full)
+    return sliding, full
+
+
+def layer_types_pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str]]:
+    """What `layer_types` says, or that every layer sees `sliding_window` tokens; all rotate alike."""
+    full = [FULL_ATTENTION] * facts.count
+    if not facts.windowed:
+        return full, full
+    return facts.given or [SLIDING_ATTENTION] * facts.count, full
+
+
+def every_nth_full(interval: int, *, first: bool = False, groups: bool = False) -> Pattern:
+    """Every n-th layer sees everything, the others `sliding_window` tokens; `layer_types` says it layer by layer.
+
+    first: the first of each n layers does, instead of the last. groups: the two kinds may rotate differently.
+    """
+
+    def pattern(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+        full = [FULL_ATTENTION] * facts.count
+        own = [i % interval == (0 if first else interval - 1) for i in range(facts.count)]
+        kinds = facts.given or [FULL_ATTENTION if one else SLIDING_ATTENTION for one in own]
+        if not facts.windowed:
+            kinds = full
+        return kinds, list(kinds if groups else full)
+
+    return pattern
+
+
+def local_layers_rotate(config: Config, facts: LayerFacts) -> tuple[list[str], list[str | None]]:
+    """Every n-th layer, the fourth by default, sees everything and does not rotate; the others see a window and do."""
+    kinds, groups = every_nth_full(read_size(config, "sliding_window_pattern", 4))(config, facts)
+    return list(kinds), [
+        group if kind == SLIDING_ATTENTION else None for kind, group in zip(kinds, groups, strict=True)
+    ]
+
+
+def _refuse_mixture(config: Config, facts: LayerFacts, expected: list[str]) -> None:
+    if facts.given and facts.given != expected:
+        raise LoadError(
+            f"config.json: layer_types mixes windows in a way that model_type {format_value(config.get('model_type'))} does not: "
+            "remove it"
+        )
+
+
+# Raises LoadError.
+Rewrite = Callable[[Config], dict[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class ConfigRules:
+    """A family's defaults, under the names of config.json, and what it reads differently from others.
+
+    num_key_value_heads None: as many as heads. head_dim None: hidden_size / num_attention_heads. head_dim_key: the key of
+    the dimensions that rotate; scales_scores: see `RotaryBase`. local_rope_theta: set where sliding layers have a theta of
+    their own. rope_parameters: the object used when config.json has none. no_rope_layer_interval: every n-th layer does not
+    rotate. query_temperature: whether the rotary object may carry Ministral's `llama_4_scaling_beta`. scales_full_attention_only:
+    `rope_scaling` is not for layers with a window (OLMo 3). intermediate_factor: how many times hidden_size a feed-forward is
+    wide. full_head_dim: of layers that see everything, where their heads have another size, under `full_head_dim_key`.
+    longrope_names: older names of longrope that mean something else elsewhere. other_layers: what `layer_types` may have beside
+    kinds of attention. rewrite: the config in the names that other families have, where this one has its own.
+    """
+
+    max_position_embeddings: int
+    layer_pattern: Pattern = full_attention_layers
+    hidden_size: int = 4096
+    num_hidden_layers: int = 32
+    num_attention_heads: int = 32
+    num_key_value_heads: int | None = None
+    head_dim: int | None = None
+    head_dim_key: str = "head_dim"
+    full_head_dim: int | None = None
+    full_head_dim_key: str | None = None
+    scales_scores: bool = False
+    rms_norm_eps: float = 1e-6
+    intermediate_factor: int | None = None
+    tie_word_embeddings: bool = False
+    eos_token_id: tuple[int, ...] = ()
+    sliding_window: int | None = None
+    rope_theta: float = 10_000.0
+    local_rope_theta: float | None = None
+    partial_rotary_factor: float = 1.0
+    original_max_position_embeddings: int | None = None
+    rope_parameters: Mapping[str, Any] = field(default_factory=dict)
+    no_rope_layer_interval: int | None = None
+    query_temperature: bool = False
+    scales_full_attention_only: bool = False
+    longrope_names: tuple[str, ...] = ("su",)
+    other_layers: tuple[str, ...] = ()
+    rewrite: Rewrite = dict
+
+
+# The sizes of a model as GPT-2's config.json names them, and those of families after it.
+GPT_NAMES = {
+    "n_positions": "max_position_embeddings",
+    "n_embd": "hidden_size",
+    "n_layer": "num_hidden_layers",
+    "n_head": "num_attention_heads",
+    "n_inner": "intermediate_size",
+}
+
+
+def renamed(names: Mapping[str, str]) -> Rewrite:
+    """A rewriting of keys. names: the common name of each of a family's own. Raises LoadError where both say different things."""
+
+    def rewrite(config: Config) -> dict[str, Any]:
+        result = {key: value for key, value in config.items() if key not in names}
+        for own, common in names.items():
+            value = config.get(own)
+            if value is None:
+                continue
+            if result.get(common) not in (None, value):
+                raise LoadError(
+                    f"config.json: {common} is {format_value(result[common])} and {own} is {format_value(value)}: keep one"
+                )
+            result[common] = value
+        return result
+
+    return rewrite

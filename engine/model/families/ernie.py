@@ -1,0 +1,81 @@
+"""ERNIE 4.5, dense and MoE: interleaved pairs, one switch for all biases.
+
+Experts are chosen by a bias added to softmax scores. The MoE models have an MTP layer.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_size
+from windlass.engine.model.families.deepseek import DEEPSEEK_NAMES
+from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.families.moe_rules import MoERules, SharedExpert, read_count
+from windlass.engine.model.families.mtp import with_dense_mtp_layer
+from windlass.engine.model.feed_forward.moe import RouterSpec
+
+_BIAS = ConfigFlag("use_bias")
+
+ERNIE4_5 = Family(
+    architecture="Ernie4_5ForCausalLM",
+    other_names=("Ernie4_5_ForCausalLM",),
+    title="ERNIE 4.5 (dense)",
+    model_type="ernie4_5",
+    rules=ConfigRules(
+        max_position_embeddings=131_072,
+        hidden_size=1024,
+        num_hidden_layers=18,
+        num_attention_heads=16,
+        num_key_value_heads=2,
+        head_dim=128,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=500_000.0,
+    ),
+    qkv_bias=_BIAS,
+    out_bias=_BIAS,
+    feed_forward_bias=_BIAS,
+    interleaved=True,
+)
+
+
+def _is_dense_ernie(config: Config, index: int) -> bool:
+    """Layers from `moe_layer_start_index` to `moe_layer_end_index` have experts, every `moe_layer_interval`-th of all."""
+    last = config.get("moe_layer_end_index")
+    ends = index if last in (None, -1) else read_count(config, "moe_layer_end_index", 0)
+    begins = read_count(config, "moe_layer_start_index", 1)
+    return not (begins <= index <= ends and (index + 1) % read_size(config, "moe_layer_interval", 1) == 0)
+
+
+ERNIE4_5_MOE = replace(
+    ERNIE4_5,
+    architecture="Ernie4_5_MoeForCausalLM",
+    title="ERNIE 4.5 MoE",
+    model_type="ernie4_5_moe",
+    rules=ConfigRules(
+        max_position_embeddings=131_072,
+        hidden_size=2560,
+        num_hidden_layers=28,
+        num_attention_heads=20,
+        num_key_value_heads=4,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+        rope_theta=500_000.0,
+    ),
+    head_bias=ConfigFlag("use_bias"),
+    unused=("model.mtp_",),
+    refine=with_dense_mtp_layer,
+    experts=MoERules(
+        experts=64,
+        top_k=6,
+        counts=("moe_num_experts",),
+        top_k_keys=("moe_k",),
+        width=1536,
+        router=RouterSpec(least_sum=1e-12),
+        least_sum_key="moe_norm_min",
+        shared=SharedExpert(count_key="moe_num_shared_experts", default=2),
+        dense=_is_dense_ernie,
+        names=replace(DEEPSEEK_NAMES, choice_bias="mlp.moe_statics.e_score_correction_bias", choice_bias_is_row=True),
+        more_keys=frozenset({"moe_layer_start_index", "moe_layer_end_index", "moe_layer_interval"}),
+    ),
+)

@@ -1,0 +1,206 @@
+"""Families with LayerNorm and biases: StarCoder 2, StableLM, Phi 1 and 2, Nemotron, GPT-NeoX (Pythia), Persimmon, Jais 2."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+
+from windlass.engine.model.classification_head import ClassificationHeadNames
+from windlass.engine.model.config_json.config_rules import Config, ConfigRules, read_flag, sliding_window_layers
+from windlass.engine.model.families.family import ATTENTION_BIAS, MLP_BIAS, ConfigFlag, Family, FamilyClassificationHead
+from windlass.engine.model.feed_forward.mlp import PlainMLPNames
+from windlass.engine.model.mixers.attention import AttentionNames
+from windlass.engine.model.model_spec import LayerNorms, OuterNames
+from windlass.engine.model.norm import NormSpec
+
+_FORM = NormSpec(centered=True, bias=True)
+
+_BIAS = ConfigFlag("use_bias", default=True)
+
+_ATTENTION_BIAS = ConfigFlag("attention_bias", default=True)
+
+_LAYER_NORMED = frozenset({"qk_layernorm"})
+
+
+def _head_norms(default: bool) -> Callable[[Family, Config], Family]:
+    """Queries and keys are normed where `qk_layernorm` says so."""
+
+    def variant(family: Family, config: Config) -> Family:
+        return family if read_flag(config, "qk_layernorm", default) else replace(family, qk_norm=None)
+
+    return variant
+
+
+STARCODER2 = Family(
+    architecture="Starcoder2ForCausalLM",
+    title="StarCoder 2",
+    model_type="starcoder2",
+    rules=ConfigRules(
+        layer_pattern=sliding_window_layers,
+        max_position_embeddings=4096,
+        hidden_size=3072,
+        num_hidden_layers=30,
+        num_attention_heads=24,
+        num_key_value_heads=2,
+        rms_norm_eps=1e-5,
+        tie_word_embeddings=True,
+    ),
+    qkv_bias=_BIAS,
+    out_bias=_BIAS,
+    feed_forward_bias=_BIAS,
+    activation="gelu_pytorch_tanh",
+    feed_forward_names=PlainMLPNames(up="mlp.c_fc", down="mlp.c_proj"),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="norm_epsilon",
+)
+
+STABLELM = Family(
+    architecture="StableLmForCausalLM",
+    title="StableLM",
+    model_type="stablelm",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=2560,
+        num_key_value_heads=32,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.25,
+    ),
+    qkv_bias=ConfigFlag("use_qkv_bias"),
+    qk_norm="by head",
+    qk_norm_form=NormSpec(centered=True),
+    attention_names=AttentionNames(
+        q_norm="self_attn.q_layernorm.norms.{head}", k_norm="self_attn.k_layernorm.norms.{head}"
+    ),
+    variant=_head_norms(default=False),
+    extra_keys=_LAYER_NORMED,
+    norms=LayerNorms(form=_FORM),
+    parallel=ConfigFlag("use_parallel_residual"),
+    parallel_norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+)
+
+PHI = Family(
+    architecture="PhiForCausalLM",
+    title="Phi 1, 1.5 and 2",
+    model_type="phi",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=2048,
+        num_hidden_layers=24,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=True,
+    out_bias=True,
+    feed_forward_bias=True,
+    activation="gelu_new",
+    qk_norm="before",
+    qk_norm_form=_FORM,
+    attention_names=AttentionNames(
+        out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
+    ),
+    variant=_head_norms(default=False),
+    extra_keys=_LAYER_NORMED,
+    feed_forward_names=PlainMLPNames(up="mlp.fc1", down="mlp.fc2"),
+    norms=LayerNorms(feed_forward=None, form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    head_bias=True,
+)
+
+NEMOTRON = Family(
+    architecture="NemotronForCausalLM",
+    model_type="nemotron",
+    rules=ConfigRules(
+        max_position_embeddings=4096,
+        hidden_size=6144,
+        num_attention_heads=48,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=ATTENTION_BIAS,
+    out_bias=ATTENTION_BIAS,
+    feed_forward_bias=MLP_BIAS,
+    norm_offset=1.0,
+    activation="relu2",
+    feed_forward_names=PlainMLPNames(),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="norm_eps",
+)
+
+GPT_NEOX = Family(
+    architecture="GPTNeoXForCausalLM",
+    title="GPT-NeoX, Pythia",
+    model_type="gpt_neox",
+    rules=ConfigRules(
+        max_position_embeddings=2048,
+        hidden_size=6144,
+        num_hidden_layers=44,
+        num_attention_heads=64,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.25,
+    ),
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
+    feed_forward_bias=True,
+    activation="gelu",
+    attention_names=AttentionNames(qkv="attention.query_key_value", qkv_order="groups", out="attention.dense"),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    norms=LayerNorms(form=_FORM),
+    parallel=ConfigFlag("use_parallel_residual", default=True),
+    parallel_norms=LayerNorms(form=_FORM, parallel=True),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames("gpt_neox.embed_in", "gpt_neox.layers", "gpt_neox.final_layer_norm", "embed_out"),
+    token_head=FamilyClassificationHead(ClassificationHeadNames(out="classifier"), out_bias=True),
+)
+
+PERSIMMON = Family(
+    architecture="PersimmonForCausalLM",
+    title="Persimmon",
+    model_type="persimmon",
+    rules=ConfigRules(
+        max_position_embeddings=16_384,
+        num_hidden_layers=36,
+        num_attention_heads=64,
+        rms_norm_eps=1e-5,
+        partial_rotary_factor=0.5,
+    ),
+    qkv_bias=True,
+    out_bias=True,
+    feed_forward_bias=True,
+    qk_norm="before",
+    qk_norm_form=_FORM,
+    activation="relu2",
+    attention_names=AttentionNames(
+        qkv="self_attn.query_key_value",
+        qkv_order="groups",
+        out="self_attn.dense",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
+    ),
+    feed_forward_names=PlainMLPNames(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h"),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="layer_norm_eps",
+    outer_names=OuterNames(final_norm="model.final_layernorm"),
+    variant=_head_norms(default=True),
+    extra_keys=_LAYER_NORMED,
+)
+
+JAIS2 = Family(
+    architecture="Jais2ForCausalLM",
+    title="Jais 2",
+    model_type="jais2",
+    rules=ConfigRules(
+        max_position_embeddings=8192,
+        hidden_size=3328,
+        num_attention_heads=26,
+        rms_norm_eps=1e-5,
+    ),
+    qkv_bias=_ATTENTION_BIAS,
+    out_bias=_ATTENTION_BIAS,
+    feed_forward_bias=ConfigFlag("mlp_bias", default=True),
+    activation="relu2",
+    feed_forward_names=PlainMLPNames(),
+    norms=LayerNorms(form=_FORM),
+    norm_eps_key="layer_norm_eps",
+)

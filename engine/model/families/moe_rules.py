@@ -1,0 +1,164 @@
+"""MoE rules: the keys of config.json that describe experts, their defaults, and the layers that have them. Imports no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import Config, read_flag, read_number, read_size
+from windlass.engine.model.feed_forward.mlp import Activation
+from windlass.engine.model.feed_forward.moe import MoENames, MoESpec, RouterSpec
+
+# Whether the layer of this index has no experts. Raises LoadError.
+DenseLayer = Callable[[Config, int], bool]
+
+
+def no_dense_layers(config: Config, index: int) -> bool:
+    return False
+
+
+def first_layers_dense(key: str, default: int) -> DenseLayer:
+    """The first layers have no experts, as many as config.json says under `key`; `mlp_layer_types` says it layer by layer."""
+
+    def is_dense(config: Config, index: int) -> bool:
+        kinds = config.get("mlp_layer_types")
+        if isinstance(kinds, list) and index < len(kinds) and kinds[index] in ("dense", "sparse"):
+            return bool(kinds[index] == "dense")
+        return index < read_count(config, key, default)
+
+    return is_dense
+
+
+def every_nth_layer(config: Config, index: int) -> bool:
+    """Every `decoder_sparse_step`-th layer has experts, but for those in `mlp_only_layers` (Qwen)."""
+    without = config.get("mlp_only_layers") or []
+    if not isinstance(without, list) or any(isinstance(i, bool) or not isinstance(i, int) for i in without):
+        raise LoadError("config.json: mlp_only_layers must be a list of the numbers of layers")
+    return index in without or (index + 1) % read_size(config, "decoder_sparse_step", 1) != 0
+
+
+@dataclass(frozen=True, slots=True)
+class SharedExpert:
+    """What every token meets beside its experts: as wide as `width_key` says, or as `count_key` experts are together.
+
+    default: of the width or of the count.
+    """
+
+    width_key: str | None = None
+    count_key: str | None = None
+    default: int = 1
+
+    def width(self, config: Config, expert: int) -> int | None:
+        """None where there is none. expert: the width of one of the others."""
+        if self.width_key is not None:
+            return read_count(config, self.width_key, self.default) or None
+        if self.count_key is not None:
+            return read_count(config, self.count_key, self.default) * expert or None
+        return expert * self.default
+
+
+@dataclass(frozen=True, slots=True)
+class MoERules:
+    """Where config.json says of experts what, and what holds where it says nothing.
+
+    counts, top_k_keys, width_keys: keys of the number of experts, of those that a token goes to, and of their width, of which
+    the first that is there counts. router: top_k aside, and but for what the other keys say. normalized_key: whether weights
+    are divided by their sum. scale_key: what multiplies them. grouped: `n_group` and `topk_group` are read. jitter_key,
+    least_sum_key: of `RouterSpec.jitter` and `RouterSpec.least_sum`. bias: on the experts' products. clamp_keys: of alpha and
+    limit of gpt-oss's activation. scaled_inputs: see `MoESpec`. more_keys: that are looked at elsewhere, or say what
+    always holds.
+    """
+
+    experts: int
+    top_k: int
+    counts: tuple[str, ...] = ("num_experts", "num_local_experts", "n_routed_experts")
+    top_k_keys: tuple[str, ...] = ("num_experts_per_tok",)
+    width_keys: tuple[str, ...] = ("moe_intermediate_size",)
+    width: int | None = None
+    router: RouterSpec = field(default_factory=RouterSpec)
+    normalized_key: str | None = None
+    scale_key: str | None = None
+    grouped: bool = False
+    jitter_key: str | None = None
+    least_sum_key: str | None = None
+    bias: bool = False
+    clamp_keys: tuple[str, str] | None = None
+    clamp: tuple[float, float] = (1.702, 7.0)
+    scaled_inputs: bool = False
+    shared: SharedExpert | None = None
+    dense: DenseLayer = no_dense_layers
+    names: MoENames = field(default_factory=MoENames)
+    more_keys: frozenset[str] = frozenset()
+
+    @property
+    def keys(self) -> frozenset[str]:
+        """All that is read."""
+        single = (self.normalized_key, self.scale_key, self.jitter_key, self.least_sum_key)
+        shared = () if self.shared is None else (self.shared.width_key, self.shared.count_key)
+        groups = ("n_group", "topk_group") if self.grouped else ()
+        clamp = self.clamp_keys or ()
+        found = (*clamp, *self.counts, *self.top_k_keys, *self.width_keys, *single, *shared, *groups)
+        return frozenset(key for key in found if key is not None) | self.more_keys
+
+
+def read_experts(config: Config, rules: MoERules, activation: Activation, bias: bool) -> MoESpec:
+    """The feed-forward of a layer that has experts. bias: on the products of a shared expert. Raises LoadError."""
+    count_key, top_k_key = _present(config, rules.counts), _present(config, rules.top_k_keys)
+    width_key = _present(config, rules.width_keys)
+    count = read_size(config, count_key, rules.experts)
+    top_k = read_size(config, top_k_key, rules.top_k)
+    width = read_size(config, width_key, rules.width)
+    router = replace(rules.router, top_k=top_k)
+    if rules.normalized_key is not None:
+        router = replace(router, normalized=read_flag(config, rules.normalized_key, router.normalized))
+    if rules.scale_key is not None:
+        router = replace(router, scale=read_number(config, rules.scale_key) or router.scale)
+    if rules.jitter_key is not None:
+        router = replace(router, jitter=_at_least_zero(config, rules.jitter_key, router.jitter))
+    if rules.least_sum_key is not None:
+        router = replace(router, least_sum=_at_least_zero(config, rules.least_sum_key, router.least_sum))
+    if rules.grouped:
+        groups = read_size(config, "n_group", router.groups)
+        router = replace(router, groups=groups, top_groups=read_size(config, "topk_group", router.top_groups))
+    if (refusal := router.refusal(count)) is not None:
+        raise LoadError(f"config.json: {count_key} {count} and {top_k_key} {top_k} do not go together: {refusal}")
+    return MoESpec(
+        experts=count,
+        intermediate_size=width,
+        router=router,
+        activation=activation,
+        bias=rules.bias,
+        clamp=None
+        if rules.clamp_keys is None
+        else (
+            read_number(config, rules.clamp_keys[0]) or rules.clamp[0],
+            read_number(config, rules.clamp_keys[1]) or rules.clamp[1],
+        ),
+        shared_size=None if rules.shared is None else rules.shared.width(config, width),
+        shared_bias=bias,
+        scaled_inputs=rules.scaled_inputs,
+        names=rules.names,
+    )
+
+
+def read_count(config: Config, key: str, default: int) -> int:
+    """Zero or more."""
+    value = config.get(key)
+    if (default if value is None else value) == 0 and value is not False:
+        return 0
+    return read_size(config, key, default)
+
+
+def _present(config: Config, keys: tuple[str, ...]) -> str:
+    return next((key for key in keys if config.get(key) is not None), keys[0])
+
+
+def _at_least_zero(config: Config, key: str, default: float) -> float:
+    if config.get(key) == 0 and config[key] is not False:
+        return 0.0
+    found = read_number(config, key)
+    return default if found is None else found
+
+
+UNNORMALIZED_ROUTER = RouterSpec(normalized=False)

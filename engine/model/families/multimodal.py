@@ -1,0 +1,188 @@
+"""Text part of multimodal models: only the language model is loaded, no vision or audio towers.
+
+Their config.json describes the text part in an object of its own, and their files name its tensors behind a prefix. On text alone
+these models compute what the text part computes. `stored_names` finds its tensors. Opens no file and imports no torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.config_json.config_rules import Config, read_flag
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.families.registry import FAMILIES
+from windlass.engine.model.model_spec import ModelSpec
+from windlass.engine.rotary.scaling_fields import format_value
+
+
+@dataclass(frozen=True, slots=True)
+class MultimodalModel:
+    """A class of multimodal models. title: what people call them. text: the `model_type` of a text part that names none.
+
+    tied: the head is the embedding where config.json says nothing. flat: older files have the text part's keys beside the others.
+    """
+
+    architecture: str
+    title: str
+    text: str
+    tied: bool = False
+    flat: bool = False
+
+
+MULTIMODAL = (
+    MultimodalModel("AyaVisionForConditionalGeneration", "Aya Vision", "cohere2", tied=True),
+    MultimodalModel("Cohere2VisionForConditionalGeneration", "Command A Vision", "cohere2", tied=True),
+    MultimodalModel("Exaone4_5_ForConditionalGeneration", "EXAONE 4.5", "exaone4"),
+    MultimodalModel("Gemma3ForConditionalGeneration", "Gemma 3 (4B and larger)", "gemma3_text", tied=True),
+    MultimodalModel("Gemma4ForConditionalGeneration", "Gemma 4", "gemma4_text", tied=True),
+    MultimodalModel("Gemma4UnifiedForConditionalGeneration", "Gemma 4 (12B)", "gemma4_unified_text", tied=True),
+    MultimodalModel("Glm46VForConditionalGeneration", "GLM-4.6V Flash", "glm4v_text"),
+    MultimodalModel("Glm4vForConditionalGeneration", "GLM-4.1V", "glm4v_text"),
+    MultimodalModel("Glm4vMoeForConditionalGeneration", "GLM-4.5V and 4.6V", "glm4v_moe_text"),
+    MultimodalModel("Idefics3ForConditionalGeneration", "Idefics 3", "llama"),
+    MultimodalModel("InternVLForConditionalGeneration", "InternVL 3 and 3.5", "qwen2", tied=True),
+    MultimodalModel("Lfm2VlForConditionalGeneration", "LFM2-VL", "lfm2", tied=True),
+    MultimodalModel("Llama4ForConditionalGeneration", "Llama 4", "llama4_text"),
+    MultimodalModel("LlavaForConditionalGeneration", "LLaVA 1.5, Pixtral", "llama"),
+    MultimodalModel("LlavaNextForConditionalGeneration", "LLaVA-NeXT", "llama"),
+    MultimodalModel("LlavaOnevisionForConditionalGeneration", "LLaVA-OneVision", "qwen2"),
+    MultimodalModel("Mistral3ForConditionalGeneration", "Mistral Small 3.1 and 3.2, Ministral 3", "mistral", tied=True),
+    MultimodalModel("Ovis2ForConditionalGeneration", "Ovis 2", "qwen2", tied=True),
+    MultimodalModel("Qwen2VLForConditionalGeneration", "Qwen 2 VL", "qwen2_vl_text", flat=True),
+    MultimodalModel("Qwen2_5_VLForConditionalGeneration", "Qwen 2.5 VL", "qwen2_5_vl_text", flat=True),
+    MultimodalModel("Qwen3VLForConditionalGeneration", "Qwen 3 VL", "qwen3_vl_text"),
+    MultimodalModel("Qwen3VLMoeForConditionalGeneration", "Qwen 3 VL MoE", "qwen3_vl_moe_text"),
+    MultimodalModel("Qwen3_5ForConditionalGeneration", "Qwen 3.5 and 3.6", "qwen3_5_text"),
+    MultimodalModel("Qwen3_5MoeForConditionalGeneration", "Qwen 3.5 and 3.6 MoE", "qwen3_5_moe_text"),
+    MultimodalModel("SmolVLMForConditionalGeneration", "SmolVLM", "llama"),
+)
+
+# Beginnings of names of the tensors of all other parts: those that look, and those that predict further tokens.
+_OTHER_PARTS = tuple(
+    prefix + name
+    for prefix in ("", "model.")
+    for name in (
+        "vision_tower.",
+        "vision_model.",
+        "visual.",
+        "visual_embeddings_table.",
+        "vision_embedder.",
+        "embed_vision.",
+        "audio_tower.",
+        "audio_embedder.",
+        "embed_audio.",
+        "multi_modal_projector.",
+        "connector.",
+        "image_newline",
+        "mtp.",
+    )
+)
+
+# What names of modules in text parts begin with, where those of a model of text alone begin with "model.".
+_PREFIXES = ("language_model.model.", "model.language_model.", "model.text_model.")
+
+_HEADS = ("lm_head.", "language_model.lm_head.")
+
+# What the whole model says, in front of its text part.
+_OF_THE_WHOLE = (
+    "bos_token_id compression_config dtype eos_token_id pad_token_id quantization_config torch_dtype transformers_version"
+).split()
+
+# Sizes that text parts leave out where they are those of the class: [vocabulary, width of a feed-forward].
+_SIZES = {
+    "cohere2": (256_000, 22_528),
+    "gemma3_text": (262_208, 9216),
+    "lfm2": (65_536, 12_288),
+    "llama": (32_000, 11_008),
+    "mistral": (32_000, 14_336),
+    "ministral3": (131_072, 14_336),
+    "qwen2": (151_936, 22_016),
+    "qwen3": (151_936, 22_016),
+}
+
+_NOTICE = "the text part of a multimodal model, without those that look at images or listen: requests have text alone"
+
+
+@dataclass(frozen=True, slots=True)
+class TextConfig:
+    """config: as a model of text alone has it. is_multimodal: whether it was part of another one's."""
+
+    config: Config
+    is_multimodal: bool = False
+
+    def adapt_spec(self, spec: ModelSpec, tensors: Collection[str]) -> ModelSpec:
+        """The spec of this config, told what else the files hold. tensors: names of all that they hold, none where none is read.
+
+        Whether the head is the embedding stands in config.json twice, and may be wrong in both: a head that is there is used.
+        """
+        if not self.is_multimodal:
+            return spec
+        tied = spec.tied_embeddings and not any(name.startswith(_HEADS) for name in tensors)
+        return replace(spec, tied_embeddings=tied, unused=spec.unused + _OTHER_PARTS, notices=(_NOTICE, *spec.notices))
+
+
+def text_config_of(config: Config) -> TextConfig:
+    """The text part of a multimodal model's config.json; any other config.json as it is.
+
+    Raises LoadError for a text part of a family that is not supported.
+    """
+    named = config.get("architectures")
+    architecture = named[0] if isinstance(named, list) and named else named
+    kind = next((kind for kind in MULTIMODAL if kind.architecture == architecture), None)
+    if kind is None:
+        return TextConfig(config)
+    own = config.get("text_config")
+    if own is None and kind.flat:
+        own = {key: value for key, value in config.items() if key not in ("model_type", "vision_config")}
+    if not isinstance(own, Mapping):
+        raise LoadError(f"config.json: {kind.architecture} needs the object text_config: download the file again")
+    model_type = own.get("model_type", kind.text)
+    family = _family(kind, model_type)
+    found: dict[str, Any] = {**_sizes(family, model_type), **own}
+    found |= {key: config[key] for key in _OF_THE_WHOLE if config.get(key) is not None}
+    found |= {"architectures": [family.architecture], "model_type": model_type}
+    found["tie_word_embeddings"] = _is_tied(config, own, kind)
+    found.pop("tie_embedding", None)
+    return TextConfig(found, is_multimodal=True)
+
+
+def _family(kind: MultimodalModel, model_type: Any) -> Family:
+    for family in FAMILIES:
+        if family.causal and model_type in (family.model_type, *family.other_model_types):
+            return family
+    raise LoadError(
+        f"config.json: the text part of this {kind.architecture} is of model_type {format_value(model_type)}, which is not supported"
+    )
+
+
+def _sizes(family: Family, model_type: Any) -> dict[str, Any]:
+    """What a text part may leave out."""
+    if model_type == "glm4v_moe_text":  # whose files have a layer more, which predicts further tokens
+        return {"num_nextn_predict_layers": 1}
+    if model_type not in _SIZES:
+        return {}
+    vocabulary, width = _SIZES[model_type]
+    return {
+        "vocab_size": vocabulary,
+        "intermediate_size": width,
+        "hidden_size": family.rules.hidden_size,
+        "num_hidden_layers": family.rules.num_hidden_layers,
+        "num_attention_heads": family.rules.num_attention_heads,
+    }
+
+
+def _is_tied(config: Config, own: Config, kind: MultimodalModel) -> bool:
+    """Whether config.json says that the head is the embedding."""
+    for key in ("tie_embedding", "tie_word_embeddings"):  # the first as LFM2 has it
+        if config.get(key) is not None:
+            return read_flag(config, key)
+    return read_flag(own, "tie_word_embeddings") or kind.tied
+
+
+def text_module_name(module: str) -> str:
+    """What a model of text alone calls a module that is named as in a text part; any other name as it is."""
+    prefix = next((prefix for prefix in _PREFIXES if module.startswith(prefix)), None)
+    return module if prefix is None else f"model.{module.removeprefix(prefix)}"

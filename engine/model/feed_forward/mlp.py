@@ -1,0 +1,195 @@
+"""Dense feed-forward (MLP): with a gate (SwiGLU and its variants, 2002.05202) or without. Specifications and layers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm, projection
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.lora import LayerLoRA
+    from windlass.kernels import Backend, Weight
+
+
+Activation = Literal["silu", "gelu_tanh", "gelu", "relu2", "xielu"]
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLPNames:
+    """Of a checkpoint's tensors, within their layer. gate_up: where the two are stored as one.
+
+    inner_norm: of an RMS norm over what meets the down projection.
+    """
+
+    gate: str = "mlp.gate_proj"
+    up: str = "mlp.up_proj"
+    gate_up: str | None = None
+    down: str = "mlp.down_proj"
+    inner_norm: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class GatedMLPSpec:
+    """down(activation(gate(x)) * up(x)); bias: on all three. factors: what gate and down give is multiplied by."""
+
+    intermediate_size: int
+    activation: Activation = "silu"
+    bias: bool = False
+    names: GatedMLPNames = GatedMLPNames()
+    factors: tuple[float, float] | None = None
+
+    @property
+    def unfused(self) -> GatedMLPSpec:
+        """The same with the two stored as two."""
+        return replace(self, names=replace(self.names, gate_up=None))
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `GatedMLPWeights`: gate and up fused, so that the input is read once."""
+        names, size = self.names, self.intermediate_size
+        if names.gate_up is not None:
+            gate_up = [StoredTensor(names.gate_up, 2 * size, role="gate up")]
+        else:
+            gate_up = [StoredTensor(names.gate, size, role="gate"), StoredTensor(names.up, size, role="up")]
+        inner = () if names.inner_norm is None else (norm("inner_norm", names.inner_norm, size),)
+        return (
+            *projection("gate_up", gate_up, hidden_size, bias=self.bias),
+            *inner,
+            *projection("down", [StoredTensor(names.down, hidden_size, role="down")], size, bias=self.bias),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMLPNames:
+    """Of a checkpoint's tensors, within their layer. numbers: those of xIELU, which is learned.
+
+    transposed: matrices have columns where others have rows (GPT-2).
+    """
+
+    up: str = "mlp.up_proj"
+    down: str = "mlp.down_proj"
+    numbers: str = "mlp.act_fn"
+    transposed: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class PlainMLPSpec:
+    """down(activation(up(x))); bias: on both."""
+
+    intermediate_size: int
+    activation: Activation
+    bias: bool = False
+    names: PlainMLPNames = PlainMLPNames()
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The fields of `PlainMLPWeights`."""
+        names, size = self.names, self.intermediate_size
+        up = StoredTensor(names.up, size, role="up", transposed=names.transposed)
+        down = StoredTensor(names.down, hidden_size, role="down", transposed=names.transposed)
+        return (
+            *projection("up", [up], hidden_size, bias=self.bias),
+            *self._numbers(),
+            *projection("down", [down], size, bias=self.bias),
+        )
+
+    def _numbers(self) -> tuple[WeightSpec, ...]:
+        if self.activation != "xielu":
+            return ()
+        prefix = self.names.numbers
+        return tuple(
+            WeightSpec(name, "number", (1,), (StoredTensor(f"{prefix}.{name}", 1),))
+            for name in ("alpha_p", "alpha_n", "beta", "eps")
+        )
+
+
+@dataclass(slots=True)
+class GatedMLPWeights:
+    """As `GatedMLPSpec.weights` lists them."""
+
+    gate_up: Weight  # [2 * intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    gate_up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    inner_norm: Tensor | None = None  # [intermediate] float32
+
+
+class GatedMLP:
+    """down(activation(gate(x)) * up(x))."""
+
+    def __init__(self, spec: GatedMLPSpec, weights: Mapping[str, Any], norm_eps: float, backend: Backend) -> None:
+        """weights: the fields of `GatedMLPWeights`. norm_eps: of the inner norm."""
+        self.spec = spec
+        self.weights = GatedMLPWeights(**weights)
+        self._backend, self._eps = backend, norm_eps
+        self._factors: tuple[Tensor, Tensor, Tensor] | None = None  # [2 * intermediate], ones, [1]
+        if spec.factors is not None:
+            import torch
+
+            of_gate, of_down = spec.factors
+            ones = torch.ones(2 * spec.intermediate_size, dtype=torch.float32, device=backend.device)
+            columns = ones.clone()
+            columns[: spec.intermediate_size] = of_gate
+            self._factors = columns, ones, ones.new_full((1,), of_down)
+
+    def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        w, backend = self.weights, self._backend
+        if lora is None and self._factors is None:
+            y = backend.gated_linear(x, w.gate_up, w.gate_up_bias, self.spec.activation)
+        else:
+            gate_up = backend.linear(x, w.gate_up, w.gate_up_bias)
+            if lora is not None:
+                lora.add("gate_up", gate_up, x)
+            if self._factors is not None:
+                backend.scale_columns(gate_up, *self._factors[:2])
+            y = backend.gated_activation(gate_up, self.spec.activation)
+        if w.inner_norm is not None:
+            y = backend.rms_norm(y, w.inner_norm, self._eps)
+        out = backend.linear(y, w.down, w.down_bias)
+        if lora is not None:
+            lora.add("down", out, y)
+        if self._factors is not None:
+            backend.multiply(out, self._factors[2])
+        return out
+
+
+@dataclass(slots=True)
+class PlainMLPWeights:
+    """As `PlainMLPSpec.weights` lists them."""
+
+    up: Weight  # [intermediate, hidden]
+    down: Weight  # [hidden, intermediate]
+    up_bias: Tensor | None = None
+    down_bias: Tensor | None = None
+    alpha_p: Tensor | None = None  # [1] float32 each, of xIELU
+    alpha_n: Tensor | None = None
+    beta: Tensor | None = None
+    eps: Tensor | None = None
+
+
+class PlainMLP:
+    """down(activation(up(x)))."""
+
+    def __init__(self, spec: PlainMLPSpec, weights: Mapping[str, Any], backend: Backend) -> None:
+        """weights: the fields of `PlainMLPWeights`."""
+        self.spec = spec
+        self.weights = PlainMLPWeights(**weights)
+        self._backend = backend
+
+    def forward(self, x: Tensor, lora: LayerLoRA | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add. Returns [T, hidden]."""
+        w, backend = self.weights, self._backend
+        up = backend.linear(x, w.up, w.up_bias)
+        if lora is not None:
+            lora.add("up", up, x)
+        if w.alpha_p is None or w.alpha_n is None or w.beta is None or w.eps is None:
+            y = backend.activation(up, self.spec.activation)
+        else:
+            y = backend.xielu(up, w.alpha_p, w.alpha_n, w.beta, w.eps)
+        out = backend.linear(y, w.down, w.down_bias)
+        if lora is not None:
+            lora.add("down", out, y)
+        return out

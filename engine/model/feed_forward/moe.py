@@ -1,0 +1,348 @@
+"""Mixture of experts (1701.06538, 2401.04088): router, experts and shared expert; also in parallel with a dense MLP (Gemma 4).
+
+Nothing in the layer depends on numbers that a step computes, except the kernels that read which experts were chosen, so that steps can
+be recorded.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+from windlass.engine.model.feed_forward.mlp import (
+    Activation,
+    GatedMLP,
+    GatedMLPNames,
+    GatedMLPSpec,
+    PlainMLP,
+    PlainMLPNames,
+    PlainMLPSpec,
+)
+from windlass.engine.model.weight_spec import StoredTensor, WeightSpec, norm
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from windlass.engine.model.lora import LayerLoRA
+    from windlass.kernels import Backend, ExpertWeights, Routed
+
+
+_MAX_EXPERTS = 4096
+
+
+@dataclass(frozen=True, slots=True)
+class RouterSpec:
+    """Which experts a token goes to, and with what weights: the fields of `kernels.Routing`, which explains them."""
+
+    top_k: int = 1
+    scores: Literal["softmax", "sigmoid", "sparsemixer"] = "softmax"
+    normalized: bool = True
+    scale: float = 1.0
+    least_sum: float = 0.0
+    sum_eps: float = 0.0
+    groups: int = 1
+    top_groups: int = 1
+    group_score: Literal["largest", "two largest"] = "two largest"
+    jitter: float = 0.0
+
+    def refusal(self, experts: int) -> str | None:
+        """Why a router cannot choose so among this many experts, None where it can."""
+        if not 1 <= experts <= _MAX_EXPERTS:
+            return f"there are {experts} experts, not 1 to {_MAX_EXPERTS}"
+        if experts % self.groups or not 1 <= self.top_groups <= self.groups:
+            return f"{experts} experts do not make {self.groups} groups of which {self.top_groups} are chosen"
+        choices = experts // self.groups * self.top_groups
+        if not 1 <= self.top_k <= choices:
+            return f"a token goes to {self.top_k} experts, but there are {choices} to choose from"
+        if self.scores == "sparsemixer" and self.top_k != 2:
+            return f"this router chooses two experts, not {self.top_k}"
+        if self.groups > 1 and self.group_score == "two largest" and experts == self.groups:
+            return "groups of one expert have no two largest scores"
+        return None
+
+
+@dataclass(frozen=True, slots=True)
+class ExpertStacks:
+    """Full names of tensors that hold all experts, [E, rows, columns], within their layer.
+
+    transposed: [E, columns, rows]. alternating: rows of gate and up by turns. biases: of their [E, rows].
+    """
+
+    gate_up: str
+    down: str
+    gate_up_bias: str = ""
+    down_bias: str = ""
+    transposed: bool = False
+    alternating: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class MoENames:
+    """Of a checkpoint's tensors, within their layer.
+
+    expert: of each, "<experts>.<index>.<name>", plain where experts have no gates; stacks: where all are stored as one instead.
+    router_bias: a bias of the
+    router's product; choice_bias: what is added to scores for the choice alone, and whether it is stored as a row [1, experts].
+    shared: of what every token meets; shared_gate: of its gate.
+    """
+
+    router: str = "mlp.gate"
+    experts: str = "mlp.experts"
+    expert: GatedMLPNames | PlainMLPNames = field(
+        default_factory=lambda: GatedMLPNames("gate_proj", "up_proj", down="down_proj")
+    )
+    router_bias: bool = False
+    choice_bias: str | None = None
+    choice_bias_is_row: bool = False
+    shared: GatedMLPNames | PlainMLPNames | None = None
+    shared_gate: str | None = None
+    stacks: ExpertStacks | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class MoESpec:
+    """The sum over the chosen experts of weight * down(activation(gate(x)) * up(x)), where they have no gates of
+    weight * down(activation(up(x))), and what the shared expert makes of x.
+
+    shared_size: width of the shared expert, None where there is none; it is multiplied by sigmoid(gate(x)) where it has a gate.
+    clamp: (alpha, limit) of gpt-oss's activation in place of the other. scaled_inputs: weights multiply what an expert is given
+    instead of what it makes of it.
+    """
+
+    experts: int
+    intermediate_size: int
+    router: RouterSpec
+    activation: Activation = "silu"
+    bias: bool = False
+    shared_size: int | None = None
+    shared_bias: bool = False
+    clamp: tuple[float, float] | None = None
+    scaled_inputs: bool = False
+    names: MoENames = field(default_factory=MoENames)
+
+    @property
+    def unfused(self) -> MoESpec:
+        """The same of a checkpoint that has gate and up of experts as tensors of their own, under names of the usual kind."""
+        names, shared = self.names, self.names.shared
+        if isinstance(shared, GatedMLPNames) and shared.gate_up is not None:
+            shared = replace(shared, gate="mlp.shared_expert.gate_proj", up="mlp.shared_expert.up_proj", gate_up=None)
+        return replace(self, names=replace(names, stacks=None, shared=shared))
+
+    @property
+    def gated(self) -> bool:
+        """Whether experts have gates."""
+        return isinstance(self.names.expert, GatedMLPNames)
+
+    @property
+    def shared(self) -> GatedMLPSpec | PlainMLPSpec | None:
+        """The shared expert."""
+        if self.shared_size is None or self.names.shared is None:
+            return None
+        return self._one(self.shared_size, self.shared_bias, self.names.shared)
+
+    def _one(self, size: int, bias: bool, names: GatedMLPNames | PlainMLPNames) -> GatedMLPSpec | PlainMLPSpec:
+        if isinstance(names, GatedMLPNames):
+            return GatedMLPSpec(size, self.activation, bias, names)
+        return PlainMLPSpec(size, self.activation, bias, names)
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """The router's fields of `ExpertsWeights`, then each expert's under "experts.<index>.", then "shared."."""
+        names, count = self.names, self.experts
+        found = [WeightSpec("router", "score", (count, hidden_size), (StoredTensor(f"{names.router}.weight", count),))]
+        if names.router_bias:
+            found.append(WeightSpec("router_bias", "shift", (count,), (StoredTensor(f"{names.router}.bias", count),)))
+        if names.choice_bias is not None:
+            row = names.choice_bias_is_row
+            stored = (StoredTensor(names.choice_bias, 1 if row else count),)
+            found.append(
+                WeightSpec("choice_bias", "score" if row else "shift", (1, count) if row else (count,), stored)
+            )
+        for index in range(count):
+            found += self._expert(index, hidden_size)
+        if (shared := self.shared) is not None:
+            found += [weight.with_prefix("shared.", "") for weight in shared.weights(hidden_size)]
+            if names.shared_gate is not None:
+                gate = (StoredTensor(f"{names.shared_gate}.weight", 1),)
+                found.append(WeightSpec("shared_gate", "score", (1, hidden_size), gate))
+        return tuple(found)
+
+    def _expert(self, index: int, hidden_size: int) -> list[WeightSpec]:
+        """The weights of one expert."""
+        names, prefix = self.names, f"experts.{index}."
+        if names.stacks is not None:
+            return [weight.with_prefix(prefix, "") for weight in self._of_stacks(names.stacks, index, hidden_size)]
+        spec = self._one(self.intermediate_size, self.bias, names.expert)
+        weights = [weight.with_prefix(prefix, f"{names.experts}.{index}.") for weight in spec.weights(hidden_size)]
+        return [replace(one, kind="expert") if one.kind == "matrix" else one for one in weights]
+
+    def _of_stacks(self, names: ExpertStacks, index: int, hidden_size: int) -> list[WeightSpec]:
+        rows, inner = 2 * self.intermediate_size, self.intermediate_size
+        interleaved, turned = names.alternating, names.transposed
+        gate_up = StoredTensor(
+            f"{names.gate_up}[{index}]", rows, role="gate up", transposed=turned, alternating=interleaved
+        )
+        down = StoredTensor(f"{names.down}[{index}]", hidden_size, role="down", transposed=turned)
+        found = [
+            WeightSpec("gate_up", "expert", (rows, hidden_size), (gate_up,)),
+            WeightSpec("down", "expert", (hidden_size, inner), (down,)),
+        ]
+        if self.bias:
+            gate_up = StoredTensor(f"{names.gate_up_bias}[{index}]", rows, alternating=interleaved)
+            down = StoredTensor(f"{names.down_bias}[{index}]", hidden_size)
+            found.append(WeightSpec("gate_up_bias", "bias", (rows,), (gate_up,)))
+            found.append(WeightSpec("down_bias", "bias", (hidden_size,), (down,)))
+        return found
+
+
+@dataclass(frozen=True, slots=True)
+class ParallelExpertsSpec:
+    """norm(what the dense one makes) + norm(experts(norm(stream))), each norm with its own weights (Gemma 4).
+
+    The router sees the stream by its root mean square, times `router_scale`. expert_scale: of what multiplies the weight of each
+    expert. The others are names of norms.
+    """
+
+    experts: MoESpec
+    dense_norm: str = "post_feedforward_layernorm_1"
+    norm: str = "pre_feedforward_layernorm_2"
+    output_norm: str = "post_feedforward_layernorm_2"
+    router_scale: str = "router.scale"
+    expert_scale: str = "router.per_expert_scale"
+
+    def weights(self, hidden_size: int) -> tuple[WeightSpec, ...]:
+        """Norms and scales, then those of the experts behind "beside."."""
+        count = self.experts.experts
+        return (
+            norm("beside_dense_norm", self.dense_norm, hidden_size),
+            norm("beside_norm", self.norm, hidden_size),
+            norm("beside_output_norm", self.output_norm, hidden_size),
+            WeightSpec("beside_router_norm", "shift", (hidden_size,), (StoredTensor(self.router_scale, hidden_size),)),
+            WeightSpec("beside_scales", "shift", (count,), (StoredTensor(self.expert_scale, count),)),
+            *(weight.with_prefix("beside.", "") for weight in self.experts.weights(hidden_size)),
+        )
+
+
+_MAX_CACHED_TOKENS = 256  # tokens of a step
+
+
+class MoEFeedForward:
+    """The weighted sum of what the chosen experts make of a token, and the shared expert's part."""
+
+    def __init__(
+        self,
+        spec: MoESpec,
+        weights: Mapping[str, Any],
+        norm_eps: float,
+        backend: Backend,
+        scales: Tensor | None = None,
+    ) -> None:
+        """weights: as `MoESpec.weights` lists them. norm_eps: of norms within the shared expert. scales: float32 [E], what
+        multiplies the weights of experts."""
+        from windlass.kernels import Routing
+
+        self.spec = spec
+        self._scales = scales
+        self._backend = backend
+        self._routing = Routing(**{field.name: getattr(spec.router, field.name) for field in fields(RouterSpec)})
+        self._router: Tensor = weights["router"]  # [E, hidden] float32
+        self._router_bias: Tensor | None = weights.get("router_bias")  # [E] float32
+        choice_bias: Tensor | None = weights.get("choice_bias")
+        self._choice_bias = None if choice_bias is None else choice_bias.view(-1)  # [E] float32
+        # [2 * intermediate, hidden] each, or [intermediate, hidden] where they have no gates
+        self._up = self._experts(weights, "gate_up" if spec.gated else "up")
+        self._down = self._experts(weights, "down")  # [hidden, intermediate] each
+        self._shared = self._shared_expert(weights, norm_eps)
+        self._cached_ones: dict[int, Tensor] = {}  # by the number of tokens
+        self._shared_gate: Tensor | None = weights.get("shared_gate")  # [1, hidden] float32
+
+    def _ones(self, tokens: int, chosen: int) -> Tensor:
+        """[tokens, chosen]; of few tokens always the same, so that steps of as many can be recorded."""
+        found = self._cached_ones.get(tokens)
+        if found is None:
+            import torch
+
+            found = torch.ones((tokens, chosen), dtype=torch.float32, device=self._backend.device)
+            if tokens <= _MAX_CACHED_TOKENS:
+                self._cached_ones[tokens] = found
+        return found
+
+    def _shared_expert(self, weights: Mapping[str, Any], norm_eps: float) -> GatedMLP | PlainMLP | None:
+        spec, prefix = self.spec.shared, "shared."
+        if spec is None:
+            return None
+        own = {name.removeprefix(prefix): one for name, one in weights.items() if name.startswith(prefix)}
+        if isinstance(spec, GatedMLPSpec):
+            return GatedMLP(spec, own, norm_eps, self._backend)
+        return PlainMLP(spec, own, self._backend)
+
+    def _experts(self, weights: Mapping[str, Any], name: str) -> ExpertWeights:
+        each = [f"experts.{index}.{name}" for index in range(self.spec.experts)]
+        biases = [weights[f"{one}_bias"] for one in each] if self.spec.bias else None
+        return self._backend.experts([weights[one] for one in each], biases)
+
+    def forward(self, x: Tensor, lora: LayerLoRA | None = None, router_input: Tensor | None = None) -> Tensor:
+        """x: [T, hidden], normed. changes: what adapters add to the shared expert. router_input: [T, hidden], what the router
+        sees instead of x, by the root of its width. Returns [T, hidden]."""
+        backend = self._backend
+        wide = (x if router_input is None else router_input).float()
+        logits = backend.linear(wide, self._router, self._router_bias)  # [T, E]
+        if router_input is not None:
+            logits = backend.scaled(logits, float(x.shape[1]) ** -0.5)
+        routed = backend.route(logits, self._routing, self._choice_bias, self._scales)
+        if self.spec.scaled_inputs or self.spec.clamp is not None or not self.spec.gated:
+            out = self._unfused(x, routed)
+        else:
+            out = backend.feed_forward_of_experts(x, self._up, self._down, routed, self.spec.activation)
+        if self._shared is not None:
+            shared = self._shared.forward(x, None if lora is None else lora.with_prefix("shared."))
+            if self._shared_gate is not None:
+                backend.gate_by_sigmoid(shared, backend.linear(wide, self._shared_gate))
+            backend.add(out, shared)
+        return out
+
+    def _unfused(self, x: Tensor, routed: Routed) -> Tensor:
+        """What the experts make of x, with inputs that are scaled, gates and ups that are limited, or without gates."""
+        backend = self._backend
+        chosen, weights = routed
+        up = backend.linear_of_experts(x, self._up, chosen)  # [T * k, 2 * intermediate], or [T * k, intermediate]
+        if self.spec.scaled_inputs:  # the product of what is scaled is the scaled product
+            backend.scale_rows(up, weights.view(-1))
+            weights = self._ones(*weights.shape)
+        if self.spec.clamp is not None:
+            y = backend.clamped_glu(up, *self.spec.clamp)
+        elif self.spec.gated:
+            y = backend.gated_activation(up, self.spec.activation)
+        else:
+            y = backend.activation(up, self.spec.activation)
+        return backend.sum_of_experts(backend.linear_of_experts(y, self._down, chosen), weights)
+
+
+_PREFIX = "beside."
+
+
+class ParallelExperts:
+    """See `ParallelExpertsSpec`. Norm weights are float32 [hidden], without an offset."""
+
+    def __init__(self, spec: ParallelExpertsSpec, weights: Mapping[str, Any], eps: float, backend: Backend) -> None:
+        """weights: those that the spec lists. eps: of norms."""
+        self.spec, self._backend, self._eps = spec, backend, eps
+        self._dense_norm: Tensor = weights["beside_dense_norm"]
+        self._norm: Tensor = weights["beside_norm"]
+        self._output_norm: Tensor = weights["beside_output_norm"]
+        self._router_norm: Tensor = weights["beside_router_norm"]
+        scales: Tensor = weights["beside_scales"]
+        own = {name.removeprefix(_PREFIX): one for name, one in weights.items() if name.startswith(_PREFIX)}
+        self._experts = MoEFeedForward(spec.experts, own, eps, backend, scales)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        """What the experts make of the stream [T, hidden], not yet normed. Returns [T, hidden]."""
+        backend = self._backend
+        seen = backend.rms_norm(stream, self._router_norm, self._eps)
+        return self._experts.forward(backend.rms_norm(stream, self._norm, self._eps), router_input=seen)
+
+    def combine(self, dense: Tensor, experts: Tensor) -> Tensor:
+        """What both made, [T, hidden] each, as one."""
+        found = self._backend.rms_norm(dense, self._dense_norm, self._eps)
+        self._backend.add(found, self._backend.rms_norm(experts, self._output_norm, self._eps))
+        return found

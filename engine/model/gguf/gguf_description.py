@@ -1,0 +1,390 @@
+"""Contents of config.json, generation_config.json and gguf.json, derived from GGUF files.
+
+Reads the metadata keys that all architectures share, refuses those that would change the model, and combines all parts of a
+split model. Writes nothing. Imports gguf and numpy, so import it only where a GGUF file must be read.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.family import ConfigFlag, Family
+from windlass.engine.model.families.spec_reader import read_spec
+from windlass.engine.model.gguf.architectures import Architecture, find_architecture, mla_sizes
+from windlass.engine.model.gguf.gguf_reader import GGUFHeader, read_floats, read_header
+from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS, Factors, read_rope
+from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys, decimal
+from windlass.engine.model.gguf.tensor_mapping import (
+    EMBEDDING,
+    HEAD,
+    GGUFTensorLocation,
+    first_layer_has_bias,
+    has_mtp_block,
+    map_mtp_block,
+    map_tensors,
+)
+from windlass.engine.model.loading.gguf_index import as_gguf_holds
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_key, format_value
+
+_MOST_LAYERS = 10_000
+
+_BLOCK = re.compile(r"blk\.(\d{1,5})\.")
+
+_NEXTN = "nextn_predict_layers"
+
+_LOCAL_THETA = 10_000.0
+
+# Read here or by `rope`, or without a meaning for what is computed.
+_UNDERSTOOD = frozenset(
+    "context_length embedding_length block_count feed_forward_length attention.head_count attention.head_count_kv "
+    "attention.key_length attention.value_length attention.layer_norm_rms_epsilon rope.dimension_count rope.freq_base "
+    "rope.scaling.type rope.scaling.factor rope.scale_linear rope.scaling.original_context_length rope.scaling.attn_factor "
+    "rope.scaling.yarn_attn_factor rope.scaling.yarn_beta_fast rope.scaling.yarn_beta_slow nextn_predict_layers "
+    "vocab_size tensor_data_layout rope.scaling.finetuned attention.layer_norm_epsilon".split()
+)
+
+# Keys that would make another model of it, with what to call that; fine while they are 0, false, or what stands here.
+_NEUTRAL: dict[str, tuple[tuple[Any, ...], str]] = {
+    "expert_count": ((1,), "a mixture of experts"),
+    "expert_used_count": ((1,), "a mixture of experts"),
+    "pooling_type": ((1, 2, 3), "a reranker with a head of its own"),
+    "attention.causal": ((True,), "an encoder, which writes no text"),
+    "rope.dimension_sections": ((), "a multimodal model"),
+    "rope.scaling.yarn_ext_factor": ((1.0, -1.0), "another model"),
+    "logit_scale": ((1.0,), "another model"),
+    "residual_scale": ((1.0,), "another model"),
+    "embedding_scale": ((1.0,), "another model"),
+    "attention.output_scale": ((1.0,), "another model"),
+}
+
+# Every other key below these must be understood: it would most likely change what is computed.
+_MATHEMATICS = ("attention.", "rope.", "expert", "ssm.", "attn_", "final_", "router_", "swin_", "altup.", "activation")
+
+# Ends of an answer that are known by their text: many files name only the end of a document. The same list as llama.cpp's.
+_ENDS = frozenset(
+    "<|eot_id|> <|im_end|> <|end|> <|return|> <|call|> <end_of_turn> <|endoftext|> <|eom_id|> <EOT> _<EOT> [EOT] [EOS] "
+    "<|end_of_text|> <end_of_utterance> <eos> <turn|> <|tool_response> <｜end▁of▁sentence｜>".split()
+)
+
+_SPECIAL = (3, 4)  # types of tokens: control, and defined by the user
+
+_SAMPLING = {
+    "temp": "temperature",
+    "top_k": "top_k",
+    "top_p": "top_p",
+    "min_p": "min_p",
+    "penalty_repeat": "repetition_penalty",
+}
+
+_NULLS = ("sliding_window", "q_lora_rank")  # keys of config.json whose null says something
+
+_SENTENCE_PIECE_END = 2  # of a vocabulary of that kind which names none
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFModelConfig:
+    """What a GGUF file says of a model. config: as config.json. generation: as generation_config.json."""
+
+    architecture: Architecture
+    family: Family
+    config: dict[str, Any]
+    generation: dict[str, Any]
+
+
+def read_gguf_config(
+    metadata: Mapping[str, Any], tensors: Mapping[str, GGUFTensorLocation], factors: Factors
+) -> GGUFModelConfig:
+    """The configuration of the model. tensors, factors: under their GGUF names. Raises LoadError, one line."""
+    name, architecture = find_architecture(metadata)
+    keys = ArchitectureKeys(name, metadata)
+    family = architecture.choose(keys) or architecture.family
+    if EMBEDDING not in tensors:
+        what = "holds a vocabulary and no weights" if not tensors else f"has no tensor {EMBEDDING}"
+        raise LoadError(f"{what}: give the GGUF file of a whole model")
+    config = _shapes(keys, tensors[EMBEDDING], architecture, family)
+    _check_layers(keys, tensors)
+    config = {"architectures": [family.architecture], "model_type": family.model_type, **config}
+    config["tie_word_embeddings"] = HEAD not in tensors
+    if has_mtp_block(config["num_hidden_layers"], tensors):
+        config["num_nextn_predict_layers"] = keys.count(_NEXTN)
+    config |= _biases(family, tensors)
+    config |= architecture.more(keys, config) | architecture.told_by(tensors)
+    config |= _rotation(keys, architecture, family, config, factors)
+    left = _unread(keys, architecture, config)
+    config |= _token_ids(metadata)
+    config |= {keys.key(key): format_value(keys.raw(key)) for key in left}
+    generation = {"eos_token_id": ends} if (ends := _ends(metadata)) else {}
+    generation |= _sampling(metadata)
+    said = {key: value for key, value in config.items() if value is not None or key in _NULLS}
+    return GGUFModelConfig(architecture, family, said, generation)
+
+
+def _shapes(
+    keys: ArchitectureKeys, embedding: GGUFTensorLocation, architecture: Architecture, family: Family
+) -> dict[str, Any]:
+    hidden, heads = keys.size("embedding_length"), keys.size("attention.head_count")
+    layers = keys.size("block_count") - keys.count(_NEXTN)
+    if not 1 <= layers <= _MOST_LAYERS:
+        raise LoadError(f"{keys.key('block_count')} must lie between 1 and {_MOST_LAYERS}, got {layers}")
+    keys = architecture.plain(keys, layers)
+    latent = None if family.latent is None else mla_sizes(keys)
+    head_dim = keys.size("attention.key_length", hidden // heads) if latent is None else latent["qk_rope_head_dim"]
+    if latent is None and keys.size("attention.value_length", head_dim) != head_dim:
+        raise LoadError("has keys and values of different widths, which is not supported: choose another model")
+    if len(embedding.shape) != 2 or embedding.shape[1] != hidden:
+        raise LoadError(f"tensor {EMBEDDING} has the shape {list(embedding.shape)}, [tokens, {hidden}] is expected")
+    name = "attention.layer_norm_epsilon" if family.norms.form.centered else "attention.layer_norm_rms_epsilon"
+    epsilon = keys.number(name)
+    if epsilon is None:
+        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    kv_heads = heads if latent is not None else keys.size("attention.head_count_kv", heads)
+    return {
+        "vocab_size": embedding.shape[0],
+        "hidden_size": hidden,
+        "intermediate_size": keys.size("feed_forward_length"),
+        "num_hidden_layers": layers,
+        "num_attention_heads": heads,
+        "num_key_value_heads": kv_heads,
+        "head_dim": head_dim,
+        **(latent or {}),
+        "max_position_embeddings": keys.size("context_length"),
+        family.norm_eps_key or "rms_norm_eps": epsilon,
+    }
+
+
+def _check_layers(keys: ArchitectureKeys, tensors: Mapping[str, GGUFTensorLocation]) -> None:
+    """Raises LoadError for a file with more layers than it says: without these it is another model."""
+    blocks, further = keys.size("block_count"), keys.count(_NEXTN)
+    for name in tensors:
+        block = int(found[1]) if (found := _BLOCK.match(name)) else -1
+        if block >= blocks:
+            raise LoadError(
+                f"tensor {format_key(name)} is of a layer behind the {blocks} of {keys.key('block_count')}: get another conversion"
+            )
+        if block >= blocks - further and not has_mtp_block(block, tensors):
+            raise LoadError(
+                f"tensor {format_key(name)} is of the last {further} layers, which {keys.key(_NEXTN)} says predict further "
+                f"tokens, and its layer has no nextn.eh_proj, as all of these have: get another conversion"
+            )
+
+
+def _biases(family: Family, tensors: Mapping[str, GGUFTensorLocation]) -> dict[str, bool]:
+    """Switches of the family, by whether the file has the tensors. One switch may stand for several."""
+    found: dict[str, bool] = {}
+    for switch, names in (
+        (family.qkv_bias, ("attn_q", "attn_qkv")),
+        (family.out_bias, ("attn_output",)),
+        (family.feed_forward_bias, ("ffn_down", "ffn_up", "ffn_gate")),
+    ):
+        if isinstance(switch, ConfigFlag):
+            found[switch.key] = found.get(switch.key, False) or first_layer_has_bias(tensors, *names)
+    return found
+
+
+def _rotation(
+    keys: ArchitectureKeys,
+    architecture: Architecture,
+    family: Family,
+    config: Mapping[str, Any],
+    factors: Factors,
+) -> dict[str, Any]:
+    if architecture.rotation is not None:
+        return architecture.rotation(keys, config, factors)
+    head_dim = config["head_dim"]
+    rotary_dim = keys.size("rope.dimension_count", head_dim)
+    if rotary_dim > head_dim or rotary_dim % 2:
+        raise LoadError(
+            f"{keys.key('rope.dimension_count')} must be an even number up to {head_dim}, the width of a head, got {rotary_dim}"
+        )
+    share = rotary_dim / head_dim
+    if int(head_dim * share) != rotary_dim:
+        share = math.nextafter(share, 2)  # it is read back as int(head_dim * share)
+    scaling = architecture.rope(read_rope(keys, factors, rotary_dim, config["max_position_embeddings"]), keys)
+    if family.rules.scales_full_attention_only:
+        plain = {"rope_type": "default", "rope_theta": scaling.get("rope_theta", family.rules.rope_theta)}
+        return {
+            "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: plain},
+            "partial_rotary_factor": share,
+        }
+    if family.rules.local_rope_theta is None:
+        return {"rope_parameters": scaling, "partial_rotary_factor": share}
+    local = {"rope_type": "default", "rope_theta": keys.number("rope.freq_base_swa") or _LOCAL_THETA}
+    return {
+        "rope_parameters": {FULL_ATTENTION: scaling, SLIDING_ATTENTION: local},
+        "partial_rotary_factor": share,
+    }
+
+
+def _unread(keys: ArchitectureKeys, architecture: Architecture, config: Mapping[str, Any]) -> list[str]:
+    """Keys that nobody here knows and that look harmless. LoadError for one that would change the model."""
+    left = []
+    for key in sorted(keys.names()):
+        value = keys.raw(key)
+        if key in _UNDERSTOOD or key in architecture.reads:
+            continue
+        if _is_nothing(value) or (key == "attention.scale" and _is_usual_scale(value, config["head_dim"])):
+            continue
+        neutral, meaning = _NEUTRAL.get(key, ((), "another model"))
+        if not isinstance(value, list) and value in neutral and isinstance(value, bool) == isinstance(neutral[0], bool):
+            continue
+        if key in _NEUTRAL or key.startswith(_MATHEMATICS):
+            raise LoadError(
+                f"sets {keys.key(key)}={format_value(value)}, which makes it {meaning}: that is not supported"
+            )
+        left.append(key)
+    return left
+
+
+def _is_nothing(value: Any) -> bool:
+    """Whether a key says no more than its absence. A flag that is false does: it may switch off what is usual."""
+    if isinstance(value, list):
+        return all(map(_is_nothing, value))
+    return not isinstance(value, bool) and value in (0, "")
+
+
+def _is_usual_scale(value: Any, head_dim: int) -> bool:
+    return isinstance(value, float) and math.isclose(value, head_dim**-0.5, rel_tol=1e-6)
+
+
+def _token_ids(metadata: Mapping[str, Any]) -> dict[str, int]:
+    names = {"bos_token_id": "bos", "eos_token_id": "eos", "pad_token_id": "padding"}
+    found = {key: _token_id(metadata, name) for key, name in names.items()}
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _token_id(metadata: Mapping[str, Any], name: str) -> int | None:
+    key = f"tokenizer.ggml.{name}_token_id"
+    value = metadata.get(key)
+    if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 0):
+        raise LoadError(f"{key} must be a token id, got {format_value(value)}")
+    return None if value == 2**32 - 1 else value  # -1 as it is sometimes written: there is none
+
+
+def _sampling(metadata: Mapping[str, Any]) -> dict[str, Any]:
+    """The sampling that the file recommends. Whoever uses a value says what is wrong with it."""
+    found = {name: metadata.get(f"general.sampling.{key}") for key, name in _SAMPLING.items()}
+    return {
+        name: decimal(value) if isinstance(value, float) else value
+        for name, value in found.items()
+        if value is not None
+    }
+
+
+def _ends(metadata: Mapping[str, Any]) -> list[int]:
+    """The tokens that end an answer: those that the file names as the end of a text, a turn or a message, and known ones."""
+    named = [_token_id(metadata, name) for name in ("eos", "eot", "eom")]
+    if named[0] is None and metadata.get("tokenizer.ggml.model") == "llama":
+        named[0] = _SENTENCE_PIECE_END
+    tokens, types = metadata.get("tokenizer.ggml.tokens"), metadata.get("tokenizer.ggml.token_type")
+    if isinstance(tokens, list) and isinstance(types, list):
+        pairs = enumerate(zip(tokens, types, strict=False))
+        named += [i for i, (text, kind) in pairs if kind in _SPECIAL and text in _ENDS]
+    return list(dict.fromkeys(one for one in named if one is not None))
+
+
+VERSION = 1  # of gguf.json: whoever reads it checks it
+
+_POOLING = {1: "mean", 2: "cls", 3: "lasttoken"}  # llama.cpp's numbers, in the words of sentence-transformers
+
+_T = TypeVar("_T")
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFDescription:
+    """metadata: of the first file. config, generation, index: the contents of the three files; generation may be empty.
+
+    pooling: how embeddings are pooled where the file says so, as sentence-transformers calls it.
+    """
+
+    metadata: dict[str, Any] = field(repr=False)
+    config: dict[str, Any]
+    generation: dict[str, Any]
+    index: dict[str, Any] = field(repr=False)
+    pooling: str | None = None
+
+
+def describe_gguf(paths: Sequence[Path]) -> GGUFDescription:
+    """Read the files of one model, all its parts in order. Raises LoadError, one line that names the file and the fault."""
+    stats = [path.stat() for path in paths]
+    headers = [read_header(path) for path in paths]
+    first = paths[0]
+    _check_split(headers)
+    placed: dict[str, GGUFTensorLocation] = {}
+    for number, header in enumerate(headers):
+        for name, tensor in header.tensors.items():
+            if name in placed:
+                raise LoadError(f"{header.path}: tensor {name} stands in an earlier part too: download the files again")
+            placed[name] = GGUFTensorLocation(number, tensor.type, tensor.shape, tensor.begin, tensor.end)
+    factors = {
+        name: read_floats(header.path, header.tensors[name], name)
+        for header in headers
+        for name in FACTOR_TENSORS
+        if name in header.tensors
+    }
+    facts = _with_path(first, lambda: read_gguf_config(headers[0].metadata, placed, factors))
+    spec = _with_path(first, lambda: read_spec(facts.config, facts.generation))
+    in_parts = "blk.0.attn_k_b.weight" in placed and "blk.0.attn_kv_b.weight" not in placed
+    held = as_gguf_holds(spec, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
+    tensors = _with_path(first, lambda: map_tensors(placed, facts.family, held, facts.architecture.aliases))
+    if spec.mtp is not None:
+        layer = as_gguf_holds(spec.mtp, latent_in_parts=in_parts, gates_apart=facts.architecture.gates_apart)
+        tensors |= map_mtp_block(placed, facts.family, layer, len(spec.layers), facts.architecture.aliases)
+    index = {
+        "version": VERSION,
+        "files": [
+            {"path": str(path), "size": stat.st_size, "mtime_ns": stat.st_mtime_ns}
+            for path, stat in zip(paths, stats, strict=True)
+        ],
+        "tensors": {
+            name: {
+                "file": tensor.file,
+                "type": tensor.type,
+                "shape": list(tensor.shape),
+                "begin": tensor.begin,
+                "end": tensor.end,
+            }
+            for name, tensor in tensors.items()
+        },
+        "interleaved": facts.architecture.interleaved,
+        "norms_with_offset": facts.architecture.norms_with_offset,
+        "fused_in_parts": facts.architecture.fused_in_parts,
+        "latent_in_parts": in_parts,
+        "values_in_turns": facts.architecture.values_in_turns,
+        "gates_apart": facts.architecture.gates_apart,
+        "factored": facts.architecture.factored,
+    }
+    metadata = headers[0].metadata
+    told = metadata.get(f"{metadata['general.architecture']}.pooling_type", 0)
+    pooling = _POOLING.get(told) if isinstance(told, int) else None
+    return GGUFDescription(metadata, facts.config, facts.generation, index, pooling)
+
+
+def _with_path(path: Path, read: Callable[[], _T]) -> _T:
+    """Name the file in the error."""
+    try:
+        return read()
+    except LoadError as error:
+        raise LoadError(f"{path}: {error}") from None
+
+
+def _check_split(headers: Sequence[GGUFHeader]) -> None:
+    """Whether the files are the parts that their names say."""
+    for number, header in enumerate(headers):
+        count = header.metadata.get("split.count", 0) or 1
+        if count != len(headers) or (len(headers) > 1 and header.metadata.get("split.no") != number):
+            raise LoadError(
+                f"{header.path} says it is part {header.metadata.get('split.no')} (from 0) of {count}, its name says part "
+                f"{number} of {len(headers)}: keep the names the files were published under"
+            )
+    total, found = headers[0].metadata.get("split.tensors.count"), sum(len(header.tensors) for header in headers)
+    if len(headers) > 1 and total is not None and total != found:
+        raise LoadError(
+            f"{headers[0].path} announces {total} tensors, its parts hold {found}: download the files again"
+        )

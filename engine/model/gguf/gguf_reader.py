@@ -1,0 +1,254 @@
+"""Header of a GGUF file: metadata as plain values, and the location of each tensor.
+
+Uses the `gguf` package, with every length, count and offset checked before it is used: a damaged file is a one-line LoadError.
+Imports gguf and numpy, so import it only where a GGUF file must be read.
+"""
+
+from __future__ import annotations
+
+import struct
+from dataclasses import dataclass, field
+from itertools import pairwise
+from math import prod
+from pathlib import Path
+from typing import Any, NoReturn
+
+import numpy as np
+from gguf import GGML_QUANT_SIZES, GGMLQuantizationType, GGUFReader, GGUFValueType, ReaderField
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.scaling_fields import format_key
+
+_HEADER = struct.Struct("<4sIQQ")  # magic, version, number of tensors, number of keys
+
+_VERSIONS = (2, 3)
+
+# Far above any model: the largest vocabulary has a quarter of a million tokens and half a million merges.
+_MOST_KEYS = 10_000
+
+_MOST_TENSORS = 100_000
+
+_MOST_STRINGS = 4_000_000  # in all arrays of a file together
+
+_MOST_NUMBERS = 16_000_000  # likewise
+
+_LONGEST_NAME = 65_535  # bytes of a key or a tensor's name
+
+_LONGEST_STRING = 1 << 24  # bytes of a value
+
+_MOST_DIMENSIONS = 4
+
+_MOST_FLOATS = 1 << 16
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensor:
+    """Where a tensor lies. type: as gguf names it ("Q4_K"). shape: [rows, columns], or [size]. begin, end: bytes of the file."""
+
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFHeader:
+    """What stands before the weights. metadata: numbers, bools, strings and flat lists of them, by key. tensors: by name."""
+
+    path: Path
+    metadata: dict[str, Any] = field(repr=False)
+    tensors: dict[str, GGUFTensor] = field(repr=False)
+
+
+def read_header(path: Path) -> GGUFHeader:
+    """The header of a GGUF file. Raises LoadError, one line that names file and fault, for anything that is not one."""
+    try:
+        size = path.stat().st_size
+        with path.open("rb") as file:
+            start = file.read(_HEADER.size)
+        _check_start(path, start)
+        reader = _CheckedReader(path, size)
+        metadata = {name: _value(value) for name, value in reader.fields.items() if not name.startswith("GGUF.")}
+        tensors = {
+            tensor.name: GGUFTensor(
+                tensor.tensor_type.name,
+                tuple(int(n) for n in reversed(tensor.shape.tolist())),
+                tensor.data_offset,
+                tensor.data_offset + tensor.n_bytes,
+            )
+            for tensor in reader.tensors
+        }
+    except LoadError:
+        raise
+    except OSError as error:
+        raise LoadError(f"cannot read {path}: {error.strerror or error}") from None
+    except (ValueError, KeyError, IndexError, TypeError, OverflowError, MemoryError, struct.error) as error:
+        reason = " ".join(str(error).split())[:200] or type(error).__name__
+        raise LoadError(f"{path} is damaged ({reason}): download it again") from None
+    _refuse_overlaps(path, tensors)
+    return GGUFHeader(path, metadata, tensors)
+
+
+def read_floats(path: Path, tensor: GGUFTensor, label: str) -> tuple[float, ...]:
+    """The numbers of a small float tensor, such as the factors of a rotation. Raises LoadError."""
+    code = {"F64": "d", "F32": "f", "F16": "e"}.get(tensor.type)
+    count = prod(tensor.shape)
+    if code is None or not 0 < count <= _MOST_FLOATS:
+        raise LoadError(
+            f"{path}: tensor {label} is {count} numbers of type {tensor.type}: a few floats are expected there"
+        )
+    try:
+        with path.open("rb") as file:
+            file.seek(tensor.begin)
+            return struct.unpack(f"<{count}{code}", file.read(tensor.end - tensor.begin))
+    except (OSError, struct.error) as error:
+        raise LoadError(f"cannot read {path}: {error}") from None
+
+
+def _check_start(path: Path, start: bytes) -> None:
+    if start[:4] != b"GGUF":
+        raise LoadError(f"{path} is no GGUF file (it does not begin with GGUF): download it again")
+    if len(start) < _HEADER.size:
+        raise LoadError(f"{path} is damaged (it ends within its header): download it again")
+    _, version, tensors, keys = _HEADER.unpack(start)
+    if version & 0xFFFF == 0:
+        raise LoadError(f"{path} is a big-endian GGUF file: get a little-endian one, as nearly all are")
+    if version not in _VERSIONS:
+        raise LoadError(
+            f"{path} is GGUF version {version}, read are {' and '.join(map(str, _VERSIONS))}: get a newer file"
+        )
+    if keys > _MOST_KEYS or tensors > _MOST_TENSORS:
+        raise LoadError(f"{path} is damaged (it announces {keys} keys and {tensors} tensors): download it again")
+
+
+class _CheckedReader(GGUFReader):
+    """The package's reader with every length checked before it is believed.
+
+    The package slices a memory map for each of a vocabulary's strings, which takes seconds; a view of the whole file does not.
+    """
+
+    def __init__(self, path: Path, size: int) -> None:
+        self._path, self._size = path, size
+        self._where = "the header"
+        self._strings = self._numbers = 0
+        super().__init__(path)
+
+    def _get(self, offset: int, dtype: Any, count: int = 1, override_order: Any = None) -> Any:
+        item = np.dtype(dtype).newbyteorder("<")
+        if offset + item.itemsize * int(count) > self._size:
+            self._damaged(f"{self._where} reaches beyond its end")
+        return np.frombuffer(self.data, item, int(count), offset)
+
+    def _get_str(self, offset: int) -> tuple[Any, Any]:
+        length = self._get(offset, np.uint64)
+        if int(length[0]) > _LONGEST_STRING:
+            self._damaged(f"{self._where} has a text of {length[0]} bytes")
+        return length, self._get(offset + 8, np.uint8, length[0])
+
+    def _get_name(self, offset: int) -> None:
+        if int(self._get(offset, np.uint64)[0]) > _LONGEST_NAME:
+            self._damaged(f"{self._where} is followed by a name of more than {_LONGEST_NAME} bytes")
+
+    def _push_field(self, field: ReaderField, skip_sum: bool = False) -> int:
+        if field.name in self.fields:
+            self._damaged(f"key {format_key(field.name)} stands there twice")
+        end = super()._push_field(field, skip_sum)
+        self._where = f"key {format_key(field.name)} or the one after it"
+        return end
+
+    def _build_fields(self, offs: int, count: int) -> int:
+        for _ in range(int(count)):
+            self._get_name(offs)
+            offs = super()._build_fields(offs, 1)
+        self._where = "the list of tensors"
+        return offs
+
+    def _get_field_parts(self, orig_offs: int, raw_type: int) -> tuple[int, list[Any], list[int], list[Any]]:
+        """As the package has it, but an array of numbers is one part, and an array's strings are slices of one view."""
+        if raw_type != GGUFValueType.ARRAY:
+            return super()._get_field_parts(orig_offs, raw_type)
+        kind = GGUFValueType(int(self._get(orig_offs, np.uint32)[0]))
+        count = int(self._get(orig_offs + 4, np.uint64)[0])
+        offset = orig_offs + 12
+        types = [GGUFValueType.ARRAY, kind]
+        if kind == GGUFValueType.ARRAY:
+            self._damaged(f"{self._where} is an array of arrays, which no model has")
+        if kind != GGUFValueType.STRING:
+            self._numbers += count
+            if self._numbers > _MOST_NUMBERS:
+                self._damaged(f"its arrays hold more than {_MOST_NUMBERS} numbers")
+            values = self._get(offset, self.gguf_scalar_to_np[kind], count)
+            return 12 + values.nbytes, [values], [0], types
+        self._strings += count
+        if self._strings > _MOST_STRINGS:
+            self._damaged(f"its arrays hold more than {_MOST_STRINGS} texts")
+        data: Any = self.data
+        view, size, parts = memoryview(data), self._size, []
+        read_length = struct.Struct("<Q").unpack_from
+        for _ in range(count):
+            begin = offset + 8
+            if begin > size:
+                self._damaged(f"{self._where} reaches beyond its end")
+            offset = begin + read_length(view, offset)[0]
+            if offset > size or offset - begin > _LONGEST_NAME:
+                self._damaged(f"{self._where} has a text of {offset - begin} bytes")
+            parts.append(view[begin:offset])
+        return offset - orig_offs, parts, list(range(count)), types
+
+    def _get_tensor_info_field(self, orig_offs: int) -> ReaderField:
+        self._get_name(orig_offs)
+        info = super()._get_tensor_info_field(orig_offs)
+        self._where = f"tensor {format_key(info.name)} or the one after it"
+        return info
+
+    def _build_tensor_info(self, offs: int, count: int) -> tuple[int, list[ReaderField]]:
+        offs, infos = super()._build_tensor_info(offs, int(count))
+        return int(offs), infos
+
+    def _build_tensors(self, start_offs: int, fields: list[ReaderField]) -> None:
+        """The package multiplies in 64 bits, which may wrap: what does not fit into the file is found first."""
+        start_offs, names = int(start_offs), set()
+        for info in fields:
+            name, label = info.name, f"tensor {format_key(info.name)}"
+            dims, raw_type, offset = (info.parts[i].tolist() for i in (3, 4, 5))
+            if name in names:
+                self._damaged(f"{label} stands there twice")
+            names.add(name)
+            if not 1 <= len(dims) <= _MOST_DIMENSIONS or 0 in dims:
+                self._damaged(f"{label} has the shape {dims[:8]}")
+            if raw_type[0] not in GGMLQuantizationType._value2member_map_:
+                raise LoadError(
+                    f"{self._path}: {label} is of type {raw_type[0]}, which the gguf package does not know: get a newer gguf "
+                    "with pip, or another quantization of the model"
+                )
+            group, size = GGML_QUANT_SIZES[GGMLQuantizationType(raw_type[0])]
+            if dims[0] % group:
+                self._damaged(f"{label} has rows of {dims[0]} elements, which are no whole blocks of {group}")
+            if offset[0] % int(self.alignment):
+                self._damaged(f"{label} lies at {offset[0]}, which is no multiple of {self.alignment}")
+            if start_offs + offset[0] + prod(dims) // group * size > self._size:
+                self._damaged(f"{label} reaches beyond the end of the file")
+        super()._build_tensors(start_offs, fields)
+
+    def _damaged(self, fault: str) -> NoReturn:
+        raise LoadError(f"{self._path} is damaged ({fault}): download it again")
+
+
+def _value(field: ReaderField) -> Any:
+    """A field as a plain value. Text that is no UTF-8 has its bytes replaced, as a person would see it."""
+    parts: list[Any] = field.parts
+    if field.types[0] == GGUFValueType.STRING:
+        return parts[-1].tobytes().decode("utf-8", "replace")
+    if field.types[0] != GGUFValueType.ARRAY:
+        return parts[-1].tolist()[0]
+    if field.types[-1] == GGUFValueType.STRING:
+        return [str(parts[i], "utf-8", "replace") for i in field.data]
+    return parts[field.data[0]].tolist()
+
+
+def _refuse_overlaps(path: Path, tensors: dict[str, GGUFTensor]) -> None:
+    """Tensors that share bytes would let a small file describe a huge model."""
+    ordered = sorted(tensors.items(), key=lambda item: item[1].begin)
+    for (_, before), (name, after) in pairwise(ordered):
+        if after.begin < before.end:
+            raise LoadError(f"{path} is damaged (tensor {format_key(name)} lies over another one): download it again")

@@ -1,0 +1,181 @@
+"""RoPE parameters of a GGUF model, in the form of config.json's `rope_parameters`.
+
+Reads the `rope.*` keys and the tensors of per-frequency factors. The result is interpreted by `engine.rotary`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any, TypeAlias
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.gguf.metadata_keys import ArchitectureKeys
+from windlass.engine.rotary import frequencies
+from windlass.engine.rotary.scaling_fields import format_value
+
+FACTORS, LONG_FACTORS, SHORT_FACTORS = "rope_freqs.weight", "rope_factors_long.weight", "rope_factors_short.weight"
+
+FACTOR_TENSORS = (FACTORS, LONG_FACTORS, SHORT_FACTORS)
+
+Factors: TypeAlias = Mapping[str, tuple[float, ...]]
+
+_THETA = 10_000.0
+
+# What every Llama 3 has: only `factor` differs. Frequencies depend on the quotients of these three alone.
+_LOW, _HIGH, _ORIGINAL = 1.0, 4.0, 8192
+
+_STILL = 1e20  # a factor from which on a pair does not turn, at no position; 1e30 is written
+
+_ROUNDING = 1e-6  # of numbers that were computed in float32: two formulas for one thing differ by a few ulps
+
+
+def read_rope(keys: ArchitectureKeys, factors: Factors, rotary_dim: int, trained_len: int) -> dict[str, Any]:
+    """The object of the layers that see everything. factors: of the tensors of FACTOR_TENSORS that the file has.
+
+    Raises LoadError for what is not understood.
+    """
+    for name, values in factors.items():
+        if len(values) != rotary_dim // 2 or not all(0 < value < math.inf for value in values):
+            raise LoadError(f"tensor {name} must hold {rotary_dim // 2} positive numbers, one for each rotated pair")
+    theta = keys.number("rope.freq_base") or _THETA
+    scaling = _by_factors(keys, factors, theta, rotary_dim, trained_len) if factors else _by_keys(keys, trained_len)
+    return {"rope_theta": theta, **scaling}
+
+
+def read_proportional_rope(keys: ArchitectureKeys, factors: Factors, head_dim: int) -> dict[str, Any]:
+    """That of layers whose first pairs alone turn, which the factors tell: 1 for those, and a huge one for the others.
+
+    Raises LoadError for factors that say something else, and for a scaling beside them.
+    """
+    if factors.keys() != {FACTORS}:
+        wrong = next(iter(factors.keys() - {FACTORS}), None)
+        what = f"{FACTORS} is missing, which tells" if wrong is None else f"{wrong} is none of those that tell"
+        raise LoadError(f"tensor {what} the pairs that turn: get another conversion of the model")
+    values, pairs = factors[FACTORS], head_dim // 2
+    turning = next((i for i, value in enumerate(values) if value != 1), len(values))
+    if len(values) != pairs or not turning or not all(_STILL <= value < math.inf for value in values[turning:]):
+        raise LoadError(
+            f"tensor {FACTORS} must hold {pairs} numbers, one for each pair of a head: 1 for those that turn, from the first on, "
+            f"and {_STILL:g} or more for the others"
+        )
+    scales = ("rope.scaling.factor", "rope.scale_linear", "rope.scaling.attn_factor")
+    plain = keys.text("rope.scaling.type") in (None, "none", "linear")
+    if not plain or any((keys.number(key) or 1.0) != 1.0 for key in scales):
+        raise LoadError(f"sets {keys.key('rope.scaling')}.*, and there is {FACTORS} as well: get another conversion")
+    share = turning / pairs
+    if int(share * head_dim // 2) != turning:
+        share = math.nextafter(share, 2)  # it is read back so
+    return {
+        "rope_type": "proportional",
+        "rope_theta": required_theta(keys, "rope.freq_base"),
+        "partial_rotary_factor": share,
+    }
+
+
+def required_theta(keys: ArchitectureKeys, name: str) -> float:
+    """A base that the file has to tell. Raises LoadError."""
+    theta = keys.number(name)
+    if theta is None:
+        raise LoadError(f"{keys.key(name)} is missing: get another conversion of the model")
+    return theta
+
+
+def _by_keys(keys: ArchitectureKeys, trained_len: int) -> dict[str, Any]:
+    kind = keys.text("rope.scaling.type") or "linear"
+    factor = keys.number("rope.scaling.factor") or keys.number("rope.scale_linear") or 1.0
+    if kind == "longrope":
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} is longrope and {LONG_FACTORS} is missing: get another conversion"
+        )
+    if kind not in ("none", "linear", "yarn"):
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} {format_value(kind)} is not known: none, linear, yarn and longrope are"
+        )
+    if kind == "none" or (kind == "linear" and factor == 1.0):
+        return {"rope_type": "default"}
+    if kind == "linear":
+        return {"rope_type": "linear", "factor": factor}
+    found: dict[str, Any] = {
+        "rope_type": "yarn",
+        "factor": factor,
+        "original_max_position_embeddings": keys.size("rope.scaling.original_context_length", trained_len),
+        "beta_fast": keys.number("rope.scaling.yarn_beta_fast"),
+        "beta_slow": keys.number("rope.scaling.yarn_beta_slow"),
+        "attention_factor": keys.number("rope.scaling.yarn_attn_factor"),
+    }
+    all_dimensions = keys.number("rope.scaling.yarn_log_multiplier")
+    if all_dimensions is not None:
+        found |= {"mscale": 1.0, "mscale_all_dim": all_dimensions}
+    temperature = keys.number("attention.temperature_scale")
+    if temperature is not None:
+        found["llama_4_scaling_beta"] = temperature
+    given = keys.number("rope.scaling.attn_factor")  # on top of YaRN's own
+    if given is not None and given != 1.0:
+        own = found["attention_factor"] or frequencies.yarn_attention_factor(
+            factor, found.get("mscale"), all_dimensions
+        )
+        found["attention_factor"] = own * given
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _by_factors(
+    keys: ArchitectureKeys, factors: Factors, theta: float, rotary_dim: int, trained_len: int
+) -> dict[str, Any]:
+    if FACTORS in factors:
+        _refuse_scaling(keys, FACTORS)
+        return _as_llama3(factors[FACTORS], theta, rotary_dim) or _as_divisors(factors[FACTORS], trained_len)
+    if len(factors) != 2:
+        raise LoadError(
+            f"{LONG_FACTORS} and {SHORT_FACTORS} belong together, and one is missing: get another conversion"
+        )
+    _refuse_scaling(keys, LONG_FACTORS)
+    found: dict[str, Any] = {
+        "rope_type": "longrope",
+        "long_factor": list(factors[LONG_FACTORS]),
+        "short_factor": list(factors[SHORT_FACTORS]),
+    }
+    original = keys.size("rope.scaling.original_context_length", trained_len)
+    found["original_max_position_embeddings"] = original
+    given = keys.number("rope.scaling.attn_factor") or 1.0
+    own = frequencies.longrope_attention_factor(trained_len / original, original)
+    if not math.isclose(given, own, rel_tol=_ROUNDING):
+        found["attention_factor"] = given
+    return found
+
+
+def _refuse_scaling(keys: ArchitectureKeys, tensor: str) -> None:
+    """Factors per frequency beside a scaling by keys: which comes first is said nowhere."""
+    kind = keys.text("rope.scaling.type")
+    if kind in ("linear", "yarn") and (keys.number("rope.scaling.factor") or 1.0) != 1.0:
+        raise LoadError(
+            f"{keys.key('rope.scaling.type')} is {kind} and there is {tensor} as well: get another conversion"
+        )
+
+
+def _as_llama3(factors: tuple[float, ...], theta: float, rotary_dim: int) -> dict[str, Any] | None:
+    """Llama 3's scaling, where these are its factors up to the rounding of the file; None where they are not."""
+    factor = max(factors)
+    unscaled = frequencies.default(theta, rotary_dim)
+    scaled = frequencies.llama3(unscaled, factor, _LOW, _HIGH, _ORIGINAL)
+    if not all(math.isclose(w / s, f, rel_tol=_ROUNDING) for w, s, f in zip(unscaled, scaled, factors, strict=True)):
+        return None
+    return {
+        "rope_type": "llama3",
+        "factor": factor,
+        "low_freq_factor": _LOW,
+        "high_freq_factor": _HIGH,
+        "original_max_position_embeddings": _ORIGINAL,
+    }
+
+
+def _as_divisors(factors: tuple[float, ...], trained_len: int) -> dict[str, Any]:
+    """Frequencies divided by these numbers at every length: a longrope whose two lists are one, and which scales no scores."""
+    divisors = list(factors)
+    return {
+        "rope_type": "longrope",
+        "long_factor": divisors,
+        "short_factor": divisors,
+        "original_max_position_embeddings": trained_len,
+        "attention_factor": 1.0,
+    }

@@ -1,0 +1,144 @@
+"""Checked access to GGUF metadata keys, and the sliding-window layers that they describe.
+
+Model keys begin with the architecture's name ("llama.block_count"); here they are named without it.
+"""
+
+from __future__ import annotations
+
+import math
+import struct
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.rotary.rope_scaling import FULL_ATTENTION, SLIDING_ATTENTION
+from windlass.engine.rotary.scaling_fields import format_value
+
+_MOST = 2**31 - 1
+
+
+class ArchitectureKeys:
+    """The metadata under one architecture's prefix. Values that a layer each has must be the same for all layers."""
+
+    def __init__(self, architecture: str, metadata: Mapping[str, Any]) -> None:
+        self._prefix = f"{architecture}."
+        self._metadata = metadata
+
+    def replaced(self, values: Mapping[str, Any]) -> ArchitectureKeys:
+        """The same with other values of these keys."""
+        own = {self.key(name): value for name, value in values.items()}
+        return ArchitectureKeys(self._prefix[:-1], {**self._metadata, **own})
+
+    def key(self, name: str) -> str:
+        """The key as the file has it."""
+        return self._prefix + name
+
+    def names(self) -> Iterator[str]:
+        """Every key, without the prefix."""
+        return (key.removeprefix(self._prefix) for key in self._metadata if key.startswith(self._prefix))
+
+    def raw(self, name: str) -> Any:
+        """The value as it stands there; None where there is none."""
+        return self._metadata.get(self.key(name))
+
+    def size(self, name: str, default: int | None = None) -> int:
+        """A positive integer; `default` where the file has none, LoadError without a default either."""
+        value = self._single(name)
+        if value is None:
+            value = default
+        if value is None:
+            raise LoadError(f"{self.key(name)} is missing: get another conversion of the model")
+        return self._positive(name, value)
+
+    def sizes(self, name: str, layers: int) -> list[int]:
+        """A positive integer of each layer, from a list of them or one that all share."""
+        value = self.raw(name)
+        if not isinstance(value, list):
+            return [self.size(name)] * layers
+        if len(value) != layers:
+            raise LoadError(f"{self.key(name)} has {len(value)} entries for {layers} layers: get another conversion")
+        return [self._positive(name, one) for one in value]
+
+    def count(self, name: str) -> int:
+        """An integer that may be 0, which is what an absent one is."""
+        value = self._single(name)
+        return 0 if value is None or (not isinstance(value, bool) and value == 0) else self.size(name)
+
+    def number(self, name: str) -> float | None:
+        """A positive, finite number, or None: absent, or 0 where that means so."""
+        value = self._single(name)
+        if value is None or (not isinstance(value, bool) and value == 0):
+            return None
+        if isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf:
+            raise LoadError(f"{self.key(name)} must be a positive number, got {format_value(value)}")
+        return decimal(float(value))
+
+    def text(self, name: str) -> str | None:
+        """A string, or None."""
+        value = self.raw(name)
+        if value is not None and not isinstance(value, str):
+            raise LoadError(f"{self.key(name)} must be a text, got {format_value(value)}")
+        return value
+
+    def _positive(self, name: str, value: Any) -> int:
+        if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= _MOST:
+            raise LoadError(f"{self.key(name)} must be a positive integer, got {format_value(value)}")
+        return value
+
+    def _single(self, name: str) -> Any:
+        value = self.raw(name)
+        if not isinstance(value, list):
+            return value
+        if not value or any(one != value[0] for one in value):
+            raise LoadError(
+                f"{self.key(name)} differs from layer to layer, which is not supported: choose another model"
+            )
+        return value[0]
+
+
+def decimal(value: float) -> float:
+    """The shortest decimal number that has this value as a float32: 1e-05 for what the file holds as 9.99999974e-06.
+
+    GGUF keeps numbers as float32; the models' own configurations have them in decimal.
+    """
+    try:
+        bits = struct.pack("<f", value)
+    except OverflowError:
+        return value
+    if struct.unpack("<f", bits)[0] != value:
+        return value  # it was no float32
+    for digits in range(1, 10):
+        short = float(f"{value:.{digits}g}")
+        if struct.pack("<f", short) == bits:
+            return short
+    return value
+
+
+WINDOW = "attention.sliding_window"
+
+PATTERN = "attention.sliding_window_pattern"
+
+
+def local_layers(keys: ArchitectureKeys, count: int, interval: int) -> list[str]:
+    """What each layer sees: as a list of flags says, or everything in every n-th."""
+    pattern = keys.raw(PATTERN)
+    if pattern is None or (isinstance(pattern, int) and not isinstance(pattern, bool) and pattern >= 1):
+        local = [(i + 1) % (pattern or interval) != 0 for i in range(count)]
+    elif isinstance(pattern, list):
+        local = [bool(flag) for flag in pattern]
+    else:
+        raise LoadError(f"{keys.key(PATTERN)} must be a list of flags or an interval, got {format_value(pattern)}")
+    if len(local) < count:
+        raise LoadError(f"{keys.key(PATTERN)} has {len(local)} entries for {count} layers: get another conversion")
+    return [SLIDING_ATTENTION if one else FULL_ATTENTION for one in local[:count]]
+
+
+def local_and_global(interval: int) -> Callable[[ArchitectureKeys, Mapping[str, Any]], dict[str, Any]]:
+    """Layers that see a window, and every n-th that sees everything where the file does not say which; or no windows."""
+
+    def more(keys: ArchitectureKeys, config: Mapping[str, Any]) -> dict[str, Any]:
+        window, count = keys.count(WINDOW), config["num_hidden_layers"]
+        kinds = local_layers(keys, count, interval) if window else [FULL_ATTENTION] * count
+        return {"sliding_window": window or None, "layer_types": kinds}
+
+    return more

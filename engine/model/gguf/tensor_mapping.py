@@ -1,0 +1,419 @@
+"""Mapping of GGUF tensors to the names and shapes of a Hugging Face checkpoint.
+
+Checks that the tensors are exactly those of the model's spec. Fused tensors that the family stores separately are cut into
+rows. The MTP block behind the layers (llama.cpp's `NEXTN_*` tensors) is a layer with additional tensors; whether it is complete
+is checked when it is loaded, since the model works without it. Reads no weights.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Collection, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.families.family import Family
+from windlass.engine.model.feed_forward.mlp import GatedMLPNames, PlainMLPNames
+from windlass.engine.model.feed_forward.moe import MoESpec
+from windlass.engine.model.gguf.gguf_rope import FACTOR_TENSORS
+from windlass.engine.model.mixers.attention import AttentionSpec
+from windlass.engine.model.mixers.gated_delta_net import GatedDeltaNetNames, GatedDeltaNetSpec
+from windlass.engine.model.mixers.latent_attention import LatentNames, LatentSpec
+from windlass.engine.model.mixers.short_convolution import ShortConvolutionSpec
+from windlass.engine.model.mixers.state_space import StateSpaceSpec
+from windlass.engine.model.model_spec import LayerSpec, ModelSpec
+from windlass.engine.rotary.scaling_fields import format_key
+
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+
+LAYER_TABLE = "per_layer_token_embd.weight"
+
+_MISNAMED = (
+    "model.embedding_norm"  # the final norm of LFM2, which is called after embeddings in its checkpoints and in files
+)
+
+# What is given to the layers, by the names of weights in a spec.
+_LAYER_INPUTS = {
+    LAYER_TABLE: "layer_inputs_table",
+    "per_layer_model_proj.weight": "layer_inputs",
+    "per_layer_proj_norm.weight": "layer_inputs_norm",
+}
+
+_LAYER = re.compile(r"blk\.(0|[1-9]\d{0,4})\.([\w.]+)\.(weight|bias|scale)")
+
+_EXPERTS = re.compile(r"ffn_(gate|up|down)(?:\.(\d{1,4})|_(exps|shexp))|ffn_(gate_up)_exps")
+
+# Tensors whose names have no ending in a checkpoint, and those of latent attention for all heads.
+_BARE = (
+    *("attn_sinks", "exp_probs_b", "layer_output_scale", "ffn_gate_inp.scale", "ffn_down_exps.scale"),
+    *("ssm_a", "ssm_d", "ssm_dt"),
+)
+
+_WITHOUT_ENDING = (".ssm_a", ".ssm_d", ".ssm_dt")  # nor in a file, some writers' of the last
+
+_OF_HEADS = ("attn_k_b", "attn_v_b")
+
+_UNUSED = ("attn_rot_embd", "rope_freqs")  # in each layer of old files: the plain frequencies
+
+
+@dataclass(frozen=True, slots=True)
+class GGUFTensorLocation:
+    """A tensor of a model's files. file: its place in the list of files; the others: as `reader.GGUFTensor` has them."""
+
+    file: int
+    type: str
+    shape: tuple[int, ...]
+    begin: int
+    end: int
+
+    def each(self) -> list[GGUFTensorLocation]:
+        """The tensors that it holds along its first dimension."""
+        size = (self.end - self.begin) // max(1, self.shape[0])
+        begins = [self.begin + i * size for i in range(self.shape[0])]
+        return [GGUFTensorLocation(self.file, self.type, self.shape[1:], begin, begin + size) for begin in begins]
+
+    def rows(self, first: int, count: int) -> GGUFTensorLocation:
+        """Some of its rows as a tensor of their own."""
+        size = (self.end - self.begin) // self.shape[0]
+        begin = self.begin + first * size
+        return GGUFTensorLocation(self.file, self.type, (count, *self.shape[1:]), begin, begin + count * size)
+
+
+def first_layer_has_bias(tensors: Mapping[str, GGUFTensorLocation], *names: str) -> bool:
+    """Whether layers have one of these biases."""
+    return any(f"blk.0.{name}.bias" in tensors for name in names)
+
+
+def map_tensors(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None = None
+) -> dict[str, GGUFTensorLocation]:
+    """The tensors of the spec by their names in a checkpoint.
+
+    tensors: of all files, under their GGUF names. aliases: names in a layer that stand for others, where all of them are
+    there. Raises LoadError for one that is missing or has another shape, and for one
+    that the decoder has no use for, since a model with it would be another one.
+    """
+    found: dict[str, GGUFTensorLocation] = {}
+    names = spec.names
+    outer = {
+        "token_embd": names.embedding,
+        "output_norm": names.final_norm or "",
+        "output": names.head,
+    }
+    if names.final_norm == _MISNAMED:
+        outer["token_embd_norm"] = names.final_norm
+    outer = {f"{name}.{suffix}": f"{known}.{suffix}" for name, known in outer.items() for suffix in ("weight", "bias")}
+    stored = {weight.name: weight.stored[0].name for weight in spec.outer_weights()}
+    outer |= {name: stored[own] for name, own in _LAYER_INPUTS.items() if own in stored}
+    layer_names = layer_tensor_names(tensors, family, spec, aliases)
+    for name, tensor in tensors.items():
+        if name in FACTOR_TENSORS:
+            continue
+        for new, part in _renamed(name, tensor, outer, layer_names, family, spec):
+            if new.startswith(spec.unused):
+                continue
+            if new in found:
+                raise LoadError(f"tensor {format_key(name)} is one that stands there under another name already")
+            found[new] = part
+    return _as_listed(found, spec)
+
+
+def layer_tensor_names(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, aliases: Mapping[str, str] | None
+) -> dict[str, str]:
+    """What llama.cpp calls the tensors of a layer, and what this model does. tensors, aliases: as in `map_tensors`."""
+    names = _layer_names(family, spec) | _convolution_names(spec) | _state_space_names(spec)
+    if aliases and all(f"blk.0.{name}.weight" in tensors for name in aliases):
+        names |= {name: names[known] for name, known in aliases.items()}
+    return names
+
+
+def _layer_names(family: Family, spec: ModelSpec) -> dict[str, str]:
+    attention, norms = family.attention_names, spec.layers[0].norms
+    dense = (layer.feed_forward for layer in spec.layers if not isinstance(layer.feed_forward, MoESpec))
+    first = next(dense, None)
+    feed_forward = family.feed_forward_names if first is None else first.names
+    names = {
+        "attn_norm": norms.mixer,
+        "ffn_norm": norms.feed_forward,
+        "post_attention_norm": norms.mixer_output,
+        "post_ffw_norm": norms.feed_forward_output,
+        "attn_q": attention.q,
+        "attn_k": attention.k,
+        "attn_v": attention.v,
+        "attn_output": attention.out,
+        "ffn_up": feed_forward.up,
+        "ffn_down": feed_forward.down,
+    }
+    if isinstance(feed_forward, GatedMLPNames):
+        names |= {"ffn_gate": feed_forward.gate, "ffn_up": feed_forward.gate_up or feed_forward.up}
+    mixer = next(iter(spec.attention.values()))
+    if isinstance(mixer, AttentionSpec) and mixer.qk_norm is not None:
+        names |= {"attn_q_norm": attention.q_norm, "attn_k_norm": attention.k_norm}
+    if attention.qkv is not None:
+        names["attn_qkv"] = attention.qkv
+    if isinstance(mixer, LatentSpec):
+        names |= _latent_names(mixer.names)
+    elif mixer.sinks:
+        names["attn_sinks"] = attention.sinks
+    delta = next((layer.mixer for layer in spec.layers if isinstance(layer.mixer, GatedDeltaNetSpec)), None)
+    names |= {} if delta is None else _delta_names(delta.names)
+    names |= _further_names(spec.layers[0])
+    return {name: known for name, known in names.items() if known is not None}
+
+
+def _further_names(layer: LayerSpec) -> dict[str, str]:
+    """Of what stands beside the usual parts of a layer."""
+    names: dict[str, str] = {}
+    if layer.input is not None:
+        names |= {"inp_gate": layer.input.gate, "proj": layer.input.out, "post_norm": layer.input.norm}
+    if layer.parallel_experts is not None:
+        names |= {
+            "post_ffw_norm_1": layer.parallel_experts.dense_norm,
+            "pre_ffw_norm_2": layer.parallel_experts.norm,
+            "post_ffw_norm_2": layer.parallel_experts.output_norm,
+            "ffn_gate_inp.scale": layer.parallel_experts.router_scale,
+            "ffn_down_exps.scale": layer.parallel_experts.expert_scale,
+        }
+    return names if layer.scalar is None else {**names, "layer_output_scale": layer.scalar}
+
+
+def _convolution_names(spec: ModelSpec) -> dict[str, str]:
+    """Of layers that are short convolutions, if there are any."""
+    own = next((layer.mixer.names for layer in spec.layers if isinstance(layer.mixer, ShortConvolutionSpec)), None)
+    if own is None:
+        return {}
+    return {"shortconv.in_proj": own.projections, "shortconv.conv": own.convolution, "shortconv.out_proj": own.out}
+
+
+def _state_space_names(spec: ModelSpec) -> dict[str, str]:
+    """Of memories that fade, as layers or beside attention, if there are any (Mamba 2)."""
+    mixers = (layer.mixer if layer.state is None else layer.state.state for layer in spec.layers)
+    own = next((mixer.names for mixer in mixers if isinstance(mixer, StateSpaceSpec)), None)
+    if own is None:
+        return {}
+    return {
+        "ssm_in": own.projections,
+        "ssm_conv1d": own.convolution,
+        "ssm_a": own.rate,
+        "ssm_dt": own.step_bias,
+        "ssm_d": own.skip,
+        "ssm_norm": own.norm,
+        "ssm_out": own.out,
+    }
+
+
+def _latent_names(own: LatentNames) -> dict[str, str]:
+    return {
+        "attn_q": own.q,
+        "attn_q_a": own.q_down,
+        "attn_q_a_norm": own.q_norm,
+        "attn_q_b": own.q_up,
+        "attn_kv_a_mqa": own.kv_down,
+        "attn_kv_a_norm": own.kv_norm,
+        "attn_kv_b": own.kv_up,
+        "attn_k_b": own.k_up,
+        "attn_v_b": own.v_up,
+        "attn_output": own.out,
+    }
+
+
+def _delta_names(own: GatedDeltaNetNames) -> dict[str, str]:
+    joined = {"ssm_beta": own.strength, "ssm_alpha": own.decay} if own.ba is None else {"ssm_ba": own.ba}
+    return joined | {
+        "attn_qkv": own.qkv,
+        "attn_gate": own.gate,
+        "ssm_conv1d": own.convolution,
+        "ssm_a": own.rate,
+        "ssm_dt": own.decay_bias,
+        "ssm_norm": own.norm,
+        "ssm_out": own.out,
+    }
+
+
+def _renamed(
+    name: str,
+    tensor: GGUFTensorLocation,
+    outer: Mapping[str, str],
+    names: Mapping[str, str],
+    family: Family,
+    spec: ModelSpec,
+) -> Iterator[tuple[str, GGUFTensorLocation]]:
+    """The tensors that one tensor of the file is; none where it is not used."""
+    if name in outer:
+        yield outer[name], tensor
+        return
+    index, _, _ = _in_block(name)
+    if index < len(spec.layers):  # a block behind them predicts a token further: see `prediction`
+        yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+
+
+def _in_block(name: str) -> tuple[int, str, str]:
+    """The index of the block that a tensor is of, its name there, and the ending of that. Raises LoadError for one of none."""
+    matched = _LAYER.fullmatch(f"{name}.weight" if name.endswith(_WITHOUT_ENDING) else name)
+    if matched is None:
+        raise _unknown(name)
+    index, what, suffix = matched.groups()
+    return int(index), f"{what}.{suffix}" if suffix == "scale" else what, suffix
+
+
+def of_layer(
+    name: str, tensor: GGUFTensorLocation, prefix: str, layer: LayerSpec, names: Mapping[str, str], family: Family
+) -> Iterator[tuple[str, GGUFTensorLocation]]:
+    """The tensors, with their names in a checkpoint, that one tensor of a layer is; none where it is not used.
+
+    prefix: of the layer's names in a checkpoint. names: see `layer_tensor_names`. Raises LoadError.
+    """
+    _, what, suffix = _in_block(name)
+    mixer = layer.mixer
+    if what in _UNUSED:
+        return
+    experts = _experts_of(layer)
+    if experts is not None and (found := _of_experts(experts, what, tensor)) is not None:
+        for new, one in found:
+            yield f"{prefix}{new}" if what in _BARE else f"{prefix}{new}.{suffix}", one
+    elif what in _OF_HEADS and isinstance(mixer, LatentSpec):
+        if mixer.in_parts:  # else the file has them beside the tensor of both
+            if tensor.shape[:1] != (mixer.num_heads,):
+                raise LoadError(
+                    f"tensor {format_key(name)} has the shape {list(tensor.shape)} for {mixer.num_heads} heads"
+                )
+            for head, one in enumerate(tensor.each()):
+                yield f"{prefix}{names[what]}[{head}].{suffix}", one
+    elif what in _BARE and what in names:
+        yield f"{prefix}{names[what]}", tensor
+    elif what in names:
+        yield f"{prefix}{names[what]}.{suffix}", tensor
+    elif what == "attn_qkv":
+        attention, first = family.attention_names, 0
+        assert isinstance(mixer, AttentionSpec)
+        q, kv = mixer.num_heads * mixer.head_dim, mixer.num_kv_heads * mixer.head_dim
+        if tensor.shape[0] != q + 2 * kv:
+            raise LoadError(f"tensor {format_key(name)} has {tensor.shape[0]} rows, {q + 2 * kv} are expected")
+        for part, rows in ((attention.q, q), (attention.k, kv), (attention.v, kv)):
+            yield f"{prefix}{part}.{suffix}", tensor.rows(first, rows)
+            first += rows
+    else:
+        raise _unknown(name)
+
+
+def _unknown(name: str) -> LoadError:
+    return LoadError(f"tensor {format_key(name)} is none that the model should have: it may be another kind of model")
+
+
+def _experts_of(layer: LayerSpec) -> MoESpec | None:
+    if layer.parallel_experts is not None:
+        return layer.parallel_experts.experts
+    return layer.feed_forward if isinstance(layer.feed_forward, MoESpec) else None
+
+
+def _of_experts(spec: MoESpec, what: str, tensor: GGUFTensorLocation) -> list[tuple[str, GGUFTensorLocation]] | None:
+    """The names of a router's, the experts' or the shared expert's tensors; None for a tensor of something else."""
+    names, shared = spec.names, spec.names.shared
+    if what == "ffn_gate_inp":
+        return [(names.router, tensor)]
+    if what == "exp_probs_b" and names.choice_bias is not None:
+        return [(names.choice_bias, tensor)]
+    if what == "ffn_gate_inp_shexp" and names.shared_gate is not None:
+        return [(names.shared_gate, replace(tensor, shape=(1, *tensor.shape[-1:])))]
+    matched = _EXPERTS.fullmatch(what)
+    if matched is None:
+        return None
+    part, index, kind, both = matched.groups()
+    if kind == "shexp":
+        own = None if shared is None else _parts(shared).get(part)
+        return None if own is None else [(own, tensor)]
+    if kind == "exps" or both:  # of all experts
+        wide = spec.intermediate_size
+        if tensor.shape[:1] != (spec.experts,) or (both and tensor.shape[1:2] != (2 * wide,)):
+            raise LoadError(f"tensor {what} has the shape {list(tensor.shape)} for {spec.experts} experts")
+    parts = _parts(names.expert)
+    if both and "gate" in parts:
+        return [
+            (f"{names.experts}.{i}.{own}", one.rows(first, wide))
+            for i, one in enumerate(tensor.each())
+            for own, first in ((parts["gate"], 0), (parts["up"], wide))
+        ]
+    own = parts.get(part)
+    if own is None:
+        return None
+    if kind == "exps":
+        return [(f"{names.experts}.{i}.{own}", one) for i, one in enumerate(tensor.each())]
+    return [(f"{names.experts}.{int(index)}.{own}", tensor)]  # files from before they were one tensor
+
+
+def _parts(names: GatedMLPNames | PlainMLPNames) -> dict[str, str]:
+    gate = {"gate": names.gate} if isinstance(names, GatedMLPNames) else {}
+    return {**gate, "up": names.up, "down": names.down}
+
+
+def _as_listed(found: dict[str, GGUFTensorLocation], spec: ModelSpec) -> dict[str, GGUFTensorLocation]:
+    """In the order of the spec, each as it should be."""
+    result = {}
+    for weight in spec.weights():
+        for stored in weight.stored:
+            tensor, shape = found.pop(stored.name, None), (stored.rows, *weight.shape[1:])
+            if stored.by_head is not None:
+                shape = (stored.by_head, stored.rows // stored.by_head)
+            if stored.transposed:
+                shape = shape[::-1]
+            if tensor is None:
+                raise LoadError(f"tensor {stored.name} (as Hugging Face calls it) is missing: download the file again")
+            if tensor.shape != shape:
+                raise LoadError(f"tensor {stored.name} has the shape {list(tensor.shape)}, {list(shape)} is expected")
+            result[stored.name] = tensor
+    if found:
+        raise LoadError(f"tensor {next(iter(found))} (as Hugging Face calls it) is none that this model should have")
+    return result
+
+
+# Copies of the model's embedding and head, which some files have.
+_COPIES = ("embed_tokens.weight", "shared_head_head.weight")
+
+
+def has_mtp_block(block: int, tensors: Collection[str]) -> bool:
+    """Whether the block with this index predicts a token further. tensors: names of all that the files hold."""
+    return f"blk.{block}.nextn.eh_proj.weight" in tensors
+
+
+def map_mtp_block(
+    tensors: Mapping[str, GGUFTensorLocation], family: Family, spec: ModelSpec, block: int, aliases: Mapping[str, str]
+) -> dict[str, GGUFTensorLocation]:
+    """The tensors of this block by the names of the spec. What the spec does not know keeps its name, behind the layer's prefix.
+
+    tensors: of all files, under their GGUF names. spec: of the prediction layer, with the tensors that GGUF files have.
+    aliases: as in `tensor_names.rename`.
+    """
+    assert spec.mtp_input is not None and spec.names.final_norm is not None
+    begin, prefix = f"blk.{block}.", spec.names.layer(0)
+    around = {
+        "eh_proj.weight": spec.mtp_input.matrix,
+        "enorm.weight": spec.mtp_input.embedding_norm,
+        "hnorm.weight": spec.mtp_input.state_norm,
+        "shared_head_norm.weight": spec.names.final_norm,
+    }
+    names = layer_tensor_names(tensors, family, spec, aliases)
+    last = len(spec.layers) - 1
+    if last and (norm := spec.layers[last].norms.mixer) is not None:
+        names["post_attention_norm"] = norm
+
+    def renamed(name: str, tensor: GGUFTensorLocation) -> Iterator[tuple[str, GGUFTensorLocation]]:
+        what = name.removeprefix(begin)
+        own = what.removeprefix("nextn.")
+        if what == own:
+            index = 0 if what.startswith("attn_") else last
+            yield from of_layer(name, tensor, spec.names.layer(index), spec.layers[index], names, family)
+        elif own in around:
+            yield f"{around[own]}.weight", tensor
+        elif own not in _COPIES:
+            yield f"{prefix}{what}", tensor
+
+    found: dict[str, GGUFTensorLocation] = {}
+    for name, tensor in tensors.items():
+        if not name.startswith(begin):
+            continue
+        try:
+            found |= renamed(name, tensor)
+        except LoadError:
+            found[prefix + name.removeprefix(begin)] = tensor
+    return found

@@ -1,0 +1,416 @@
+"""Decoding of quantized tensors to block formats or to floats.
+
+Handles the bit order of every method (GPTQ, AWQ, compressed-tensors, FP8, MXFP4, BitNet) and of GGUF blocks. Works on a range of
+rows at a time to limit memory. The block format of each weight is chosen in `quantized_checkpoint`. GGUF types without a kernel are
+dequantized with the `gguf` package, which is imported on demand.
+
+MXFP4 (OCP Microscaling Formats 1.0) has 4-bit floats ±0, ½, 1, 1½, 2, 3, 4 and 6 in blocks of 32 with an exponent e that multiplies
+by 2^(e - 127). Twice a float is an integer up to 12, which fits a 5-bit code, and half of 2^(e - 127) is a float16 number down to
+e = 104, so q5_0 holds MXFP4 exactly. Blocks below that (largest number under 2^-20) are rounded to multiples of 2^-24.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.quantized_checkpoint import QuantizedCheckpoint, QuantizedTensor
+from windlass.engine.model.loading.tensor_reader import TensorEntry, read_entries, read_layout
+from windlass.kernels.layouts.weight_layouts import FORMS
+
+BLOCK = 32
+
+_OFFSET = 16  # the code of zero in that form
+
+_TWICE = (0, 1, 2, 3, 4, 6, 8, 12)  # the floats times two, by their lower three bits; the fourth is the sign
+
+_CODES = torch.tensor([_OFFSET + n for n in _TWICE] + [_OFFSET - n for n in _TWICE], dtype=torch.uint8)
+
+_LEAST, _MOST = 104, 143  # exponents whose half is a float16 number
+
+_BIAS = 128  # 127, and one for the half
+
+
+def codes_of_fp4(floats: Tensor) -> Tensor:
+    """The codes of 4-bit floats, 0 to 15 each. uint8, any shape."""
+    return torch.index_select(_CODES, 0, floats.flatten().int()).view(floats.shape)
+
+
+def scales_of_fp4(codes: Tensor, exponents: Tensor, name: str) -> tuple[Tensor, Tensor]:
+    """Codes and scales as `q5_0` has them: uint8 [..., groups, 32] and float16 [..., groups].
+
+    codes: those of the floats [..., groups, 32]. exponents: uint8 [..., groups]. name: of the tensor, for the error.
+    Raises LoadError for exponents that no weights have: numbers beyond a million, or NaN.
+    """
+    zeros = (codes == _OFFSET).all(dim=-1)
+    if bool((exponents > _MOST).logical_and(~zeros | (exponents == 255)).any()):
+        raise LoadError(
+            f"tensor {name!r} holds numbers that are NaN or far beyond those of weights: the checkpoint is damaged: download "
+            "or copy it again, or take another"
+        )
+    powers = exponents.int()
+    if bool((powers < _LEAST).any()):
+        shrunk = torch.ldexp(codes.float() - _OFFSET, (powers - _LEAST).clamp(max=0)[..., None])
+        codes = (shrunk.round() + _OFFSET).to(torch.uint8)
+    exact = powers.clamp(_LEAST, _MOST) - _BIAS
+    scales = torch.ldexp(torch.ones(exact.shape), exact)
+    return codes, scales.to(torch.float16)
+
+
+# Where the float16 scales of a block lie: its first bytes, or its last.
+_SCALES = {
+    "Q4_0": slice(0, 2),
+    "Q4_1": slice(0, 4),
+    "Q5_0": slice(0, 2),
+    "Q5_1": slice(0, 4),
+    "Q8_0": slice(0, 2),
+    "Q4_K": slice(0, 4),
+    "Q5_K": slice(0, 4),
+    "Q6_K": slice(208, 210),
+}
+
+_BLOCK_BYTES = {"Q4_0": 18, "Q4_1": 20, "Q5_0": 22, "Q5_1": 24, "Q8_0": 34, "Q4_K": 144, "Q5_K": 176, "Q6_K": 210}
+
+_MXFP4_BYTES = 17
+
+_NO_EXPONENT = 255  # of MXFP4: its numbers are NaN
+
+_NOT_FINITE = 0x7C00  # the exponent of a float16 that is NaN or infinite
+
+
+def scales_are_finite(blocks: Tensor, kind: str) -> bool:
+    """Whether no number of these rows, uint8 [count, bytes of a row] of this type, is NaN or infinite."""
+    if kind == "MXFP4":
+        return not bool((blocks.reshape(-1, _MXFP4_BYTES)[:, 0] == _NO_EXPONENT).any())
+    scales = blocks.reshape(-1, _BLOCK_BYTES[kind])[:, _SCALES[kind]].contiguous().view(torch.int16)
+    return not bool((scales & _NOT_FINITE == _NOT_FINITE).any())
+
+
+def to_block_format(blocks: Tensor, kind: str, name: str) -> Tensor:
+    """Rows of bytes of a type that is multiplied as it is, as a file of the form in which they are kept would have them.
+
+    name: of the tensor, for the error. Raises LoadError for numbers that no weights have.
+    """
+    if kind != "MXFP4":
+        return blocks
+    each = blocks.reshape(-1, _MXFP4_BYTES)
+    data = each[:, 1:]
+    codes, scales = scales_of_fp4(codes_of_fp4(torch.cat((data & 0x0F, data >> 4), dim=1)), each[:, 0], name)
+    fifth = (codes >> 4).view(-1, 4, 8) << torch.arange(8, dtype=torch.uint8)  # [N, 4, 8]
+    low = codes & 0x0F
+    parts = (
+        scales[:, None].view(torch.uint8),
+        fifth.sum(2, dtype=torch.uint8),
+        low[:, :16] | (low[:, 16:] << 4),
+    )
+    return torch.cat(parts, dim=1).view(*blocks.shape[:-1], -1)
+
+
+def dequantize_gguf(blocks: Tensor, kind: str) -> Tensor:
+    """Rows of bytes of any type that the `gguf` package knows, as numbers: float32 [..., columns]."""
+    from gguf.constants import GGMLQuantizationType
+    from gguf.quants import dequantize
+
+    with np.errstate(all="ignore"):
+        return torch.from_numpy(np.ascontiguousarray(dequantize(blocks.numpy(), GGMLQuantizationType[kind])))
+
+
+def read_quantized(checkpoint: QuantizedCheckpoint) -> Iterator[tuple[QuantizedTensor, dict[str, Tensor]]]:
+    """Each quantized tensor with what it is made of, by what that is. Raises LoadError."""
+    files = list(dict.fromkeys(located.file for located in checkpoint.sources.values()))
+    owners = {
+        source: (tensor, role) for tensor in checkpoint.tensors.values() for role, source in tensor.sources.items()
+    }
+    found: dict[str, dict[str, Tensor]] = {name: {} for name in checkpoint.tensors}
+    for file in files:
+        try:
+            for part in read_entries(
+                file, _entries(checkpoint, file), lambda _, dtype, shape: torch.empty(shape, dtype=dtype)
+            ):
+                if not part.finite:
+                    raise LoadError(
+                        f"{file}: tensor {part.name!r} holds numbers that are NaN or infinite: the checkpoint is damaged: "
+                        "download or copy it again, or take another"
+                    )
+                tensor, role = owners[part.name]
+                found[tensor.name][role] = part.tensor
+                if len(found[tensor.name]) == len(tensor.sources):
+                    yield tensor, found.pop(tensor.name)
+        except (SafetensorError, OSError) as error:
+            raise LoadError(f"cannot read {file}: {error}: download or copy the file again") from None
+
+
+def _entries(checkpoint: QuantizedCheckpoint, file: Path) -> Iterator[TensorEntry]:
+    """What lies in this file, weight by weight in the order of their codes."""
+    layout, _ = read_layout(file)
+    in_order = sorted(checkpoint.tensors.values(), key=lambda t: checkpoint.sources[t.sources["codes"]].header.begin)
+    for tensor in in_order:
+        for source in tensor.sources.values():
+            located = checkpoint.sources[source]
+            if located.file == file:
+                dtype = layout[source.partition("[")[0]][0]  # "name[3]": one of those that a tensor holds
+                yield TensorEntry(source, dtype, list(located.shape), located.header.begin)
+
+
+_ELEMENTS = 4 << 20  # decoded at a time
+
+_ALIGNED = 32  # rows: whole words of whatever is packed along them
+
+# Which output of its eight lies i-th in a word of AWQ, from the lowest bits on.
+_AWQ_ORDER = (0, 2, 4, 6, 1, 3, 5, 7)
+
+
+@dataclass(frozen=True, slots=True)
+class BlockData:
+    """Rows as `blocks.store` takes them."""
+
+    codes: Tensor
+    scales: Tensor
+    supers: Tensor | None
+
+    def tensors(self) -> tuple[Tensor, Tensor, Tensor | None]:
+        return self.codes, self.scales, self.supers
+
+    def __getitem__(self, rows: Tensor) -> BlockData:
+        """Some of them, in another order."""
+        return BlockData(self.codes[rows], self.scales[rows], None if self.supers is None else self.supers[rows])
+
+
+@dataclass(frozen=True, slots=True)
+class _Integers:
+    """Rows of integers: a number is scales * (codes - zeros), of the group that its column belongs to.
+
+    codes: uint8 (int8 of plain bytes) [R, K]. zeros: int32 [R, G], None: `middle` everywhere. scales: [R, G], as stored, or as
+    the form of blocks has them.
+    """
+
+    codes: Tensor
+    zeros: Tensor | None
+    middle: int
+    scales: Tensor
+
+
+def decode_blocks(
+    tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
+) -> Iterator[tuple[int, BlockData]]:
+    """Rows of a tensor that has a storage, in its form: (first row, rows), in order.
+
+    sources: by what they are. whole: all rows at once.
+    """
+    assert tensor.storage is not None
+    for first, integers in _integers(tensor, sources, whole):
+        yield first, _blocks(tensor, integers)
+
+
+def decode_numbers(
+    tensor: QuantizedTensor, sources: Mapping[str, Tensor], *, whole: bool = False
+) -> Iterator[tuple[int, Tensor]]:
+    """Rows of a tensor as float32 [R, K]: (first row, rows), in order. Raises LoadError for columns without a group."""
+    if tensor.packing == "floats":
+        yield from _scaled(tensor, sources, whole)
+        return
+    groups = _group_of_columns(tensor, sources)
+    for first, integers in _integers(tensor, sources, whole):
+        zeros = integers.middle if integers.zeros is None else integers.zeros[:, groups]
+        yield first, (integers.codes.to(torch.int32) - zeros).float() * integers.scales.float()[:, groups]
+
+
+def _group_of_columns(tensor: QuantizedTensor, sources: Mapping[str, Tensor]) -> Tensor:
+    """int64 [K]."""
+    order, groups = sources.get("order"), -(-tensor.columns // tensor.group_size)
+    if order is None:
+        return torch.arange(tensor.columns) // tensor.group_size
+    if not 0 <= int(order.min()) <= int(order.max()) < groups:
+        raise LoadError(
+            f"tensor {tensor.sources['order']!r} names groups outside 0 .. {groups - 1}: the checkpoint is damaged: download "
+            "it again"
+        )
+    return order.long()
+
+
+def _scaled(tensor: QuantizedTensor, sources: Mapping[str, Tensor], whole: bool) -> Iterator[tuple[int, Tensor]]:
+    codes, scales = sources["codes"], sources["scales"].float()
+    scales = scales.view(-1, 1) if tensor.block is None else scales
+    height, width = tensor.block or (1, tensor.columns)
+    for first, count in _steps(tensor, whole):
+        rows = (
+            torch.arange(first, first + count) // height
+            if scales.shape[0] > 1
+            else torch.zeros(count, dtype=torch.int64)
+        )
+        wide = scales[rows].repeat_interleave(width, dim=1)[:, : tensor.columns]
+        yield first, codes[first : first + count].float() * wide
+
+
+def _steps(tensor: QuantizedTensor, whole: bool) -> Iterator[tuple[int, int]]:
+    step = tensor.rows if whole else max(1, _ELEMENTS // tensor.columns // _ALIGNED) * _ALIGNED
+    for first in range(0, tensor.rows, step):
+        yield first, min(step, tensor.rows - first)
+
+
+def _integers(tensor: QuantizedTensor, sources: Mapping[str, Tensor], whole: bool) -> Iterator[tuple[int, _Integers]]:
+    decode = _DECODE[tensor.packing]
+    for first, count in _steps(tensor, whole):
+        yield first, decode(tensor, sources, first, count)
+
+
+def _gptq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    bits = tensor.bits
+    codes = _unpack(sources["codes"][:, first : first + count].t(), bits, tensor.columns)
+    scales = sources["scales"][:, first : first + count].t()
+    if tensor.symmetric:
+        return _Integers(codes, None, 1 << (bits - 1), scales)
+    words = sources["zeros"][:, first * bits // 32 : -(-(first + count) * bits // 32)]
+    if tensor.zeros_less_one and bits != 3:
+        # As it was taken away: from whole words, so that a zero point of 0 borrowed from the one behind it.
+        ones = sum(1 << shift for shift in range(0, 32, bits))
+        words = ((words.long() + ones) & 0xFFFF_FFFF).to(torch.uint32).view(torch.int32)
+    zeros = _unpack(words, bits, count).t().int()
+    if tensor.zeros_less_one and bits == 3:
+        zeros = (zeros + 1) & 7
+    return _Integers(codes, zeros, 0, scales)
+
+
+def _awq(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    def unpack(words: Tensor) -> Tensor:
+        part = words[:, first // 8 : -(-(first + count) // 8)]
+        nibbles = _unpack(part, 4, 8 * part.shape[1]).view(len(words), -1, 8)
+        place = torch.tensor(_AWQ_ORDER).argsort()  # where output i lies
+        return nibbles[:, :, place].flatten(1)[:, :count].t()  # [R, words]
+
+    scales = sources["scales"][:, first : first + count].t()
+    codes = unpack(sources["codes"]).contiguous()
+    return _Integers(codes, None if tensor.symmetric else unpack(sources["zeros"]).int(), 8, scales)
+
+
+def _packed(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    bits = tensor.bits
+    codes = _unpack(sources["codes"][first : first + count], bits, tensor.columns)
+    zeros = None
+    if not tensor.symmetric:
+        words = sources["zeros"][first * bits // 32 : -(-(first + count) * bits // 32)]
+        zeros = _unpack(words.t(), bits, count).t().int()
+    return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
+
+
+def _padded(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    """As many codes in each word as it holds whole."""
+    bits, each = tensor.bits, 32 // tensor.bits
+    shifts = torch.arange(each) * bits
+
+    def unpack(words: Tensor) -> Tensor:
+        return ((words.long()[:, :, None] >> shifts) & ((1 << bits) - 1)).flatten(1)
+
+    codes = unpack(sources["codes"][first : first + count])[:, : tensor.columns].to(torch.uint8)
+    zeros = None
+    if not tensor.symmetric:
+        word = first // each
+        down = unpack(sources["zeros"][word : -(-(first + count) // each)].t())  # from the word that has the first row
+        zeros = down[:, first - word * each :][:, :count].t().int()
+    return _Integers(codes, zeros, 1 << (bits - 1), _row_scales(tensor, sources["scales"], first, count))
+
+
+def _bytes(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    zeros = None if tensor.symmetric else _row_scales(tensor, sources["zeros"], first, count).int()
+    scales = _row_scales(tensor, sources["scales"], first, count)
+    return _Integers(sources["codes"][first : first + count], zeros, 0, scales)
+
+
+def _mxfp4(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    data = sources["codes"][first : first + count]  # [R, G, 16]
+    codes = codes_of_fp4(torch.stack((data & 0x0F, data >> 4), dim=3).flatten(2))  # [R, G, 32]
+    codes, scales = scales_of_fp4(codes, sources["scales"][first : first + count], tensor.name)
+    return _Integers(codes.flatten(1), None, 16, scales)
+
+
+def _ternary(tensor: QuantizedTensor, sources: Mapping[str, Tensor], first: int, count: int) -> _Integers:
+    packed = sources["codes"]
+    rows = torch.arange(first, first + count)
+    quarter, row = rows // len(packed), rows % len(packed)
+    codes = (packed[row] >> (2 * quarter).to(torch.uint8)[:, None]) & 3
+    scale = sources["scales"].reshape(1, 1)
+    if tensor.packing == "divided ternary":
+        scale = 1 / scale.float()
+        scale = scale if tensor.storage is None else scale.to(torch.float16)
+    if not bool(scale.isfinite().all()):
+        raise LoadError(f"tensor {tensor.sources['scales']!r} is too small to divide by: the checkpoint is damaged")
+    return _Integers(codes, None, 1, scale.expand(count, 1))
+
+
+def _row_scales(tensor: QuantizedTensor, scales: Tensor, first: int, count: int) -> Tensor:
+    """Those of some rows [count, groups], where there may be one for the whole tensor."""
+    if scales.numel() == 1:
+        return scales.reshape(1, 1).expand(count, 1)
+    return scales.view(tensor.rows, -1)[first : first + count]
+
+
+def _unpack(words: Tensor, bits: int, count: int) -> Tensor:
+    """Numbers of `bits` bits, one behind the other from the lowest bit on, across words: int32 [R, W] -> uint8 [R, count]."""
+    if bits in (4, 8):
+        data = words.contiguous().view(torch.uint8)  # little-endian, as all machines here are
+        if bits == 4:
+            data = torch.stack((data & 0x0F, data >> 4), dim=2).flatten(1)
+        return data[:, :count]
+    start = torch.arange(count) * bits
+    word, shift = start // 32, start % 32
+    # Two words side by side hold a number wherever it begins.
+    wide = torch.nn.functional.pad(words.long() & 0xFFFF_FFFF, (0, 1))
+    pairs = wide[:, word] | (wide[:, word + 1] << 32)
+    return ((pairs >> shift) & ((1 << bits) - 1)).to(torch.uint8)
+
+
+_DECODE = {
+    "gptq": _gptq,
+    "awq": _awq,
+    "packed": _packed,
+    "padded": _padded,
+    "bytes": _bytes,
+    "mxfp4": _mxfp4,
+    "ternary": _ternary,
+    "divided ternary": _ternary,
+}
+
+
+def _blocks(tensor: QuantizedTensor, integers: _Integers) -> BlockData:
+    name, _, supers = str(tensor.storage).partition(":")
+    form, span = FORMS[name], min(tensor.group_size, tensor.columns)
+    groups = -(-tensor.columns // form.group)
+    scales = _exact(tensor, integers.scales)  # [R, G]
+    # Each group of the checkpoint is so many of the form's; one for a whole row has padding in its last.
+    repeats = -(-span // form.group)
+    if not form.minimum:
+        codes = _shifted(integers, tensor, form.offset, signed=form.bits == 8)
+        if not supers:
+            return BlockData(codes, scales.repeat_interleave(repeats, dim=1)[:, :groups, None], None)
+        bytes_ = torch.ones((len(codes), groups, 1), dtype=torch.int8)
+        return BlockData(codes, bytes_, scales[:, :, None])
+    assert integers.zeros is not None
+    zeros = integers.zeros.to(torch.uint8).repeat_interleave(repeats, dim=1)[:, :groups]
+    return BlockData(
+        integers.codes, torch.stack((torch.ones_like(zeros), zeros), dim=2), torch.stack((scales, scales), dim=2)
+    )
+
+
+def _shifted(integers: _Integers, tensor: QuantizedTensor, offset: int, *, signed: bool) -> Tensor:
+    """Codes whose zero is `offset`: uint8, or int8."""
+    zeros: int | Tensor = integers.middle
+    if integers.zeros is not None:
+        zeros = integers.zeros.repeat_interleave(tensor.group_size, dim=1)[:, : tensor.columns]
+    elif zeros == offset:
+        return integers.codes
+    codes = integers.codes.to(torch.int16) - zeros + offset
+    return codes.to(torch.int8 if signed else torch.uint8)
+
+
+def _exact(tensor: QuantizedTensor, scales: Tensor) -> Tensor:
+    halves = scales.to(torch.float16)
+    if not torch.equal(halves.to(scales.dtype), scales):
+        raise LoadError(f"tensor {tensor.sources['scales']!r} changed while it was read: start again")
+    return halves

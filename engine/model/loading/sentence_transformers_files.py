@@ -1,0 +1,126 @@
+"""Pooling and reranking settings in the files of sentence-transformers (modules.json).
+
+Reranking by token logits may also be declared in config.json under vLLM's keys. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from windlass.engine.errors import LoadError
+from windlass.engine.interface.model_info import PoolingDefaults, PoolingKind
+from windlass.engine.model.config_json.classifier_head import read_classifier_tokens
+from windlass.engine.rotary.scaling_fields import format_value
+
+# Modes of pooling as 1_Pooling/config.json has them, of which one is true.
+_MODES: dict[str, PoolingKind] = {
+    "pooling_mode_lasttoken": "last",
+    "pooling_mode_mean_tokens": "mean",
+    "pooling_mode_cls_token": "first",
+}
+
+_NAMES: dict[str, PoolingKind] = {"lasttoken": "last", "mean": "mean", "cls": "first"}  # of newer files
+
+
+def read_pooling(directory: Path) -> PoolingDefaults:
+    """What modules.json and the files that it names say. Raises LoadError for files that cannot be read."""
+    if not (directory / "modules.json").is_file():
+        return PoolingDefaults()
+    modules = _read_required_json(directory / "modules.json")
+    if not isinstance(modules, list) or not all(isinstance(module, dict) for module in modules):
+        raise LoadError(f"{directory / 'modules.json'} must hold a list of modules: download or copy the file again")
+    kind: PoolingKind | None = None
+    normalize, refusal = False, None
+    for module in modules:
+        name = str(module.get("type")).rpartition(".")[2]
+        if name == "Pooling":
+            kind, mode = _kind(_read_required_json(directory / str(module.get("path")) / "config.json"))
+            if kind is None:
+                refusal = f"the model's files ask for pooling {mode}, which is not offered"
+        elif name == "Normalize":
+            normalize = True
+        elif name != "Transformer":
+            refusal = f"the model's files ask for a {name} behind the pooling, which is not offered"
+    if kind is None and refusal is None:
+        refusal = "the model's files list modules and no pooling"
+    return PoolingDefaults(kind or "last", normalize, declared=True, refusal=refusal)
+
+
+def _kind(config: Any) -> tuple[PoolingKind | None, str]:
+    """The kind, None for one that is not offered, and what the file calls it."""
+    if not isinstance(config, dict):
+        return None, "of no known form"
+    named = config.get("pooling_mode")
+    if named is not None:
+        modes = [named] if isinstance(named, str) else list(named)
+        known = [_NAMES.get(str(mode)) for mode in modes]
+    else:
+        modes = [mode for mode, chosen in config.items() if mode.startswith("pooling_mode_") and chosen is True]
+        known = [_MODES.get(mode) for mode in modes]
+    return (known[0] if len(known) == 1 else None), " and ".join(map(str, modes)) or "none"
+
+
+def _read_required_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+
+
+@dataclass(frozen=True, slots=True)
+class RerankerConfig:
+    """tokens: the one whose logit counts, and perhaps one whose logit is taken off it, by text or id.
+
+    is_qwen3_reranker: see `ClassifierTokens`. instruction: of requests that bring none; None: what the prompt itself has.
+    """
+
+    tokens: tuple[str | int, ...]
+    is_qwen3_reranker: bool = False
+    instruction: str | None = None
+
+
+def read_reranker_config(directory: Path) -> RerankerConfig | None:
+    """None where the files of this directory say nothing of it. Raises LoadError for what they say and cannot be understood."""
+    config = _read_optional_json(directory / "config.json")
+    named = read_classifier_tokens(config) if isinstance(config, Mapping) else None
+    if named is not None:
+        return RerankerConfig(named.tokens, named.is_qwen3_reranker)
+    modules = _read_optional_json(directory / "modules.json")
+    for module in modules if isinstance(modules, list) else ():
+        if isinstance(module, Mapping) and str(module.get("type")).rpartition(".")[2] == "LogitScore":
+            file = directory / str(module.get("path")) / "config.json"
+            return RerankerConfig(_token_ids(_read_optional_json(file), file), instruction=_instruction(directory))
+    return None
+
+
+def _token_ids(config: Any, file: Path) -> tuple[int, ...]:
+    if not isinstance(config, Mapping):
+        raise LoadError(f"{file} is missing or holds no object, and modules.json names it: download the model again")
+    wanted, other = config.get("true_token_id"), config.get("false_token_id")
+    found: tuple[Any, ...] = (wanted,) if other is None else (wanted, other)
+    if any(isinstance(token, bool) or not isinstance(token, int) or token < 0 for token in found):
+        raise LoadError(f"{file}: true_token_id and false_token_id must be token ids, got {format_value(list(found))}")
+    return found
+
+
+def _instruction(directory: Path) -> str | None:
+    """The prompt that sentence-transformers puts in front of pairs where nobody asks for another."""
+    config = _read_optional_json(directory / "config_sentence_transformers.json")
+    if not isinstance(config, Mapping) or not isinstance(config.get("prompts"), Mapping):
+        return None
+    found = config["prompts"].get(config.get("default_prompt_name"))
+    return found if isinstance(found, str) and found else None
+
+
+def _read_optional_json(path: Path) -> Any:
+    """What a file holds, None where there is none. Raises LoadError for one that is no JSON."""
+    try:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, ValueError, RecursionError) as error:
+        raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None

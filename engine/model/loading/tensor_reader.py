@@ -1,0 +1,347 @@
+"""Streaming reads of tensors from safetensors and GGUF files, and writing of safetensors files.
+
+Keeps peak memory low: a mapped file would count against the process page by page until the weights were in memory twice, and
+the library's writer copies all tensors first. Tensors are read in file order, directly into their destination where possible,
+else in chunks through a few buffers that fit the cache (new memory costs as much as the read; measured). The reading thread also
+checks for NaN and infinity while the bytes are in cache: a number is not finite if all its exponent bits are set, so integer
+maxima of the bit patterns suffice.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections import deque
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor
+
+from windlass.engine.errors import LoadError
+from windlass.engine.model.loading.gguf_index import PLAIN, GGUFIndex
+from windlass.engine.model.loading.safetensors_header import SafetensorsHeader, read_header
+
+# The smallest pattern that is not a finite number, as an integer of the type's width.
+_FIRST = {
+    torch.float64: 0x7FF0_0000_0000_0000,
+    torch.float32: 0x7F80_0000,
+    torch.bfloat16: 0x7F80,
+    torch.float16: 0x7C00,
+    torch.float8_e4m3fn: 0x7F,  # it has no infinities
+    torch.float8_e5m2: 0x7C,
+}
+
+
+def all_finite(data: memoryview, dtype: torch.dtype) -> bool:
+    """Whether no number in these bytes, whole elements of `dtype`, is NaN or infinite. Integers always are finite."""
+    if dtype == torch.float8_e8m0fnu:  # powers of two without a sign; the largest pattern is its one NaN
+        return not len(data) or bool(np.frombuffer(data, dtype="u1").max() < 0xFF)
+    first = _FIRST.get(dtype)
+    if first is None or not len(data):
+        return True
+    bits = 8 * dtype.itemsize
+    signed = np.frombuffer(data, dtype=f"i{dtype.itemsize}")
+    return bool(signed.max() < first and signed.view(f"u{dtype.itemsize}").max() < first + (1 << (bits - 1)))
+
+
+_READERS = 2  # what a page cache hands out, one core cannot copy as fast as memory takes it
+
+_READ_AHEAD = 6  # parts read or being read while one is in use
+
+_PART = 4 << 20  # bytes
+
+_LOOK = 256 << 10  # bytes read before they are looked at
+
+_ROWS = 16  # a part has a multiple of so many, or what is left: weights in panels are written in panels
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """What is wanted of a tensor. runs: of its rows, from one to before another, upwards. columns: of so many, the first and how
+    many; None: all."""
+
+    runs: tuple[tuple[int, int], ...]
+    columns: tuple[int, int, int] | None = None
+
+    def of(self, entry: TensorEntry) -> TensorEntry:
+        """The entry that holds this alone; what it says of columns is true of the bytes of blocks, too."""
+        _, *inner = entry.shape
+        row_bytes, skipped = prod(inner) * entry.dtype.itemsize, 0
+        if self.columns is not None:
+            all_columns, first, count = self.columns
+            skipped, inner = first * inner[0] // all_columns, [count * inner[0] // all_columns]
+        shape = [sum(end - begin for begin, end in self.runs), *inner]
+        return TensorEntry(
+            entry.name, entry.dtype, shape, entry.offset + skipped * entry.dtype.itemsize, row_bytes, self.runs
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TensorEntry:
+    """A tensor in a file, or what is wanted of it: runs of rows that lie `row_bytes` apart, None for one behind the other."""
+
+    name: str
+    dtype: torch.dtype
+    shape: list[int]
+    offset: int  # bytes from the start of the file
+    row_bytes: int = 0
+    runs: tuple[tuple[int, int], ...] | None = None
+
+    def spans(self, first: int, count: int) -> Iterator[tuple[int, int]]:
+        """Where the bytes of so many of its rows lie in the file, and how many there are, piece by piece."""
+        own = prod(self.shape[1:]) * self.dtype.itemsize
+        if self.runs is None:
+            yield self.offset + first * own, count * own
+            return
+        passed = 0
+        for begin, end in self.runs:
+            start, stop = max(begin, begin + first - passed), min(end, begin + first + count - passed)
+            passed += end - begin
+            if start >= stop:
+                continue
+            if own == self.row_bytes:
+                yield self.offset + start * own, (stop - start) * own
+            else:
+                yield from ((self.offset + row * self.row_bytes, own) for row in range(start, stop))
+
+
+# Where a tensor (name, dtype, shape) is wanted: a contiguous CPU tensor just like it, or None: nowhere, in parts.
+Destination = Callable[[str, torch.dtype, list[int]], Tensor | None]
+
+
+@dataclass(frozen=True, slots=True)
+class TensorChunk:
+    """Rows first .. first + len(tensor) of the tensor `name` of this shape; the last of its parts, or not the last.
+
+    finite: no number of these rows is NaN or infinite.
+    """
+
+    name: str
+    shape: list[int]
+    first: int
+    last: bool
+    tensor: Tensor
+    finite: bool
+
+
+def read_entries(path: Path, entries: Iterable[TensorEntry], place: Destination) -> Iterator[TensorChunk]:
+    """Tensors of the file, in this order: what `place` returned for it, filled, or one part after another.
+
+    A part that had no place is overwritten once the next one is asked for. Raises OSError, which names no path.
+    """
+    with path.open("rb", buffering=0) as file, ThreadPoolExecutor(_READERS, thread_name_prefix="weights") as pool:
+        buffers: list[Tensor] = []
+        pending: deque[tuple[_Request, Future[TensorChunk]]] = deque()
+        for request in _requests(entries, place):
+            if request.place is None:
+                request.buffer = _take(buffers, request.size)
+            pending.append((request, pool.submit(_read, file.fileno(), request)))
+            if len(pending) > _READ_AHEAD:
+                yield from _yield_chunk(*pending.popleft(), buffers)
+        while pending:
+            yield from _yield_chunk(*pending.popleft(), buffers)
+
+
+def apply_slices(entries: Iterable[TensorEntry], cuts: Mapping[str, TensorSlice]) -> Iterator[TensorEntry]:
+    """The same with what is wanted of those that have a cut."""
+    for entry in entries:
+        yield cuts[entry.name].of(entry) if entry.name in cuts else entry
+
+
+def bytes_of(tensor: Tensor) -> memoryview:
+    """The memory of a contiguous CPU tensor."""
+    return tensor.view(-1).view(torch.uint8).numpy().data if tensor.numel() else memoryview(b"")
+
+
+@dataclass(slots=True)
+class _Request:
+    """Some rows of an entry, to be read into `place`, or else into the beginning of `buffer`."""
+
+    entry: TensorEntry
+    first: int
+    shape: list[int]  # of these rows
+    place: Tensor | None
+    last: bool
+    buffer: Tensor | None = None
+
+    @property
+    def size(self) -> int:
+        return prod(self.shape) * self.entry.dtype.itemsize
+
+
+def _requests(entries: Iterable[TensorEntry], place: Destination) -> Iterator[_Request]:
+    for entry in entries:
+        wanted = place(entry.name, entry.dtype, entry.shape)
+        rows = entry.shape[0] if entry.shape else 1
+        if wanted is not None or not prod(entry.shape) or not entry.shape:
+            yield _Request(entry, 0, entry.shape, wanted, last=True)
+            continue
+        row_bytes = prod(entry.shape[1:]) * entry.dtype.itemsize
+        step = max(1, _PART // row_bytes // _ROWS) * _ROWS
+        for first in range(0, rows, step):
+            count = min(step, rows - first)
+            yield _Request(entry, first, [count, *entry.shape[1:]], None, last=first + count == rows)
+
+
+def _take(buffers: list[Tensor], size: int) -> Tensor:
+    """A free buffer of at least `size` bytes, or a new one."""
+    if buffers and buffers[-1].numel() >= size:
+        return buffers.pop()
+    return torch.empty(max(size, _PART), dtype=torch.uint8)
+
+
+def _yield_chunk(request: _Request, future: Future[TensorChunk], buffers: list[Tensor]) -> Iterator[TensorChunk]:
+    yield future.result()
+    if request.buffer is not None:
+        buffers.append(request.buffer)
+
+
+def _read(descriptor: int, request: _Request) -> TensorChunk:
+    entry, tensor = request.entry, request.place
+    if tensor is None:
+        assert request.buffer is not None
+        tensor = request.buffer[: request.size].view(entry.dtype).view(request.shape)
+    finite, looked, filled = True, 0, 0
+    with bytes_of(tensor) as view:
+        for start, size in entry.spans(request.first, request.shape[0] if request.shape else 1):
+            for begin in range(0, size, _LOOK):
+                piece = view[filled : filled + min(_LOOK, size - begin)]
+                done = 0
+                while done < len(piece):
+                    count = os.preadv(descriptor, [piece[done:]], start + begin + done)
+                    if count <= 0:
+                        raise OSError(f"the file ends inside tensor {entry.name!r}")
+                    done += count
+                filled += len(piece)
+                if filled - looked >= _LOOK:
+                    finite, looked = finite and all_finite(view[looked:filled], entry.dtype), filled
+        finite = finite and all_finite(view[looked:filled], entry.dtype)
+    return TensorChunk(entry.name, entry.shape, request.first, request.last, tensor, finite)
+
+
+_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": torch.float8_e8m0fnu,
+    "I64": torch.int64,
+    "I32": torch.int32,
+    "I16": torch.int16,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "BOOL": torch.bool,
+}
+
+_NAMES = {dtype: name for name, dtype in _DTYPES.items()}
+
+_PIECE = 64 << 20  # bytes written at a time
+
+
+def read_tensors(
+    path: Path,
+    place: Destination,
+    leave: Callable[[str], bool] = lambda name: False,
+    stacks: Container[str] = (),
+    cuts: Mapping[str, TensorSlice] | None = None,
+) -> Iterator[TensorChunk]:
+    """Every tensor of the file, in the order of its data, as `read_entries` gives them.
+
+    leave: whether one is left out, by its name. stacks: names of tensors that come as one for each number of their first
+    dimension, "name[0]" and so on. cuts: of the tensors that not all is wanted of.
+
+    Raises SafetensorError or OSError, which name no path, or LoadError.
+    """
+    entries = (entry for entry in _entries(_checked_header(path)) if not leave(entry.name))
+    parts = (part for entry in entries for part in (_each(entry) if entry.name in stacks else [entry]))
+    yield from read_entries(path, apply_slices(parts, cuts or {}), place)
+
+
+def read_layout(path: Path) -> tuple[dict[str, tuple[torch.dtype, list[int]]], Mapping[str, str]]:
+    """Types and shapes of the file's tensors by name, and its metadata. Raises SafetensorError, OSError or LoadError."""
+    header = _checked_header(path)
+    return {entry.name: (entry.dtype, entry.shape) for entry in _entries(header)}, header.metadata
+
+
+def write_tensors(file: BinaryIO, tensors: Mapping[str, Tensor], metadata: Mapping[str, str]) -> Iterator[int]:
+    """Write contiguous CPU tensors as a safetensors file, piece by piece; yields the bytes written so far. Raises OSError."""
+    header: dict[str, object] = {"__metadata__": dict(metadata)}
+    end = 0
+    for name, tensor in tensors.items():
+        start, end = end, end + tensor.nbytes
+        header[name] = {"dtype": _NAMES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [start, end]}
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    file.write(len(text).to_bytes(8, "little") + text)
+    done = 0
+    for tensor in tensors.values():
+        with bytes_of(tensor) as view:
+            for begin in range(0, len(view), _PIECE):
+                file.write(view[begin : begin + _PIECE])
+                yield done + min(begin + _PIECE, len(view))
+        done += tensor.nbytes
+
+
+def _checked_header(path: Path) -> SafetensorsHeader:
+    with safe_open(path, framework="pt"):
+        pass  # it checks the header: lengths, offsets that overlap or leave holes, shapes that do not fit their bytes
+    return read_header(path)
+
+
+def _each(stack: TensorEntry) -> list[TensorEntry]:
+    """The tensors that one holds along its first dimension."""
+    if not stack.shape:
+        return [stack]
+    count, *shape = stack.shape
+    size = prod(shape) * stack.dtype.itemsize
+    return [TensorEntry(f"{stack.name}[{i}]", stack.dtype, shape, stack.offset + i * size) for i in range(count)]
+
+
+def _entries(header: SafetensorsHeader) -> list[TensorEntry]:
+    """In the order of their data."""
+    entries = []
+    for name, tensor in header.tensors.items():
+        dtype = _DTYPES.get(tensor.dtype)
+        if dtype is None:
+            raise SafetensorError(f"tensor {name!r} has the type {tensor.dtype}, which is not supported")
+        entries.append(TensorEntry(name, dtype, list(tensor.shape), tensor.begin))
+    return sorted(entries, key=lambda entry: entry.offset)
+
+
+_GGUF_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+def read_gguf_tensors(
+    index: GGUFIndex, place: Destination, cuts: Mapping[str, TensorSlice] | None = None
+) -> Iterator[TensorChunk]:
+    """Every tensor of the index, file by file in the order of the data. One in blocks is uint8 [rows, bytes of a row].
+
+    cuts: of the tensors that not all is wanted of.
+
+    Raises LoadError.
+    """
+    for number, path in enumerate(index.files):
+        here = [name for name in index.tensors if index.file_numbers[name] == number]
+        entries = [_entry(name, index) for name in sorted(here, key=lambda name: index.tensors[name].begin)]
+        try:
+            yield from read_entries(path, apply_slices(entries, cuts or {}), place)
+        except OSError as error:
+            raise LoadError(f"cannot read {path}: {error}: download or copy the file again") from None
+
+
+def _entry(name: str, index: GGUFIndex) -> TensorEntry:
+    header = index.tensors[name]
+    if header.dtype in PLAIN:
+        return TensorEntry(name, _GGUF_DTYPES[header.dtype], list(header.shape), header.begin)
+    rows = header.shape[:-1]
+    row_bytes = (header.end - header.begin) // max(1, int(np.prod(rows)))
+    return TensorEntry(name, torch.uint8, [*rows, row_bytes], header.begin)

@@ -1,1 +1,0 @@
-"""Models that several ranks hold together: which part each of them has."""

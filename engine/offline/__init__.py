@@ -1,1 +1,0 @@
-"""The whole engine without a server: timings of steps, scores of many texts in batches."""

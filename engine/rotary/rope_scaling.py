@@ -1,0 +1,518 @@
+"""Rotary scaling: the `rope_scaling` object in Hugging Face's names, the rotary groups of a model, and the frequencies they resolve to.
+
+A rotary group is a set of layers that rotate alike. `DraftRotaryMapper` maps a model's resolved rotation to its draft model: the ratio of scaled to unscaled frequency is interpolated over the logarithm of the frequency; it affects only how many proposals are accepted. Imports no torch: the API process validates requests with it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import math
+import struct
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, cast
+
+from windlass.engine.errors import RequestError
+from windlass.engine.rotary import frequencies
+from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES, Distances, resolve_distances
+from windlass.engine.rotary.scaling_fields import (
+    INVALID,
+    KINDS,
+    UNKNOWN,
+    Value,
+    format_key,
+    format_value,
+    read_fields,
+    read_rope_type,
+)
+
+FULL_ATTENTION = "full_attention"
+
+SLIDING_ATTENTION = "sliding_attention"
+
+GROUP_NAMES = (FULL_ATTENTION, SLIDING_ATTENTION)
+
+NESTED = "nested"  # `rope_type` of an object that names groups
+
+# Kinds that change the base, which learned frequencies do not have.
+_NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")
+
+# Kinds that change how far keys seem, which needs layers that see as far as there are keys.
+DISTANCE_KINDS = ("dual_chunk", "self_extend", "rerope", "log_n")
+
+# Beyond these a request could only produce infinities or noise, never text.
+_MAX_FREQUENCY = 1e6
+
+_MAX_ATTENTION_FACTOR = 1e4
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """One `rope_scaling` object, checked and in canonical form; hashable, picklable, compared by value.
+
+    rope_type: one of `fields.KINDS`; "nested" when the object names groups.
+    parameters: the given fields in canonical order, numbers as float (`original_max_position_embeddings` as int).
+    groups: for a nested object, the flat scaling of each named group; then `parameters` is empty.
+    """
+
+    rope_type: str = "default"
+    parameters: tuple[tuple[str, Value], ...] = ()
+    groups: tuple[tuple[str, RopeScaling], ...] = ()
+
+    @classmethod
+    def from_dict(cls, obj: Mapping[str, Any], *, param: str = "rope_scaling") -> RopeScaling:
+        """Read a flat object, or one nested by group name; raises RequestError naming the field as `param`.field."""
+        if not isinstance(obj, Mapping):
+            raise RequestError(
+                f'{param} must be an object such as {{"rope_type": "yarn", "factor": 4}}, got {format_value(obj)}',
+                param,
+                INVALID,
+            )
+        obj = dict(obj)
+        if any(name in obj for name in GROUP_NAMES):
+            return cls._nested_from_dict(obj, param)
+        rope_type = read_rope_type(obj, param)
+        return cls(rope_type, read_fields(obj, rope_type, param))
+
+    @classmethod
+    def _nested_from_dict(cls, obj: dict[str, Any], param: str) -> RopeScaling:
+        for key in obj:
+            if key not in GROUP_NAMES:
+                raise RequestError(
+                    f"{param}.{format_key(key)} stands beside group names: put it inside {' or '.join(GROUP_NAMES)}",
+                    f"{param}.{format_key(key)}",
+                    UNKNOWN,
+                )
+        groups = []
+        for name in GROUP_NAMES:
+            if obj.get(name) is None:
+                continue
+            inner = cls.from_dict(obj[name], param=f"{param}.{name}")
+            if inner.groups:
+                raise RequestError(
+                    f"{param}.{name} must be flat, without group names inside", f"{param}.{name}", INVALID
+                )
+            groups.append((name, inner))
+        if not groups:
+            raise RequestError(f"{param} names groups but gives none an object", param, INVALID)
+        return cls(NESTED, (), tuple(groups))
+
+    def to_dict(self) -> dict[str, Any]:
+        """The canonical JSON object; `from_dict` of it gives an equal RopeScaling."""
+        if self.groups:
+            return {name: inner.to_dict() for name, inner in self.groups}
+        given = {key: list(value) if isinstance(value, tuple) else value for key, value in self.parameters}
+        return {"rope_type": self.rope_type, **given}
+
+    def get(self, name: str) -> Any:
+        """The value of a given field, or None."""
+        for key, value in self.parameters:
+            if key == name:
+                return value
+        return None
+
+    def without(self, name: str) -> RopeScaling:
+        """The same scaling without one field."""
+        return RopeScaling(self.rope_type, tuple((k, v) for k, v in self.parameters if k != name), self.groups)
+
+    @property
+    def depends_on_length(self) -> bool:
+        """Whether the frequencies change with the length of the request (dynamic without alpha, longrope)."""
+        if self.groups:
+            return any(inner.depends_on_length for _, inner in self.groups)
+        return self.rope_type == "longrope" or (self.rope_type == "dynamic" and self.get("alpha") is None)
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryBase:
+    """What the model brings to a rotary group.
+
+    rotary_dim: how many of head_dim elements are rotated, even. trained_len: the model's own context length M.
+    rotating_pairs: on a proportional model, how many of the rotary_dim/2 pairs rotate at all; None: all of them.
+    inv_freq: frequencies learned with the weights, rotary_dim/2 of them, in place of rope_theta; empty until they have
+    been read from the checkpoint.
+    fixed_distances_reason: why this model's distances are not to be changed, None where they may be.
+    scales_scores: YaRN's `mscale_all_dim` multiplies whole scores too, as it does with latent attention.
+    unrotated: what tells positions apart in a model none of whose layers rotates; None where some do.
+    """
+
+    rope_theta: float
+    head_dim: int
+    rotary_dim: int
+    trained_len: int
+    rotating_pairs: int | None = None
+    inv_freq: tuple[float, ...] | None = None
+    fixed_distances_reason: str | None = None
+    scales_scores: bool = False
+    unrotated: str | None = None
+
+    def unscaled(self, theta: float | None = None) -> tuple[float, ...]:
+        """The model's own frequencies, radians per token, under another base if one is given; [rotary_dim/2]."""
+        if self.inv_freq is None:
+            return frequencies.default(
+                self.rope_theta if theta is None else theta, self.rotary_dim, self.rotating_pairs
+            )
+        if not self.inv_freq:
+            raise ValueError("this model's frequencies are learned and have not been read from its files")
+        return self.inv_freq
+
+
+def runnable_kinds(base: RotaryBase) -> tuple[str, ...]:
+    """The kinds of scaling this group of a model can run, in canonical order."""
+    if base.inv_freq is not None:
+        return tuple(kind for kind in KINDS if kind not in _NEED_A_BASE)
+    # Where only some dimensions rotate, the zeros that proportional fills up with would pair other dimensions.
+    refused = ("learned",) if base.rotary_dim == base.head_dim else ("learned", "proportional")
+    return tuple(kind for kind in KINDS if kind not in refused)
+
+
+@dataclass(frozen=True, slots=True)
+class RotarySpec:
+    """Everything the rotation of one request in one group depends on.
+
+    inv_freq: rotary_dim/2 radians per token, float64. rotary_scale: the attention factor A on cos and sin, so that
+    scores over the rotated dimensions grow by A². distances: the rule of how far keys seem. score_scale: of whole scores.
+    fingerprint: sha256 over all of it; two specs share cached keys only if it is equal.
+    """
+
+    inv_freq: tuple[float, ...]
+    rotary_scale: float = 1.0
+    distances: Distances = PLAIN_DISTANCES
+    score_scale: float = 1.0
+
+    @property
+    def fingerprint(self) -> str:
+        values = (self.rotary_scale, self.score_scale, *self.inv_freq)
+        packed = struct.pack(f"<{len(values)}d", *values)
+        if not self.distances.is_plain:
+            packed += repr(self.distances).encode()
+        return hashlib.sha256(packed).hexdigest()
+
+
+def original_len(scaling: RopeScaling, base: RotaryBase) -> int:
+    """`original_max_position_embeddings` of the scaling, else the model's trained length."""
+    given = scaling.get("original_max_position_embeddings")
+    return base.trained_len if given is None else int(given)
+
+
+def effective_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> float | None:
+    """The length for which the frequencies of a request of `length` tokens are formed; None for kinds without one.
+
+    dynamic: the grid point M * 2^(k/4) at or above `length`, M itself below M; with `exact`, `length` itself past M.
+    longrope: the original length under the short list, the model's (or `factor` times the original) under the long one.
+    """
+    if not scaling.depends_on_length:
+        return None
+    if scaling.rope_type == "longrope":
+        original = original_len(scaling, base)
+        if length <= original:
+            return float(original)
+        return max(float(base.trained_len), original * cast(float, scaling.get("factor") or 1.0))
+    if exact:  # by itself: a ratio and back again may be a token short
+        return float(max(length, base.trained_len))
+    return base.trained_len * frequencies.grid_ratio(base.trained_len, length)
+
+
+def last_length(scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False) -> int | None:
+    """The longest request that runs under the same frequencies as one of `length` tokens; None: any longer one does."""
+    if scaling.rope_type == "longrope":
+        original = original_len(scaling, base)
+        same = all(scaling.get(f"short_{name}") == scaling.get(f"long_{name}") for name in ("factor", "mscale"))
+        return original if length <= original and not same else None
+    reach = effective_length(scaling, base, length, exact=exact)
+    return None if reach is None else math.floor(reach)
+
+
+def resolve(
+    scaling: RopeScaling, base: RotaryBase, length: int, *, exact: bool = False, param: str = "rope_scaling"
+) -> RotarySpec:
+    """Frequencies and factors of a flat scaling on one group of a model.
+
+    length: the request's, in tokens, for the kinds that depend on it. exact: dynamic at that length rather than on its
+    grid. Raises RequestError where the object does not fit the model; ValueError for a nested object (pick its groups
+    first).
+    """
+    if scaling.groups:
+        raise ValueError("a nested scaling is resolved group by group: see groups.apply_scaling")
+    _check_kind(scaling, base, param)
+    _check_lists(scaling, base, param)
+    try:
+        inv_freq, rotary_scale = _formulas(scaling, base, length, exact)
+    except (OverflowError, ZeroDivisionError):
+        inv_freq, rotary_scale = (math.inf,), 1.0
+    if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
+        cause = _cause(scaling)
+        field = f"{param}.{cause}" if cause else param
+        raise RequestError(
+            f"{field} gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
+            f"{'a more moderate value' if cause else 'more moderate values'}",
+            field,
+            INVALID,
+        )
+    if not 1 / _MAX_ATTENTION_FACTOR <= rotary_scale <= _MAX_ATTENTION_FACTOR:
+        raise RequestError(
+            f"{param} gives an attention factor of {rotary_scale:g}: it must lie between {1 / _MAX_ATTENTION_FACTOR:g} "
+            f"and {_MAX_ATTENTION_FACTOR:g}",
+            f"{param}.attention_factor",
+            INVALID,
+        )
+    score_scale = _score_scale(scaling, base)
+    if not score_scale <= _MAX_ATTENTION_FACTOR:
+        raise RequestError(
+            f"{param}.mscale_all_dim gives a factor of {score_scale:g} on scores: it must not be above "
+            f"{_MAX_ATTENTION_FACTOR:g}",
+            f"{param}.mscale_all_dim",
+            INVALID,
+        )
+    distances = resolve_distances(
+        scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
+    )
+    return RotarySpec(inv_freq, rotary_scale, distances, score_scale)
+
+
+def _score_scale(scaling: RopeScaling, base: RotaryBase) -> float:
+    """What whole scores are multiplied by."""
+    all_dim = scaling.get("mscale_all_dim")
+    if not base.scales_scores or scaling.rope_type != "yarn" or not all_dim:
+        return 1.0
+    factor = scaling.get("factor") or base.trained_len / original_len(scaling, base)
+    return frequencies.yarn_magnitude(factor, all_dim) ** 2
+
+
+def _cause(scaling: RopeScaling) -> str:
+    """The field that frequencies out of range come from, where only one can be meant, else ""."""
+    if scaling.rope_type == "longrope":  # its factor goes into the attention factor alone
+        return ""
+    given = [name for name in ("factor", "alpha", "rope_theta") if scaling.get(name) is not None]
+    return given[0] if len(given) == 1 else ""
+
+
+def check(scaling: RopeScaling, base: RotaryBase, *, param: str = "rope_scaling") -> None:
+    """Raise RequestError, naming the field, if a flat scaling cannot be used on this group at some length."""
+    lengths = (1, base.trained_len * 64) if scaling.depends_on_length else (1,)
+    if scaling.rope_type == "longrope":
+        lengths = (1, original_len(scaling, base) + 1)
+    for length in lengths:
+        resolve(scaling, base, length, param=param)
+
+
+def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
+    kinds = runnable_kinds(base)
+    if base.unrotated is not None and (scaling.rope_type != "default" or scaling.parameters):
+        raise RequestError(
+            f"{param}: this model does not rotate, {base.unrotated}, so there is nothing to scale: leave it out",
+            param,
+            INVALID,
+        )
+    if scaling.rope_type not in kinds:
+        raise RequestError(
+            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
+            f"{param}.rope_type",
+            INVALID,
+        )
+    if scaling.rope_type in DISTANCE_KINDS and base.fixed_distances_reason is not None:
+        raise RequestError(
+            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
+            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
+            f"{param}.rope_type",
+            INVALID,
+        )
+    if base.inv_freq is not None and scaling.rope_type == "dual_chunk" and scaling.get("factor") is not None:
+        raise RequestError(
+            f"{param}.factor asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
+            f"{param}.factor",
+            INVALID,
+        )
+    if base.inv_freq is not None and scaling.get("rope_theta") is not None:
+        raise RequestError(
+            f"{param}.rope_theta has nothing to change: this model's frequencies are learned: leave it out",
+            f"{param}.rope_theta",
+            INVALID,
+        )
+
+
+def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
+    sections = scaling.get("mrope_section")
+    if sections is not None and sum(sections) != base.rotary_dim // 2:
+        raise RequestError(
+            f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
+            f"got {format_value(sum(sections))}",
+            f"{param}.mrope_section",
+            INVALID,
+        )
+    for name in ("short_factor", "long_factor"):
+        given = scaling.get(name)
+        if given is not None and len(given) != base.rotary_dim // 2:
+            raise RequestError(
+                f"{param}.{name} must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, "
+                f"got {len(given)}",
+                f"{param}.{name}",
+                INVALID,
+            )
+
+
+def _formulas(scaling: RopeScaling, base: RotaryBase, length: int, exact: bool) -> tuple[tuple[float, ...], float]:
+    """(inv_freq, attention factor) of a flat scaling whose fields fit the model."""
+    given = dict(scaling.parameters)
+    theta = cast(float, given.get("rope_theta", base.rope_theta))
+    w, dim = base.unscaled(theta), base.rotary_dim
+    original = original_len(scaling, base)
+    # Absent factors follow from the two lengths, as in transformers.
+    factor = cast(float, given.get("factor", base.trained_len / original))
+    match scaling.rope_type:
+        case "default" | "learned" | "log_n" | "self_extend" | "rerope":
+            return w, 1.0
+        case "linear":
+            return frequencies.linear(w, factor), 1.0
+        case "proportional":
+            return frequencies.linear(w, cast(float, given.get("factor", 1.0))), 1.0
+        case "ntk":
+            return base.unscaled(frequencies.stretched_base(theta, dim, factor)), 1.0
+        case "dynamic":
+            alpha = cast("float | None", given.get("alpha"))
+            if alpha is None:
+                reach = cast(float, effective_length(scaling, base, length, exact=exact))
+                alpha = frequencies.dynamic_stretch(factor, reach / base.trained_len)
+            return base.unscaled(frequencies.stretched_base(theta, dim, alpha)), 1.0
+        case "dual_chunk" if "factor" not in given:
+            return w, 1.0
+        case "yarn" | "dual_chunk":
+            inv_freq = frequencies.yarn(
+                w,
+                theta,
+                dim,
+                factor,
+                original,
+                beta_fast=cast(float, given.get("beta_fast", 32.0)),
+                beta_slow=cast(float, given.get("beta_slow", 1.0)),
+                truncate=bool(given.get("truncate", True)),
+            )
+            attention = given.get("attention_factor")
+            if attention is None:
+                mscale, all_dim = scaling.get("mscale"), scaling.get("mscale_all_dim")
+                attention = frequencies.yarn_attention_factor(factor, mscale, all_dim)
+            return inv_freq, cast(float, attention)
+        case "llama3":
+            low, high = cast(float, given["low_freq_factor"]), cast(float, given["high_freq_factor"])
+            return frequencies.llama3(w, factor, low, high, original), 1.0
+        case "longrope":
+            side = "short" if length <= original else "long"
+            inv_freq = frequencies.longrope(w, cast("tuple[float, ...]", given[f"{side}_factor"]))
+            attention = given.get(f"{side}_mscale", given.get("attention_factor"))
+            if attention is None:
+                attention = frequencies.longrope_attention_factor(factor, original)
+            return inv_freq, cast(float, attention)
+    raise AssertionError(f"unreachable: {scaling.rope_type} has no formula")
+
+
+@dataclass(frozen=True, slots=True)
+class RotaryGroup:
+    """Layers that rotate alike. name: "full_attention" or "sliding_attention"; scaling never carries rope_theta
+    (base has it) unless a request or the operator gave one."""
+
+    name: str
+    base: RotaryBase
+    scaling: RopeScaling
+
+    def parameters(self) -> dict[str, Any]:
+        """The scaling's fields as a JSON object without `rope_type`, theta included."""
+        given = self.scaling.to_dict()
+        given.pop("rope_type")
+        if self.base.unrotated is not None:
+            return given
+        if self.scaling.rope_type in DISTANCE_KINDS:  # whose sizes nobody can tell from the model's length by heart
+            sizes = resolve(self.scaling, self.base, 1).distances.described()
+            given |= {name: size for name, size in sizes.items() if name in KINDS[self.scaling.rope_type]}
+        # Learned frequencies follow from no base.
+        return given if self.base.inv_freq is not None else {"rope_theta": self.base.rope_theta, **given}
+
+
+def main_group(groups: tuple[RotaryGroup, ...]) -> RotaryGroup:
+    """The group that a flat scaling speaks of: that of full attention, or the first."""
+    return next((group for group in groups if group.name == FULL_ATTENTION), groups[0])
+
+
+def apply_scaling(
+    groups: tuple[RotaryGroup, ...], scaling: RopeScaling | None, *, param: str = "rope_scaling"
+) -> tuple[RotaryGroup, ...]:
+    """The groups under a request's or the operator's scaling; None leaves the model's own.
+
+    A flat scaling replaces that of the full-attention group (or of the only group); a nested one replaces those it
+    names. A group's theta stays unless the scaling gives one. Raises RequestError where it does not fit the model.
+    """
+    if scaling is None:
+        return groups
+    names = [group.name for group in groups]
+    if scaling.groups:
+        chosen = dict(scaling.groups)
+        for name in chosen:
+            if name not in names:
+                raise RequestError(
+                    f"{param}.{name}: this model has no such rotary group, it has {', '.join(names)}",
+                    f"{param}.{name}",
+                    INVALID,
+                )
+        params = {name: f"{param}.{name}" for name in chosen}
+    else:
+        target = main_group(groups).name
+        chosen, params = {target: scaling}, {target: param}
+    for group in groups:
+        if group.name in chosen:
+            check(chosen[group.name], group.base, param=params[group.name])
+    return tuple(replace(group, scaling=chosen.get(group.name, group.scaling)) for group in groups)
+
+
+class DraftRotaryMapper:
+    """From the specs of a model to those of its draft model. source, target: their rotary groups without a request's scaling."""
+
+    def __init__(self, source: Sequence[RotaryGroup], target: Sequence[RotaryGroup]) -> None:
+        self._source, self._target = tuple(source), tuple(target)
+        self._own = tuple(resolve(group.scaling, group.base, group.base.trained_len) for group in source)
+        self._default = tuple(resolve(group.scaling, group.base, group.base.trained_len) for group in target)
+        names = [group.name for group in source]
+        self._origin = [names.index(group.name) if group.name in names else 0 for group in target]
+
+    def __call__(self, specs: Sequence[RotarySpec]) -> tuple[RotarySpec, ...]:
+        """The draft model's specs, one per group of its own, where the model runs under `specs`.
+
+        Where that is the model's own rotation, it is the draft model's own, which may be another kind.
+        """
+        found = []
+        for group, origin, default in zip(self._target, self._origin, self._default, strict=True):
+            distances, spec = specs[origin].distances, replace(specs[origin], distances=PLAIN_DISTANCES)
+            own = spec == replace(self._own[origin], distances=PLAIN_DISTANCES)
+            moved = default if own else _map_spec(spec, self._source[origin].base, group.base, default)
+            found.append(
+                replace(moved, distances=distances if _supports_distances(group.base, distances) else PLAIN_DISTANCES)
+            )
+        return tuple(found)
+
+
+def _supports_distances(base: RotaryBase, distances: Distances) -> bool:
+    """Whether the rule of the model makes sense on its draft model too, which otherwise goes on by its own distances."""
+    return base.fixed_distances_reason is None and max(distances.most, distances.near or 0) <= base.trained_len
+
+
+def _map_spec(spec: RotarySpec, source: RotaryBase, target: RotaryBase, default: RotarySpec) -> RotarySpec:
+    if source.inv_freq is not None or target.inv_freq is not None:
+        return default  # learned frequencies have no scale in common
+    known = sorted(
+        (math.log(plain), scaled / plain)
+        for plain, scaled in zip(source.unscaled(), spec.inv_freq, strict=True)
+        if plain > 0
+    )
+    if not known:
+        return default
+    log_frequencies, ratios = [log_frequency for log_frequency, _ in known], [ratio for _, ratio in known]
+    scaled = tuple(f * _interpolate(math.log(f), log_frequencies, ratios) if f > 0 else f for f in target.unscaled())
+    return RotarySpec(scaled, spec.rotary_scale)
+
+
+def _interpolate(log_frequency: float, log_frequencies: Sequence[float], ratios: Sequence[float]) -> float:
+    """The ratio at a place, on the line between its neighbours; at and past the ends that of the end."""
+    at = bisect_left(log_frequencies, log_frequency)
+    if at == 0 or at == len(log_frequencies):
+        return ratios[0] if at == 0 else ratios[-1]
+    share = (log_frequency - log_frequencies[at - 1]) / (log_frequencies[at] - log_frequencies[at - 1])
+    return ratios[at - 1] + share * (ratios[at] - ratios[at - 1])

@@ -1,0 +1,320 @@
+"""Fields of a rotary scaling: the keys of each kind, and how values are checked and normalised.
+
+Reads one JSON object with errors that name the field. Whatever needs a model (list lengths) is checked in `rope_scaling`. Imports no torch.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import Any
+
+from windlass.engine.errors import RequestError, did_you_mean, nearest
+
+Value = float | int | bool | tuple[float, ...]
+
+KINDS: dict[str, tuple[str, ...]] = {
+    "default": (),
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "dynamic": ("factor", "alpha"),
+    "yarn": (
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "mscale",
+        "mscale_all_dim",
+        "truncate",
+    ),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+    "longrope": (
+        "short_factor",
+        "long_factor",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "short_mscale",
+        "long_mscale",
+    ),
+    "proportional": ("factor",),
+    "learned": (),
+    "dual_chunk": (
+        "chunk_size",
+        "local_size",
+        "factor",
+        "original_max_position_embeddings",
+        "attention_factor",
+        "beta_fast",
+        "beta_slow",
+        "log_n",
+        "length_scores",
+    ),
+    "self_extend": ("group_size", "window", "original_max_position_embeddings", "log_n"),
+    "rerope": ("window", "factor", "original_max_position_embeddings", "log_n"),
+    "log_n": ("original_max_position_embeddings",),
+}
+
+ALIASES = {"su": "longrope", "mrope": "default"}
+
+# Three-part positions of models that also see images. On text the parts are equal, which leaves the plain rotation, so
+# every kind takes these fields and only their sum is checked.
+SECTION_FIELDS = ("mrope_section", "mrope_interleaved")
+
+KNOWN = (*KINDS, *ALIASES)
+
+_REQUIRED: dict[str, tuple[str, ...]] = {
+    "linear": ("factor",),
+    "ntk": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor"),
+    "longrope": ("short_factor", "long_factor"),
+}
+
+_MAX_LIST = 4096
+
+# The codes of errors, as everywhere in the API.
+UNKNOWN, MISSING, INVALID = "unknown_field", "missing_field", "invalid_value"
+
+
+def fields_of(rope_type: str) -> tuple[str, ...]:
+    """Every key an object of this kind may carry beside `rope_type` and SECTION_FIELDS, in canonical order."""
+    return KINDS[rope_type] if rope_type == "learned" else ("rope_theta", *KINDS[rope_type])
+
+
+def read_rope_type(obj: dict[str, Any], param: str) -> str:
+    """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
+    names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
+    if not names:
+        written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
+        meant = "" if written is None else f" (did you mean it by {format_value(written)}?)"
+        raise RequestError(
+            f"{param}.rope_type is missing{meant}: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING
+        )
+    kinds = []
+    for key in names:
+        kind = obj[key]
+        canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
+        if canonical not in KINDS:
+            raise RequestError(
+                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
+                f"{param}.{key}",
+                INVALID,
+            )
+        kinds.append(canonical)
+    if len(set(kinds)) > 1:
+        raise RequestError(
+            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
+        )
+    return kinds[0]
+
+
+def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[str, Value], ...]:
+    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means absent.
+
+    Raises RequestError naming the field for an unknown key, a wrong type or value, or a missing one.
+    """
+    known = (*fields_of(rope_type), *SECTION_FIELDS)
+    for key in obj:
+        if key in ("rope_type", "type"):
+            continue
+        if key == "partial_rotary_factor":
+            raise RequestError(
+                f"{param}.partial_rotary_factor belongs to the model and cannot be changed: leave it out",
+                f"{param}.partial_rotary_factor",
+                UNKNOWN,
+            )
+        if key not in known:
+            raise RequestError(
+                f"{param}.{format_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
+                f"{_listed(known)}",
+                f"{param}.{format_key(key)}",
+                UNKNOWN,
+            )
+    values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
+    for key in _REQUIRED.get(rope_type, ()):
+        if key not in values:
+            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}", MISSING)
+    _check_together(values, rope_type, param)
+    return tuple(values.items())
+
+
+def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
+    """Refuse values that are fine alone and make no sense beside each other."""
+
+    def refuse(key: str, message: str) -> None:
+        code = MISSING if message.startswith("is missing") else INVALID
+        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}", code)
+
+    if rope_type == "dynamic":
+        if "factor" not in values and "alpha" not in values:
+            refuse("factor", "is missing: rope_type 'dynamic' needs factor, or alpha for a fixed base")
+        if "alpha" in values and values.get("factor", 1.0) != 1.0:
+            refuse("factor", "would be ignored beside alpha: leave one of them out")
+    elif rope_type == "yarn":
+        if "factor" not in values and "original_max_position_embeddings" not in values:
+            refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
+        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+    elif rope_type == "dual_chunk":
+        if values.get("factor", 1.0) < 1.0:
+            refuse("factor", "must be at least 1")
+        if "factor" not in values:
+            for key in ("attention_factor", "beta_fast", "beta_slow"):
+                if key in values:
+                    refuse(key, "would be ignored without factor: give both or neither")
+        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+        if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
+            refuse("local_size", "must be smaller than chunk_size")
+    elif rope_type == "rerope":
+        if values.get("factor", 1.0) < 1.0:
+            refuse("factor", "must be at least 1")
+    elif rope_type == "llama3":
+        if values["high_freq_factor"] < values["low_freq_factor"]:
+            refuse("high_freq_factor", "must not be smaller than low_freq_factor")
+    elif rope_type == "longrope":
+        if len(values["short_factor"]) != len(values["long_factor"]):
+            refuse("long_factor", "must have as many numbers as short_factor")
+        if ("short_mscale" in values) != ("long_mscale" in values):
+            missing = "long_mscale" if "short_mscale" in values else "short_mscale"
+            refuse(missing, "is missing: give short_mscale and long_mscale together")
+        if "short_mscale" in values and "attention_factor" in values:
+            refuse("attention_factor", "would be ignored beside short_mscale and long_mscale: leave one out")
+
+
+def _number(value: Any, param: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise RequestError(f"{param} must be a number, got {format_value(value)}", param, INVALID)
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise RequestError(f"{param} must be a finite number, got {format_value(value)}", param, INVALID)
+    return number
+
+
+def _positive(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number <= 0:
+        raise RequestError(f"{param} must be greater than 0, got {format_value(value)}", param, INVALID)
+    return number
+
+
+def _not_negative(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number < 0:
+        raise RequestError(f"{param} must not be negative, got {format_value(value)}", param, INVALID)
+    return number
+
+
+def _theta(value: Any, param: str) -> float:
+    number = _number(value, param)
+    if number <= 1:
+        raise RequestError(f"{param} must be greater than 1, got {format_value(value)}", param, INVALID)
+    return number
+
+
+def _length(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 2 <= number < 2**53:
+        raise RequestError(
+            f"{param} must be a whole number of tokens, at least 2, got {format_value(value)}", param, INVALID
+        )
+    return int(number)
+
+
+def _tokens(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 1 <= number < 2**53:
+        raise RequestError(
+            f"{param} must be a whole number of tokens, at least 1, got {format_value(value)}", param, INVALID
+        )
+    return int(number)
+
+
+def _group(value: Any, param: str) -> int:
+    number = _number(value, param)
+    if number != int(number) or not 2 <= number < 2**31:
+        raise RequestError(f"{param} must be a whole number, at least 2, got {format_value(value)}", param, INVALID)
+    return int(number)
+
+
+def _sections(value: Any, param: str) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
+        raise RequestError(f"{param} must be a list of pair counts, got {format_value(value)}", param, INVALID)
+    counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
+    if any(count != int(count) or count < 0 for count in counts):
+        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param, INVALID)
+    return tuple(int(count) for count in counts)
+
+
+def _flag(value: Any, param: str) -> bool:
+    if not isinstance(value, bool):
+        raise RequestError(f"{param} must be true or false, got {format_value(value)}", param, INVALID)
+    return value
+
+
+def _positives(value: Any, param: str) -> tuple[float, ...]:
+    if not isinstance(value, list | tuple):
+        raise RequestError(f"{param} must be a list of numbers, got {format_value(value)}", param, INVALID)
+    if not 1 <= len(value) <= _MAX_LIST:
+        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param, INVALID)
+    return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
+
+
+def format_value(value: Any) -> str:
+    """A value as a short piece of a message, in JSON's names and however large it is."""
+    if value is None or isinstance(value, bool):
+        return {None: "null", True: "true", False: "false"}[value]
+    if isinstance(value, Mapping):
+        return "an object"
+    if isinstance(value, list | tuple):
+        return "a list"
+    if isinstance(value, float) and not math.isfinite(value):
+        return "NaN" if math.isnan(value) else "Infinity" if value > 0 else "-Infinity"
+    if isinstance(value, int) and value.bit_length() > 64:
+        return "a huge integer"  # repr() of a very long one is refused by Python
+    text = repr(value)
+    return text if len(text) <= 60 else text[:57] + "..."
+
+
+_READERS: dict[str, Callable[[Any, str], Value]] = {
+    "rope_theta": _theta,
+    "factor": _positive,
+    "alpha": _positive,
+    "original_max_position_embeddings": _length,
+    "attention_factor": _positive,
+    "beta_fast": _positive,
+    "beta_slow": _positive,
+    "mscale": _not_negative,
+    "mscale_all_dim": _not_negative,
+    "truncate": _flag,
+    "chunk_size": _length,
+    "local_size": _tokens,
+    "window": _tokens,
+    "group_size": _group,
+    "log_n": _flag,
+    "length_scores": _flag,
+    "low_freq_factor": _positive,
+    "high_freq_factor": _positive,
+    "short_factor": _positives,
+    "long_factor": _positives,
+    "short_mscale": _positive,
+    "long_mscale": _positive,
+    "mrope_section": _sections,
+    "mrope_interleaved": _flag,
+}
+
+
+def _listed(names: Any) -> str:
+    return ", ".join(names)
+
+
+def format_key(key: Any) -> str:
+    """A key as a short piece of a message, what cannot be printed escaped."""
+    text = str(key)
+    text = text if len(text) <= 60 else text[:57] + "..."
+    return text if text.isprintable() else repr(text)[1:-1]

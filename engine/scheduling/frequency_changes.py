@@ -1,0 +1,126 @@
+"""Frequency changes of a growing sequence: re-rotation of its cached keys, or recomputation.
+
+Implements rope_update `rotate` and `recompute`, and what follows for blocks, rotary rows and hash chains. When they occur depends on
+the sequence's own tokens only (see `rotary.policy`), so a preempted sequence recomputes the same keys, re-rotations included.
+"""
+
+from __future__ import annotations
+
+from collections import abc
+from dataclasses import replace
+
+from windlass.engine.cache.block_manager import BlockManager
+from windlass.engine.cache.prefix_cache import HashChain, root_digest
+from windlass.engine.cache.rerotation import blocks_to_rerotate, rerotate
+from windlass.engine.cache.sequence_cache import SequenceCache
+from windlass.engine.interface.request import EngineRequest
+from windlass.engine.rotary.rotary_policy import RotaryRows, RotaryStage
+from windlass.engine.scheduling.context_shift import ContextLimits
+from windlass.engine.scheduling.scheduler_counters import SchedulerCounters
+from windlass.engine.scheduling.scheduler_output import PlannedStep
+from windlass.engine.scheduling.sequence import Sequence, SequenceStatus
+
+
+class FrequencyChanges:
+    """namespace: digest of everything but the request that keys depend on. adapter_key: what tells an adapter from others."""
+
+    def __init__(
+        self,
+        blocks: BlockManager,
+        rotary: RotaryRows,
+        counters: SchedulerCounters,
+        namespace: bytes,
+        limits: ContextLimits,
+        adapter_key: abc.Callable[[int], bytes],
+    ) -> None:
+        self._adapter_key = adapter_key
+        self._limits = limits
+        self._blocks = blocks
+        self._rotary = rotary
+        self._counters = counters
+        self._namespace = namespace
+
+    def new_handle(self, request: EngineRequest, stage: RotaryStage) -> SequenceCache:
+        """For a sample whose keys are computed under `stage` from the first token on."""
+        chain, context_limits = self._new_chain(request, stage), self._limits.context_limits(request.context)
+        return SequenceCache(
+            chain,
+            stage.specs,
+            private=stage.single_length,
+            floor=context_limits.floor,
+            sinks_window=context_limits.sinks_window,
+        )
+
+    def _new_chain(self, request: EngineRequest, stage: RotaryStage) -> HashChain:
+        fingerprints = [spec.fingerprint for spec in stage.specs]
+        rule = request.context
+        seen = None if rule.attention_window is None else (rule.attention_window, rule.attention_sinks)
+        adapter = None if request.adapter is None else self._adapter_key(request.adapter)
+        root = root_digest(self._namespace, fingerprints, 0, request.cache_salt, seen, adapter)
+        reuse, scope = request.reuse, None
+        if reuse is not None and self._blocks.enable_prefix_caching and not stage.single_length:
+            # A request finds what others have computed under the same rotation and rule, and in the same scope.
+            scope = b"passages" + root_digest(self._namespace, fingerprints, 0, reuse.scope, seen, adapter)
+        return HashChain(root, self._blocks.block_size, scope)
+
+    def capacity(self, seq: Sequence, wanted: int) -> int:
+        """How many of the next `wanted` tokens of `seq` there is room for, beside what a re-rotation takes first."""
+        stage = seq.stage_to_rerotate()
+        reserved = blocks_to_rerotate(self._blocks, seq.cache, stage.specs) if stage else None
+        return self._blocks.capacity(seq.cache, wanted, reserved)
+
+    def rerotate_if_due(self, seq: Sequence, step: PlannedStep) -> None:
+        """Book the re-rotation of the cached keys of `seq` to the frequencies of its next chunk, if those are others."""
+        stage = seq.stage_to_rerotate()
+        if stage is None:
+            return
+        original_copies, rerotations = rerotate(self._blocks, seq.cache, stage.specs)
+        step.original_copies += [replace(piece, seq_id=seq.seq_id) for piece in original_copies]
+        seq.rerotations = [replace(piece, seq_id=seq.seq_id) for piece in rerotations]
+        seq.stage = stage
+        self._replace_rotary_row(seq)
+        self._counters.key_moves += seq.cache.num_slots
+
+    def continue_rerotation(self, seq: Sequence, step: PlannedStep, limit: int) -> None:
+        """Plan up to about `limit` of the keys that `seq` has to re-rotate; what is left over is for later steps."""
+        size = self._blocks.block_size
+        while seq.rerotations and limit > 0:
+            piece = seq.rerotations.pop(0)
+            end = max((piece.start + limit) // size, piece.start // size + 1) * size
+            if end < piece.end:
+                piece, rest = piece.split(end, size)
+                seq.rerotations.insert(0, rest)
+            step.rerotations.append(piece)
+            limit -= piece.end - piece.start
+
+    def recompute_if_stage_changed(self, seq: Sequence) -> None:
+        """Under `recompute`, forget the keys of a sequence whose frequencies have changed; it computes all tokens anew."""
+        stage = seq.stage_to_recompute()
+        if stage is None:
+            return
+        self._reset_cache(seq, stage)
+        seq.recompute_reason = "rope_update"
+        if seq.status is SequenceStatus.RUNNING:
+            self._replace_rotary_row(seq)
+            hit, full = self._blocks.match(seq.cache, seq.token_ids, seq.num_shareable_tokens)
+            self._blocks.attach(seq.cache, hit)
+            self._counters.count_hit(seq, full, looked_up=False)
+
+    def reset_after_preemption(self, seq: Sequence) -> None:
+        """A preempted sequence has lost its keys, re-rotated ones too, and those behind dropped tokens: it begins again."""
+        seq.recompute_reason = "preemption"
+        seq.restore_checked = False
+        if seq.cache.num_rerotations:
+            self._reset_cache(seq, seq.rotation.stage(seq.num_prompt_tokens))
+        elif not seq.cache.layout.is_plain:
+            self._reset_cache(seq, seq.stage)
+
+    def _reset_cache(self, seq: Sequence, stage: RotaryStage) -> None:
+        seq.stage = stage
+        chain = self._new_chain(seq.request, stage)
+        self._blocks.reset(seq.cache, chain, stage.specs, private=stage.single_length)
+
+    def _replace_rotary_row(self, seq: Sequence) -> None:
+        """Exchange the rotary row of a running sequence for that of its present stage."""
+        self._rotary.release(seq.rotary_id)
+        seq.rotary_id = self._rotary.acquire(seq.stage.specs)

@@ -1,0 +1,133 @@
+"""Backend selector: the fastest backend that supports the device and the options, else plain torch.
+
+The only module that knows all backends. Also reports why Triton kernels cannot run on a device; it does not import Triton to do so.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import shutil
+import sysconfig
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+
+from windlass.kernels.backend import Activations, Backend, BackendOptions
+from windlass.kernels.cpu.cpu_backend import CompiledBackend
+from windlass.kernels.device_memory import SharedWeights
+from windlass.kernels.rank_group import RankGroup
+from windlass.kernels.torch.collectives import collectives_refusal
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
+
+LEAST_CAPABILITY = (8, 0)  # Ampere: bfloat16 in its tensor cores
+
+
+def triton_refusal(device: torch.device) -> str | None:
+    """Why the programs cannot run there, or None where they can."""
+    if importlib.util.find_spec("triton") is None:
+        return "Triton is not installed: torch's CUDA builds bring it"
+    capability = torch.cuda.get_device_capability(device)
+    if capability < LEAST_CAPABILITY:
+        least, own = (".".join(map(str, pair)) for pair in (LEAST_CAPABILITY, capability))
+        name = torch.cuda.get_device_name(device)
+        return f"{name} ({device}) has compute capability {own}, and {least} or later is needed"
+    return compiler_refusal()
+
+
+def compiler_refusal() -> str | None:
+    """Why Triton cannot build what starts its programs, a small file of C for each; None where it can."""
+    if os.environ.get("CC") is None and shutil.which("gcc") is None and shutil.which("clang") is None:
+        return "Triton finds no C compiler, which it starts its programs with: install gcc, or name one in CC"
+    if not (Path(sysconfig.get_paths()["include"]) / "Python.h").exists():
+        return "Triton finds no Python.h, which it starts its programs with: install Python's headers (python3-dev)"
+    return None
+
+
+class _NativeBackend(NamedTuple):
+    """refusal: why a kind of device cannot have its kernels. make: them. Of kernels that are not refused: narrow, pairs: see
+    `reads_16bit_weights` and `has_native_bf16`; share_memory: whether ranks meet in memory that all of them have."""
+
+    refusal: Callable[[BackendOptions], str | None]
+    make: Callable[[BackendOptions], Backend]
+    narrow: bool
+    pairs: Callable[[BackendOptions], bool] = lambda _: False
+    share_memory: bool = False
+
+
+def _triton(options: BackendOptions) -> Backend:
+    # Triton takes a second to import, and is there with CUDA builds of torch only.
+    from windlass.kernels.triton.triton_backend import TritonBackend
+
+    host = BackendOptions(torch.device("cpu"))
+    return TritonBackend(options, CompiledBackend(host) if CompiledBackend.refusal(host) is None else None)
+
+
+_NATIVE_BACKENDS = {  # by kind of device
+    "cpu": _NativeBackend(
+        CompiledBackend.refusal,
+        CompiledBackend,
+        narrow=True,
+        pairs=lambda options: CompiledBackend(options).has_bf16_dot,
+        share_memory=True,
+    ),
+    "cuda": _NativeBackend(lambda options: triton_refusal(options.device), _triton, narrow=False),
+}
+
+
+def select_backend(
+    device: torch.device | str,
+    dtype: torch.dtype = torch.float32,
+    weight_dtype: torch.dtype | None = None,
+    *,
+    activations: Activations = "int8",
+    deterministic: bool = False,
+    bf16_prefill: bool = False,
+    shared: SharedWeights | None = None,
+    ranks: RankGroup | None = None,
+) -> Backend:
+    """The backend for a model that computes in `dtype` on this device.
+
+    weight_dtype: of its matrices, `dtype` when None. activations, bf16_prefill: see `BackendOptions`.
+    deterministic: see the module `backend`. shared: where its weights lie, None for memory of this process. ranks: those
+    that hold the rest of the model, None where all of it is here.
+    """
+    options = BackendOptions(
+        torch.device(device), dtype, weight_dtype or dtype, deterministic, activations, bf16_prefill, shared, ranks
+    )
+    own = _NATIVE_BACKENDS.get(options.device.type)
+    refusal = None if own is None else own.refusal(options)
+    if own is not None and refusal is None:
+        return own.make(options)
+    return (RowIndependentBackend if deterministic else TorchBackend)(options, refusal)
+
+
+def device_refusal(device: torch.device | str) -> str | None:
+    """Why the kernels for this kind of device cannot run on this one; None where they can, or the kind has none."""
+    options = BackendOptions(torch.device(device))
+    own = _NATIVE_BACKENDS.get(options.device.type)
+    return None if own is None else own.refusal(options)
+
+
+def reads_16bit_weights(device: torch.device | str) -> bool:
+    """Whether `linear` multiplies float32 rows by bfloat16 or float16 weights there at the cost of reading them narrow."""
+    own = _NATIVE_BACKENDS.get(torch.device(device).type)
+    return own is not None and own.narrow and own.refusal(BackendOptions(torch.device(device))) is None
+
+
+def has_native_bf16(device: torch.device | str) -> bool:
+    """Whether bfloat16 rows meet bfloat16 weights there in instructions of the processor's own that these kernels use."""
+    options = BackendOptions(torch.device(device), torch.bfloat16, torch.bfloat16)
+    own = _NATIVE_BACKENDS.get(options.device.type)
+    return own is not None and own.refusal(options) is None and own.pairs(options)
+
+
+def ranks_refusal(device: torch.device | str) -> str | None:
+    """Why the ranks of a model cannot meet there; None where they can."""
+    options = BackendOptions(torch.device(device))
+    own = _NATIVE_BACKENDS.get(options.device.type)
+    if own is not None and own.share_memory and own.refusal(options) is None:
+        return None
+    return collectives_refusal(options.device)

@@ -1,0 +1,726 @@
+"""Attention, rotary and recurrent-layer bindings of the compiled kernels.
+
+Arithmetic is float32 whatever the storage. Each function checks operands before it passes addresses to C. Sequence data of recurrent
+layers is checked by the kernels, since it may differ when a recorded call is repeated.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
+from windlass.kernels.backend import StateRows
+from windlass.kernels.cpu.library import (
+    PAGE_CODES,
+    PAGES_OF_ROWS,
+    TYPE_CODES,
+    AttentionArguments,
+    Library,
+    PageSizes,
+    attention_arguments,
+    check,
+    page_sizes,
+    pages_refusal,
+    scales_refusal,
+    table_ok,
+    vector_ok,
+)
+from windlass.kernels.layouts.kv_pages import KVPages
+
+FEWEST_ROUNDED = 16  # queries of a sequence, as in attention_prefill.h
+
+
+def call_refusal(call: AttentionCall) -> str | None:
+    """What such a call asks for that the functions below do not do, or None."""
+    if call.chunk is not None and (call.window is not None or not call.causal):
+        return "chunks have a window, or keys behind their queries"
+    return None
+
+
+def attention_refusal(q: Tensor, pages: KVPages, call: AttentionCall) -> str | None:
+    """Why the functions below cannot take these operands, or None when they can."""
+    key_pages, value_pages, key_scales = pages.key, pages.value, pages.key_scale
+    reason = (
+        call_refusal(call)
+        or pages_refusal(key_pages, value_pages)
+        or scales_refusal(key_pages, value_pages, key_scales, pages.value_scale)
+    )
+    if reason is not None:
+        return reason
+    if q.dtype not in TYPE_CODES or q.dim() != 3 or (q.shape[2] > 1 and q.stride(2) != 1) or not q.is_cpu:
+        return f"q is {q.dtype} {tuple(q.shape)} on {q.device}, not a float tensor [T, Hq, D] with adjacent elements"
+    sizes = page_sizes(key_pages, value_pages, key_scales)
+    if pages.has_rows_of_codes and value_pages.data_ptr() != key_pages.data_ptr():
+        return "rows of codes are keys and values at once"
+    fits = sizes.holds_keys(sizes.kv_heads, q.shape[2])
+    if not fits or sizes.kv_heads == 0 or q.shape[1] % sizes.kv_heads:
+        return f"q {tuple(q.shape)} does not fit key pages {tuple(key_pages.shape)}"
+    return None
+
+
+def paged_attention_decode(q: Tensor, pages: KVPages, call: AttentionCall, *, library: Library) -> Tensor:
+    """Attention of one new token per sequence over its cached keys (its own, the last, included).
+
+    q: [B, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Of the call:
+    query_start is not looked at; seq_lens may be int32 or int64, 0 gives a row of zeros; rows of one sequence may share a
+    table (`table.expand(B, -1)`), then they also share the loads of its keys (without ranges). A row's bits depend on its
+    own operands only. Returns [B, Hq, Dv] in q's dtype. Raises ValueError, and IndexError for a visible block that the table
+    or the pages lack, or a row that q lacks.
+    """
+    reason = attention_refusal(q, pages, call)
+    check(reason is None, f"paged_attention_decode: {reason}")
+    tables, seq_lens, sinks = call.block_tables, call.seq_lens, call.sink_logits
+    batch, heads = call.batch_size, q.shape[1]
+    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
+    wide = seq_lens.dtype == torch.int64
+    _check_query_rows(q, call, batch, "paged_attention_decode")
+    check(
+        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
+        f"paged_attention_decode: block_tables must be int32 [{batch}, max_blocks]",
+    )
+    check(
+        vector_ok(seq_lens, torch.int64 if wide else torch.int32, batch)
+        and vector_ok(call.score_scale, torch.float32, batch)
+        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
+        f"paged_attention_decode: seq_lens (int), score_scale [{batch}] and sink_logits [{heads}] (float32), contiguous",
+    )
+    _check_visibility(call, "paged_attention_decode")
+    if tables.shape[1] > 1 and tables.stride(1) != 1:
+        tables = tables.contiguous()
+    out = torch.empty((batch, heads, sizes.value_dim), dtype=q.dtype)
+    arguments = _arguments(q, pages, call, sizes, tables, None, wide, out)
+    _raise_attention_error(library.paged_attention_decode(arguments), "paged_attention_decode")
+    return out
+
+
+def _check_visibility(call: AttentionCall, name: str) -> None:
+    check(call.window is None or call.window > 0, f"{name}: window must be positive")
+    alone = call.chunk is None or (call.chunk > 0 and call.window is None and call.causal)
+    check(alone, f"{name}: chunk must be positive, causal, and without a window")
+
+
+def paged_attention_prefill(
+    q: Tensor,
+    pages: KVPages,
+    call: AttentionCall,
+    *,
+    out: Tensor | None = None,
+    fewest: int = 1,
+    rounds: bool = False,
+    library: Library,
+) -> Tensor:
+    """Attention of the last tokens of several sequences over their cached keys, in blocks (2205.14135).
+
+    q: [T, Hq, D] rotated, any row and head strides; [N, Hq, D] with ranges. Sequences with fewer than `fewest` queries are
+    passed over: their rows of `out` ([T, Hq, Dv], contiguous, q's dtype) keep what they held. A row's bits depend neither on
+    the chunk it came in nor on the rows beside it. rounds: where the processor multiplies bfloat16 natively, keys and values of
+    16 bits, what rows of codes mean, queries and weights may be rounded to that; sequences with fewer queries than
+    `FEWEST_ROUNDED` are computed as ever. Returns out.
+    Raises ValueError, and IndexError for a visible block that the tables or the pages lack, or a row that q lacks.
+    """
+    name = "paged_attention_prefill"
+    reason = attention_refusal(q, pages, call)
+    check(reason is None, f"{name}: {reason}")
+    tables, query_start, seq_lens, sinks = call.block_tables, call.query_start, call.seq_lens, call.sink_logits
+    tokens, heads = call.num_tokens, q.shape[1]
+    sizes = page_sizes(pages.key, pages.value, pages.key_scale)
+    value_dim = sizes.value_dim
+    batch = seq_lens.shape[0]
+    _check_query_rows(q, call, tokens, name)
+    check(
+        tables.dtype == torch.int32 and tables.dim() == 2 and tables.shape[0] == batch and tables.is_cpu,
+        f"{name}: block_tables must be int32 [{batch}, max_blocks]",
+    )
+    check(
+        vector_ok(seq_lens, torch.int64, batch) and vector_ok(query_start, torch.int64, batch + 1),
+        f"{name}: seq_lens [{batch}] and query_start [{batch + 1}] must be int64, contiguous",
+    )
+    starts = query_start.tolist()
+    check(
+        starts[0] >= 0 and starts[-1] <= tokens and all(a <= b for a, b in pairwise(starts)),
+        f"{name}: query_start must rise from 0 to at most {tokens}",
+    )
+    check(
+        vector_ok(call.score_scale, torch.float32, tokens)
+        and (sinks is None or vector_ok(sinks, torch.float32, heads)),
+        f"{name}: score_scale [{tokens}] and sink_logits [{heads}] must be float32, contiguous",
+    )
+    _check_visibility(call, name)
+    if tables.shape[1] > 1 and tables.stride(1) != 1:
+        tables = tables.contiguous()
+    if out is None:
+        out = torch.empty((tokens, heads, value_dim), dtype=q.dtype)
+    check(
+        out.shape == (tokens, heads, value_dim) and out.dtype == q.dtype and out.is_cpu and out.is_contiguous(),
+        f"{name}: out must be {q.dtype} [{tokens}, {heads}, {value_dim}], contiguous",
+    )
+    rounds = rounds and (pages.key.element_size() == 2 or pages.has_rows_of_codes)
+    arguments = _arguments(q, pages, call, sizes, tables, query_start, True, out, rounds)
+    _raise_attention_error(library.paged_attention_prefill(arguments, fewest), name)
+    return out
+
+
+def _check_query_rows(q: Tensor, call: AttentionCall, tokens: int, name: str) -> None:
+    """ValueError unless q has the rows that a call for so many tokens takes, and its ranges are as the kernels read them."""
+    ranges = call.ranges
+    if ranges is None:
+        check(q.shape[0] == tokens, f"{name}: q has {q.shape[0]} rows for the {tokens} of score_scale")
+        return
+    slopes = call.alibi_slopes
+    fits = slopes is None or vector_ok(slopes, torch.float32, q.shape[1])
+    check(fits, f"{name}: alibi_slopes must be float32 [{q.shape[1]}], contiguous")
+    for part in (ranges.ends, ranges.rows, ranges.reaches, ranges.gaps):
+        if part is None:
+            continue
+        fits = part.dim() == 2 and part.shape == (call.batch_size, ranges.ends.shape[1]) and part.is_cpu
+        check(
+            fits and part.dtype == torch.int64 and part.is_contiguous(),
+            f"{name}: what ranges are given by must be int64 [{call.batch_size}, R], contiguous",
+        )
+
+
+def _arguments(
+    q: Tensor,
+    pages: KVPages,
+    call: AttentionCall,
+    sizes: PageSizes,
+    tables: Tensor,
+    query_start: Tensor | None,
+    wide: bool,
+    out: Tensor,
+    rounds: bool = False,
+) -> AttentionArguments:
+    """What has been checked, as the kernels take it. wide: lengths are int64."""
+    key_scales, value_scales, sinks, ranges = pages.key_scale, pages.value_scale, call.sink_logits, call.ranges
+    return attention_arguments(
+        *(q.data_ptr(), pages.key.data_ptr(), pages.value.data_ptr()),
+        0 if key_scales is None else key_scales.data_ptr(),
+        0 if value_scales is None else value_scales.data_ptr(),
+        tables.data_ptr(),
+        0 if query_start is None else query_start.data_ptr(),
+        *(call.seq_lens.data_ptr(), call.score_scale.data_ptr()),
+        0 if sinks is None else sinks.data_ptr(),
+        0 if ranges is None else ranges.ends.data_ptr(),
+        0 if ranges is None else ranges.rows.data_ptr(),
+        0 if ranges is None else ranges.reaches.data_ptr(),
+        0 if call.alibi_slopes is None else call.alibi_slopes.data_ptr(),
+        0 if ranges is None or ranges.gaps is None else ranges.gaps.data_ptr(),
+        out.data_ptr(),
+        *(q.shape[0], q.stride(0), q.stride(1)),
+        *(sizes.num_blocks, sizes.block_size, sizes.kv_heads, q.shape[-1], sizes.value_dim),
+        *(tables.stride(0), tables.shape[1]),
+        *(call.seq_lens.shape[0], q.shape[-2], 0 if ranges is None else ranges.ends.shape[1]),
+        *(call.window or 0, call.chunk or 0),
+        *(call.scale, call.soft_cap or 0.0),
+        *(TYPE_CODES[q.dtype], PAGES_OF_ROWS if pages.has_rows_of_codes else PAGE_CODES[pages.key.dtype]),
+        *(wide, call.causal, rounds),
+    )
+
+
+def _raise_attention_error(code: int, name: str) -> None:
+    """The error that a code of the kernels stands for; see attention_call.h."""
+    if code == 1:
+        raise MemoryError(f"{name}: no memory for partial results")
+    if code == 2:
+        raise IndexError(f"{name}: a visible key lies in a block that the tables or the pages lack")
+    if code == 4:
+        raise IndexError(f"{name}: ranges name a row that q lacks")
+    if code == 5:
+        raise ValueError(f"{name}: the last range ends before the last key")
+    if code:
+        raise ValueError(f"{name}: the compiled kernels do not do what the call asks for")
+
+
+_CACHE_SIZE_FILE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")  # Linux
+
+_USUAL_CACHE_BYTES = 32 << 20
+
+_UNITS = {"K": 1 << 10, "M": 1 << 20}
+
+
+def rotate_refusal(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+) -> str | None:
+    """Why `rotate_and_append` cannot take these operands, or None when it can."""
+    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
+    if reason is not None:
+        return reason
+    for name, tensor in (("q", q), ("k", k), ("v", v)):
+        if tensor.dtype != q.dtype or tensor.dtype not in TYPE_CODES or not tensor.is_cpu:
+            return f"{name} is {tensor.dtype} on {tensor.device}: q, k and v share one float type on the CPU"
+        if tensor.dim() != 3 or tensor.shape[0] != q.shape[0] or (tensor.shape[2] > 1 and tensor.stride(2) != 1):
+            return f"{name} {tuple(tensor.shape)} is not [T, H, D] with adjacent elements"
+    sizes = page_sizes(key_pages, value_pages, key_scales)
+    fits = sizes.holds_keys(k.shape[1] or sizes.kv_heads, k.shape[2])
+    if not fits or v.shape[1:] != (k.shape[1], sizes.value_dim):
+        return f"q {tuple(q.shape)}, k {tuple(k.shape)}, v {tuple(v.shape)} do not fit the pages"
+    return None
+
+
+@functools.cache
+def _cache_bytes() -> int:
+    """Size of the last-level cache, or a usual one where the system does not tell."""
+    try:
+        text = _CACHE_SIZE_FILE.read_text().strip()  # "32768K"
+        return int(text[:-1]) * _UNITS[text[-1]]
+    except (OSError, ValueError, KeyError, IndexError):
+        return _USUAL_CACHE_BYTES
+
+
+def _outgrows_caches(key_pages: Tensor, value_pages: Tensor, tokens: int) -> bool:
+    """Whether what `tokens` append is too large for attention to find it in a cache: then it had better pass them by."""
+    per_token = (key_pages.stride(0) + value_pages.stride(0)) // key_pages.shape[1] if key_pages.shape[1] else 0
+    return tokens * per_token * key_pages.element_size() > _cache_bytes() // 2
+
+
+def rotate_and_append(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    q_scale: Tensor,
+    key_pages: Tensor,
+    value_pages: Tensor,
+    slots: Tensor,
+    *,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    library: Library,
+) -> None:
+    """Rotate q in place, and write k rotated and v as it is to the pages; half-split pairs, float32 arithmetic.
+
+    q: [T, Hq, Dq], scaled by q_scale on its rotary dims. k: [T, Hkv, D], v: [T, Hkv, Dv]: left unchanged. The three share
+    a dtype (float32, bfloat16, float16) and may be views with any token and head strides. cos, sin: [T, d/2] float32,
+    d <= D and Dq. q_scale: [T] float32. key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float
+    dtype, contiguous; or int8 codes in the order of `int8_layout`, and key_scales, value_scales [num_blocks, Hkv, P]
+    float32 (see `reference.quantize`); or rows of int8 codes as `KVPages` has them, with Dv 0.
+    slots: [T] int64, block * P + offset, distinct; negative ones are padding and write nothing. k and v without heads: q alone is
+    rotated.
+    Raises ValueError, and IndexError for a slot past the pages (nothing is written then).
+    """
+    reason = rotate_refusal(q, k, v, key_pages, value_pages, key_scales, value_scales)
+    check(reason is None, f"rotate_and_append: {reason}")
+    tokens, q_heads, dim, half = *q.shape[:2], k.shape[2], cos.shape[-1]
+    narrowest = min(q.shape[2], dim)
+    check(2 * half <= narrowest, f"rotate_and_append: {2 * half} rotary dims in heads of {narrowest}")
+    check(
+        table_ok(cos, (tokens, half)) and table_ok(sin, (tokens, half)),
+        f"rotate_and_append: cos and sin must be float32 [{tokens}, d/2] with adjacent elements",
+    )
+    check(
+        vector_ok(q_scale, torch.float32, tokens) and vector_ok(slots, torch.int64, tokens),
+        f"rotate_and_append: q_scale must be float32 and slots int64, contiguous [{tokens}]",
+    )
+    pages = page_sizes(key_pages, value_pages, key_scales)
+    # fmt: off
+    rows = (
+        q.data_ptr(), q.stride(0), q.stride(1), k.data_ptr(), k.stride(0), k.stride(1), v.data_ptr(), v.stride(0),
+        v.stride(1), TYPE_CODES[q.dtype], cos.data_ptr(), cos.stride(0), sin.data_ptr(), sin.stride(0),
+        q_scale.data_ptr(), key_pages.data_ptr(), value_pages.data_ptr(),
+    )
+    sizes = (
+        pages.num_blocks * pages.block_size, slots.data_ptr(), tokens, q_heads, k.shape[1], dim, v.shape[2], half,
+    )
+    # fmt: on
+    if key_scales is not None and value_scales is not None and not pages.in_panels:
+        code = library.rotate_and_append_rows(
+            *(*rows[:6], *rows[9:15], key_pages.data_ptr(), key_scales.data_ptr()), *sizes[:6], half
+        )
+    elif key_scales is not None and value_scales is not None:
+        scales = key_scales.data_ptr(), value_scales.data_ptr(), pages.block_size
+        code = library.rotate_and_append_int8(*rows, *scales, *sizes)
+    else:
+        past_caches = _outgrows_caches(key_pages, value_pages, tokens)
+        code = library.rotate_and_append(*rows, TYPE_CODES[key_pages.dtype], *sizes, int(past_caches))
+    if code == 1:
+        raise MemoryError("rotate_and_append: no memory for a head")
+    if code:
+        raise IndexError("rotate_and_append: a slot lies past the pages")
+
+
+def rerotate_refusal(
+    key_pages: Tensor, value_pages: Tensor, key_scales: Tensor | None = None, value_scales: Tensor | None = None
+) -> str | None:
+    """Why `rerotate_cached_keys` cannot take these pages, or None when it can."""
+    reason = pages_refusal(key_pages, value_pages) or scales_refusal(key_pages, value_pages, key_scales, value_scales)
+    if reason is None and key_pages.dtype == torch.int8 and key_pages.dim() == 4 and value_pages.shape[3]:
+        return "rows of codes hold no values"
+    return reason
+
+
+def rerotate_cached_keys(
+    key_pages: Tensor,
+    value_pages: Tensor,
+    sources: Tensor,
+    targets: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    *,
+    values: bool = True,
+    key_scales: Tensor | None = None,
+    value_scales: Tensor | None = None,
+    library: Library,
+) -> None:
+    """Rotate cached keys by one more rotation each, from source to target slots, and take their values along if asked.
+
+    key_pages: [num_blocks, P, Hkv, D], value_pages: [num_blocks, P, Hkv, Dv], one float dtype, contiguous. sources,
+    targets: [N] int64 slots; an entry may name one slot twice, to rotate in place, but no slot may be the source of one
+    entry and the target of another. cos, sin: [N, d/2] float32, d <= D. Arithmetic is float32; dims past d and values
+    are copied bit by bit. int8 pages, in the order of `int8_layout`, come with key_scales and value_scales [num_blocks, Hkv,
+    P] float32; a rotated key is rounded once, as a whole; without pairs it is copied. Of rows of int8 codes the groups with
+    rotated dims are rounded anew, the others are copied. Raises ValueError, and IndexError for a
+    slot outside the pages (nothing is written then).
+    """
+    reason = rerotate_refusal(key_pages, value_pages, key_scales, value_scales)
+    check(reason is None, f"rerotate_cached_keys: {reason}")
+    count, half = sources.shape[0], cos.shape[-1]
+    num_blocks, block_size, kv_heads, dim, value_dim, in_panels = page_sizes(key_pages, value_pages, key_scales)
+    check(2 * half <= dim, f"rerotate_cached_keys: {2 * half} rotary dims in heads of {dim}")
+    check(
+        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
+        f"rerotate_cached_keys: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+    )
+    check(
+        vector_ok(sources, torch.int64, count) and vector_ok(targets, torch.int64, count),
+        f"rerotate_cached_keys: sources and targets must be int64, contiguous [{count}]",
+    )
+    # fmt: off
+    entries = (
+        num_blocks * block_size, sources.data_ptr(), targets.data_ptr(), count, cos.data_ptr(), cos.stride(0),
+        sin.data_ptr(), sin.stride(0), kv_heads, dim, value_dim if values else 0, half,
+    )
+    # fmt: on
+    addresses = key_pages.data_ptr(), value_pages.data_ptr()
+    if key_scales is not None and value_scales is not None and not in_panels:
+        code = library.rerotate_cached_rows(
+            key_pages.data_ptr(), key_scales.data_ptr(), *entries[:8], *(kv_heads, dim, half)
+        )
+    elif key_scales is not None and value_scales is not None:
+        scales = key_scales.data_ptr(), value_scales.data_ptr(), block_size
+        code = library.rerotate_cached_keys_int8(*addresses, *scales, *entries)
+    else:
+        code = library.rerotate_cached_keys(*addresses, TYPE_CODES[key_pages.dtype], *entries)
+    if code == 1:
+        raise MemoryError("rerotate_cached_keys: no memory for a head")
+    if code:
+        raise IndexError("rerotate_cached_keys: a slot lies outside the pages")
+
+
+def rotate_queries(q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor, *, library: Library) -> Tensor:
+    """q as it is, and under it versions of some of its rows, each rotated by one more angle.
+
+    q: [T, H, D] float32, bfloat16 or float16, any row and head strides. rows: [M] int64, contiguous. cos, sin: [M, d/2]
+    float32, d <= D. Returns [T + M, H, D], contiguous: row T + m is q[rows[m]] with its half-split pairs rotated in float32;
+    what is not rotated is copied bit by bit. Raises ValueError, and IndexError for a row that q lacks.
+    """
+    check(
+        q.dim() == 3 and q.dtype in TYPE_CODES and q.is_cpu and (q.shape[2] < 2 or q.stride(2) == 1),
+        f"turn_queries: q is {q.dtype} {tuple(q.shape)}, not a float CPU tensor [T, H, D] with adjacent elements",
+    )
+    (tokens, heads, dim), count, half = q.shape, rows.shape[0], cos.shape[-1]
+    check(2 * half <= dim, f"turn_queries: {2 * half} rotary dims in heads of {dim}")
+    check(vector_ok(rows, torch.int64, count), f"turn_queries: rows must be int64, contiguous [{count}]")
+    check(
+        table_ok(cos, (count, half)) and table_ok(sin, (count, half)),
+        f"turn_queries: cos and sin must be float32 [{count}, d/2] with adjacent elements",
+    )
+    out = torch.empty((tokens + count, heads, dim), dtype=q.dtype)
+    code = library.rotate_queries(
+        q.data_ptr(),
+        q.stride(0),
+        q.stride(1),
+        TYPE_CODES[q.dtype],
+        rows.data_ptr(),
+        cos.data_ptr(),
+        cos.stride(0),
+        sin.data_ptr(),
+        sin.stride(0),
+        out.data_ptr(),
+        tokens,
+        count,
+        heads,
+        dim,
+        half,
+    )
+    if code:
+        raise IndexError(f"turn_queries: a row is none of {tokens}")
+    return out
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor, *, library: Library) -> tuple[Tensor, Tensor]:
+    """Cosines and sines of inv_freq[:, rows] * positions, formed and reduced in float64.
+
+    inv_freq: [G, R, d/2] float64, contiguous. rows, positions: [T] int64, contiguous. Returns two float32 [G, T, d/2].
+    An element's bits depend on its frequency and position only. Raises ValueError, and IndexError for a row outside the table.
+    """
+    check(
+        inv_freq.dim() == 3 and inv_freq.dtype == torch.float64 and inv_freq.is_cpu and inv_freq.is_contiguous(),
+        f"rotary_angles: inv_freq is {inv_freq.dtype} {tuple(inv_freq.shape)}, not contiguous float64 [G, R, d/2]",
+    )
+    groups, table_rows, half = inv_freq.shape
+    tokens = rows.shape[0]
+    check(
+        vector_ok(rows, torch.int64, tokens) and vector_ok(positions, torch.int64, tokens),
+        f"rotary_angles: rows and positions must be int64, contiguous [{tokens}]",
+    )
+    shape = (groups, tokens, half)
+    cos, sin = torch.empty(shape, dtype=torch.float32), torch.empty(shape, dtype=torch.float32)
+    code = library.rotary_angles(
+        inv_freq.data_ptr(),
+        groups,
+        table_rows,
+        half,
+        rows.data_ptr(),
+        positions.data_ptr(),
+        tokens,
+        cos.data_ptr(),
+        sin.data_ptr(),
+    )
+    if code:
+        raise IndexError(f"rotary_angles: a row lies outside the table of {table_rows}")
+    return cos, sin
+
+
+def latent_expansion_cost(pages: KVPages, *, narrow: bool) -> LatentExpansion:
+    """See `Backend.latent_expansion`. narrow: whether pages that attention may round (see `paged_attention_prefill`) go by a
+    matrix unit: torch's products have it too, those that a query takes by itself do not. Measured: docs/benchmarks-history.md."""
+    if narrow and pages.key.dtype != torch.float32:
+        return LatentExpansion(1.25, 10.0, torch.bfloat16)
+    return LatentExpansion(1.25, 1.25)
+
+
+def latent_queries(q: Tensor, up: Tensor, rotary_dim: int, *, library: Library) -> Tensor:
+    """See `Backend.latent_queries`. q: [T, H, R + N], any token and head strides. Raises ValueError."""
+    _check_latent(q, up, "latent_queries")
+    tokens, heads, width = q.shape
+    plain, dim = width - rotary_dim, up.shape[2]
+    check(
+        0 <= rotary_dim <= width and plain <= up.shape[1],
+        f"latent_queries: q {tuple(q.shape)} with {rotary_dim} rotated dims does not fit matrices {tuple(up.shape)}",
+    )
+    out = torch.empty((tokens, heads, rotary_dim + dim), dtype=q.dtype)
+    library.latent_queries(
+        *(q.data_ptr(), q.stride(0), q.stride(1), TYPE_CODES[q.dtype], up.data_ptr(), TYPE_CODES[up.dtype]),
+        *(out.data_ptr(), tokens, heads, rotary_dim, plain, up.shape[1] - plain, dim),
+    )
+    return out
+
+
+def latent_values(attended: Tensor, up: Tensor, value_dim: int, *, library: Library) -> Tensor:
+    """See `Backend.latent_values`. attended: [T, H, C], any token and head strides. Raises ValueError."""
+    _check_latent(attended, up, "latent_values")
+    tokens, heads, dim = attended.shape
+    check(
+        dim == up.shape[2] and 0 <= value_dim <= up.shape[1],
+        f"latent_values: {tuple(attended.shape)} for {value_dim} dims does not fit matrices {tuple(up.shape)}",
+    )
+    out = torch.empty((tokens, heads * value_dim), dtype=attended.dtype)
+    library.latent_values(
+        *(attended.data_ptr(), attended.stride(0), attended.stride(1), TYPE_CODES[attended.dtype]),
+        *(up.data_ptr(), TYPE_CODES[up.dtype], out.data_ptr()),
+        *(tokens, heads, up.shape[1] - value_dim, value_dim, dim),
+    )
+    return out
+
+
+def _check_latent(x: Tensor, up: Tensor, name: str) -> None:
+    check(
+        x.dim() == 3 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[2] < 2 or x.stride(2) == 1),
+        f"{name}: {x.dtype} {tuple(x.shape)} is not a float CPU tensor [T, H, D] with adjacent elements",
+    )
+    fits = up.dim() == 3 and up.shape[0] == x.shape[1] and up.is_cpu and up.is_contiguous()
+    check(fits and up.dtype in TYPE_CODES, f"{name}: matrices {up.dtype} {tuple(up.shape)} for {x.shape[1]} heads")
+
+
+WIDTHS = range(2, 9)  # of convolutions
+
+
+def short_convolution(
+    x: Tensor,
+    weight: Tensor,
+    window: Tensor,
+    rows: StateRows,
+    activation: Literal["silu"] | None = None,
+    bias: Tensor | None = None,
+    *,
+    library: Library,
+) -> Tensor:
+    """See `Recurrences.short_convolution`. x: float32, bfloat16 or float16. weight, window: contiguous; W: one of WIDTHS.
+
+    Raises ValueError, and IndexError for a block that the window lacks (nothing is written then).
+    """
+    _check_state_rows(x, "short_convolution: x")
+    tokens, channels = x.shape
+    width = weight.shape[-1]
+    check(
+        _floats_ok(weight, (channels, width)) and width in WIDTHS,
+        f"short_convolution: weight is {weight.dtype} {tuple(weight.shape)}, not float32 [{channels}, 2 to 8], contiguous",
+    )
+    check(
+        _floats_ok(window, (*window.shape[:1], width - 1, channels)),
+        f"short_convolution: window is {window.dtype} {tuple(window.shape)}, not float32 [N, {width - 1}, {channels}], "
+        "contiguous",
+    )
+    check(
+        bias is None or vector_ok(bias, torch.float32, channels),
+        f"short_convolution: bias must be float32 [{channels}], contiguous",
+    )
+    check(activation in (None, "silu"), f"short_convolution: activation {activation!r} is not silu")
+    out = torch.empty((tokens, channels), dtype=x.dtype)
+    code = library.short_convolution(
+        *(x.data_ptr(), x.stride(0), TYPE_CODES[x.dtype], weight.data_ptr(), width),
+        *(None if bias is None else bias.data_ptr(), int(activation is not None), window.data_ptr(), window.shape[0]),
+        *_sequence_addresses(rows, tokens, "short_convolution"),
+        *(out.data_ptr(), tokens, channels),
+    )
+    _raise_recurrent_error(code, "short_convolution", tokens, window.shape[0])
+    return out
+
+
+def gated_delta_rule(
+    qkv: Tensor,
+    decay: Tensor,
+    strength: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    tiled_heads: bool = False,
+    library: Library,
+) -> Tensor:
+    """See `Recurrences.gated_delta_rule`. qkv: float32, bfloat16 or float16. memory: contiguous.
+
+    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
+    """
+    _check_state_rows(qkv, "gated_delta_rule: qkv")
+    key_heads, heads = _head_counts(memory, qkv, "gated_delta_rule", "queries, keys and values")
+    tokens, (blocks, _, key_dim, value_dim) = qkv.shape[0], memory.shape
+    _check_gate(decay, qkv, heads, "gated_delta_rule: decay")
+    _check_gate(strength, qkv, heads, "gated_delta_rule: strength")
+    check(
+        vector_ok(rate, torch.float32, heads) and vector_ok(bias, torch.float32, heads),
+        f"gated_delta_rule: rate and bias must be float32 [{heads}], contiguous",
+    )
+    out = torch.empty((tokens, heads * value_dim), dtype=qkv.dtype)
+    code = library.gated_delta_rule(
+        *(qkv.data_ptr(), qkv.stride(0), TYPE_CODES[qkv.dtype], decay.data_ptr(), decay.stride(0)),
+        *(strength.data_ptr(), strength.stride(0), rate.data_ptr(), bias.data_ptr()),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, int(tiled_heads)),
+        *_sequence_addresses(rows, tokens, "gated_delta_rule"),
+        *(out.data_ptr(), tokens),
+    )
+    _raise_recurrent_error(code, "gated_delta_rule", tokens, blocks)
+    return out
+
+
+def state_space(
+    mixed: Tensor,
+    step: Tensor,
+    rate: Tensor,
+    bias: Tensor,
+    skip: Tensor,
+    memory: Tensor,
+    rows: StateRows,
+    *,
+    limits: tuple[float, float] = (0.0, math.inf),
+    library: Library,
+) -> Tensor:
+    """See `Recurrences.state_space`. mixed: float32, bfloat16 or float16. memory: contiguous. limits: ascending.
+
+    Raises ValueError, IndexError for a block that the memory lacks (nothing is written then), and MemoryError.
+    """
+    _check_state_rows(mixed, "state_space: mixed")
+    key_heads, heads = _head_counts(memory, mixed, "state_space", "values, keys and queries")
+    tokens, (blocks, _, key_dim, value_dim) = mixed.shape[0], memory.shape
+    _check_gate(step, mixed, heads, "state_space: step")
+    check(
+        all(vector_ok(one, torch.float32, heads) for one in (rate, bias, skip)),
+        f"state_space: rate, bias and skip must be float32 [{heads}], contiguous",
+    )
+    check(limits[0] <= limits[1], f"state_space: limits {limits} do not ascend")
+    out = torch.empty((tokens, heads * value_dim), dtype=mixed.dtype)
+    code = library.state_space(
+        *(mixed.data_ptr(), mixed.stride(0), TYPE_CODES[mixed.dtype], step.data_ptr(), step.stride(0)),
+        *(rate.data_ptr(), bias.data_ptr(), skip.data_ptr()),
+        *(memory.data_ptr(), blocks, key_heads, heads, key_dim, value_dim, *limits),
+        *_sequence_addresses(rows, tokens, "state_space"),
+        *(out.data_ptr(), tokens),
+    )
+    _raise_recurrent_error(code, "state_space", tokens, blocks)
+    return out
+
+
+def _head_counts(memory: Tensor, columns: Tensor, name: str, parts: str) -> tuple[int, int]:
+    """Heads of keys, and of a memory. Raises ValueError where they do not fit."""
+    check(
+        memory.dim() == 4 and _floats_ok(memory, tuple(memory.shape)) and 0 not in memory.shape[1:],
+        f"{name}: memory is {memory.dtype} {tuple(memory.shape)}, not float32 [N, Hv, Dk, Dv], contiguous",
+    )
+    _, heads, key_dim, value_dim = memory.shape
+    key_heads, rest = divmod(columns.shape[1] - heads * value_dim, 2 * key_dim)
+    check(
+        rest == 0 and key_heads > 0 and heads % key_heads == 0,
+        f"{name}: {columns.shape[1]} columns are no {parts} of a memory {tuple(memory.shape)}",
+    )
+    return key_heads, heads
+
+
+def _check_gate(gate: Tensor, columns: Tensor, heads: int, name: str) -> None:
+    _check_state_rows(gate, name)
+    expected = columns.shape[0], heads
+    check(
+        gate.shape == expected and gate.dtype == columns.dtype,
+        f"{name} is {gate.dtype} {tuple(gate.shape)}, not {columns.dtype} {expected}",
+    )
+
+
+def _check_state_rows(x: Tensor, name: str) -> None:
+    check(
+        x.dim() == 2 and x.dtype in TYPE_CODES and x.is_cpu and (x.shape[1] < 2 or x.stride(1) == 1),
+        f"{name} is {x.dtype} {tuple(x.shape)}, not a float CPU tensor [T, N] with adjacent elements",
+    )
+
+
+def _floats_ok(tensor: Tensor, shape: tuple[int, ...]) -> bool:
+    return tensor.dtype == torch.float32 and tensor.shape == shape and tensor.is_cpu and tensor.is_contiguous()
+
+
+def _sequence_addresses(rows: StateRows, tokens: int, name: str) -> tuple[int, int, int, int, int | None]:
+    """The rows as the library takes them. Raises ValueError."""
+    sequences = rows.lengths.numel()
+    check(
+        vector_ok(rows.blocks, torch.int64, sequences)
+        and vector_ok(rows.starts, torch.int64, sequences + 1)
+        and vector_ok(rows.lengths, torch.int64, sequences),
+        f"{name}: blocks, starts and lengths of {sequences} sequences must be int64 [S], [S + 1] and [S], contiguous",
+    )
+    check(
+        rows.snapshots is None or vector_ok(rows.snapshots, torch.int64, tokens),
+        f"{name}: kept must be int64 [{tokens}], contiguous",
+    )
+    snapshots = None if rows.snapshots is None else rows.snapshots.data_ptr()
+    return rows.blocks.data_ptr(), rows.starts.data_ptr(), rows.lengths.data_ptr(), sequences, snapshots
+
+
+def _raise_recurrent_error(code: int, name: str, tokens: int, blocks: int) -> None:
+    if code == 2:
+        raise IndexError(f"{name}: a sequence's block is not one of {blocks}")
+    if code == 3:
+        raise ValueError(f"{name}: starts must ascend from 0 to {tokens} tokens")
+    if code:
+        raise MemoryError(f"{name}: no memory")

@@ -1,0 +1,453 @@
+"""CPU backend: dispatches each operation to the compiled kernels, or to plain torch where those are faster or cover more."""
+
+from __future__ import annotations
+
+import functools
+import math
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
+from windlass.kernels.backend import Backend, BackendOptions, Pointwise, Recurrences, Routed, Routing, StateRows, Weight
+from windlass.kernels.cpu import attention_bindings, call_recording, elementwise_bindings, library, matmul_bindings
+from windlass.kernels.cpu import matmul_bindings as linear
+from windlass.kernels.cpu.attention_bindings import gated_delta_rule, short_convolution, state_space
+from windlass.kernels.cpu.call_recording import Arena
+from windlass.kernels.cpu.library import Library
+from windlass.kernels.cpu.matmul_bindings import MatrixUnit
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankTarget
+from windlass.kernels.layouts.weight_layouts import (
+    PANEL_DTYPES,
+    BlockRows,
+    BlockWeight,
+    ExpertWeights,
+    PanelRows,
+    PanelWeight,
+    Part,
+    StackedWeight,
+)
+from windlass.kernels.step_recording import BufferFiller, PersistentBuffers, Recorder
+from windlass.kernels.token_sampling import TokenSampler, TopLogprobs
+from windlass.kernels.torch import batched_attention, reference
+from windlass.kernels.torch import linear as torch_linear
+from windlass.kernels.torch.torch_backend import RowIndependentBackend, TorchBackend
+
+
+class CompiledPointwise(Pointwise):
+    """See `Pointwise`; by the functions of the library that it holds at the time."""
+
+    _library: Library
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return elementwise_bindings.gated_activation(gate_up, activation, library=self._library)
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return elementwise_bindings.activate(x, activation, library=self._library)
+
+    def xielu(self, x: Tensor, alpha_p: Tensor, alpha_n: Tensor, beta: Tensor, eps: Tensor) -> Tensor:
+        return elementwise_bindings.xielu(x, alpha_p, alpha_n, beta, eps, library=self._library)
+
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return elementwise_bindings.clamped_glu(gate_up, alpha, limit, library=self._library)
+
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        elementwise_bindings.gate_by_sigmoid(x, gate, library=self._library)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return elementwise_bindings.soft_cap(x, cap, library=self._library)
+
+    def clip(self, x: Tensor, limit: float) -> None:
+        elementwise_bindings.clip(x, limit, library=self._library)
+
+    def multiply(self, x: Tensor, by: Tensor) -> None:
+        elementwise_bindings.multiply(x, by, library=self._library)
+
+    def scale_rows(self, x: Tensor, factors: Tensor) -> None:
+        elementwise_bindings.scale_rows(x, factors, library=self._library)
+
+    def scale_columns(self, x: Tensor, first: Tensor, second: Tensor) -> None:
+        elementwise_bindings.scale_columns(x, first, second, library=self._library)
+
+
+class CompiledRecurrences(Recurrences):
+    """See `Recurrences`; by the functions of the library that it holds at the time."""
+
+    _library: Library
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return short_convolution(x, weight, window, rows, activation, bias, library=self._library)
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        tiled_heads: bool = False,
+    ) -> Tensor:
+        operands = qkv, decay, strength, rate, bias, memory, rows
+        return gated_delta_rule(*operands, tiled_heads=tiled_heads, library=self._library)
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        operands = mixed, step, rate, bias, skip, memory, rows
+        return state_space(*operands, limits=limits, library=self._library)
+
+
+# Rows of bfloat16 from which torch's native product leads (measured on Zen 4: as quick at 8, 1.3 times at 16, 2.3 at 512).
+_FEWEST_NATIVE_ROWS = 12
+
+_MOST_SCALED_ROWS = 256
+
+_RANGE_ROWS = 32  # tokens of a prompt that are decoded at once where there are ranges
+
+
+@functools.lru_cache(maxsize=64)  # a step that is recorded asks torch for nothing
+def _rounded(scale: float, dtype: torch.dtype) -> float:
+    return float(torch.tensor(scale, dtype=dtype))
+
+
+class CompiledBackend(CompiledPointwise, CompiledRecurrences, Backend):
+    """C++ SIMD kernels where they are the quickest way; row-independent throughout if bound so."""
+
+    def __init__(self, options: BackendOptions) -> None:
+        """Raises KernelsUnavailableError where `refusal` says why."""
+        super().__init__(options)
+        self._library = library.load()
+        self._torch = (RowIndependentBackend if options.deterministic else TorchBackend)(replace(options, ranks=None))
+        self.has_bf16_dot = self._library.isa in library.BF16_DOT_ISAS
+        # Products of bfloat16 rows by torch, where the processor has quicker ones than the kernels, want the weight as it is.
+        self._multiplies_bfloat16 = (
+            options.dtype == torch.bfloat16 and torch_linear.multiplies_bfloat16() and not self.has_bf16_dot
+        )
+        if options.bf16_prefill and not options.deterministic:
+            self.uniform_prefill_min_tokens = attention_bindings.FEWEST_ROUNDED if self.has_bf16_dot else 2
+        self._matrix_unit = MatrixUnit(self._library, options)
+        if options.dtype not in linear.ACTIVATION_TYPES:
+            self._most_rows = self._most_bfloat16_rows = -1
+        elif options.deterministic:
+            self._most_rows = self._most_bfloat16_rows = sys.maxsize
+        else:
+            self._most_rows = linear.LINEAR_MAX_ROWS
+            self._most_bfloat16_rows = _FEWEST_NATIVE_ROWS - 1 if self._multiplies_bfloat16 else linear.LINEAR_MAX_ROWS
+        self._ranks = None if options.ranks is None else elementwise_bindings.SharedMemoryCollectives(options.ranks)
+        self._ones: dict[int, Tensor] = {}  # weights of a norm that is not looked at, by size
+        self._places: dict[int, Tensor] = {}  # 0, 1, … by how many
+        self._most_panel_rows = sys.maxsize if options.deterministic else matmul_bindings.PANEL_MAX_ROWS
+
+    @staticmethod
+    def refusal(options: BackendOptions) -> str | None:
+        """Why these kernels cannot be bound so, or None where they can."""
+        if options.device.type != "cpu":
+            return f"the model is on {options.device}"
+        return library.unavailable_reason()
+
+    def explain(self) -> str:
+        return f"compiled CPU kernels ({self._library.isa})"
+
+    def _plain_matrix(self, rows: int, columns: int, dtype: torch.dtype) -> Tensor | PanelWeight:
+        native = dtype == torch.bfloat16 and self._multiplies_bfloat16
+        if dtype in PANEL_DTYPES and (self.deterministic or not native):
+            return PanelWeight.empty(rows, columns, dtype, self.empty)
+        return super()._plain_matrix(rows, columns, dtype)
+
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
+        if isinstance(target, PanelRows):
+            matmul_bindings.pack_panels(target, source, library=self._library)
+        else:
+            matmul_bindings.pack_blocks(target, source, library=self._library)
+
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        matmul_bindings.repack_blocks(target, source, library=self._library)
+
+    def linear(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        if isinstance(weight, StackedWeight):
+            return self._linear_stacked(x, weight, bias)
+        return self._linear_part(x, weight, bias)
+
+    def logits(self, x: Tensor, weight: Weight, bias: Tensor | None = None) -> Tensor:
+        # Rows of bfloat16 are widened rather than their products.
+        return self.linear(x if x.dtype == torch.float32 else self.scaled(x, 1.0), weight, bias)
+
+    def _linear_part(self, x: Tensor, weight: Part, bias: Tensor | None, out: Tensor | None = None) -> Tensor:
+        """out: where the result may be written, of its type; it does not have to be."""
+        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight):
+            return self._matrix_unit.linear(x, weight, bias, library=self._library, out=out)
+        if isinstance(weight, BlockWeight):
+            out = None if x.dtype != torch.float32 else out
+            if self.options.activations == "int8":
+                return matmul_bindings.linear_blocks(x, weight, bias, out=out, library=self._library)
+            most = sys.maxsize if self.deterministic else linear.LINEAR_MAX_ROWS
+            return matmul_bindings.linear_blocks_widened(
+                x, weight, bias, most_rows=most, out=out, library=self._library
+            )
+        if isinstance(weight, PanelWeight):
+            pairs = self.has_bf16_dot and x.dtype == weight.dtype == torch.bfloat16
+            if x.shape[0] > self._most_panel_rows and not pairs:
+                return matmul_bindings.linear_panels_widened(x, weight, bias, library=self._library)
+            out = None if x.dtype == torch.float16 else out
+            return matmul_bindings.linear_panels(x, weight, bias, out=out, library=self._library)
+        if x.shape[0] <= (self._most_bfloat16_rows if weight.dtype == torch.bfloat16 else self._most_rows):
+            return linear.linear_small(x, weight, bias, out=out, library=self._library)
+        return self._torch.linear(x, weight, bias)
+
+    def _linear_stacked(self, x: Tensor, weight: StackedWeight, bias: Tensor | None) -> Tensor:
+        """Each part writes its columns of the result, where it can."""
+        out = torch.empty((x.shape[0], weight.shape[0]), dtype=x.dtype)
+        for part, begin, end in weight.spans():
+            own = out[:, begin:end]
+            found = self._linear_part(x, part, None if bias is None else bias[begin:end], own)
+            if found.data_ptr() != own.data_ptr():
+                own.copy_(found)
+        return out
+
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
+        return matmul_bindings.CompiledLowRankTable(slots, matrix.columns, matrix.inner)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
+        if not isinstance(table, matmul_bindings.CompiledLowRankTable):
+            raise TypeError("the table is another backend's")
+        matmul_bindings.add_low_rank(out, x, table, rows.slots, library=self._library)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise_bindings.rms_norm(x, weight, eps, library=self._library)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return elementwise_bindings.rms_norm(x, weight, eps, residual, library=self._library)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if isinstance(weight, BlockWeight | PanelWeight) and self._matrix_unit.takes(x, weight, activation):
+            return self._matrix_unit.linear(x, weight, bias, library=self._library, activation=activation)
+        if (
+            isinstance(weight, BlockWeight)
+            and self.options.activations == "int8"
+            and matmul_bindings.fuses_gates(x, weight)
+        ):
+            return matmul_bindings.linear_blocks(x, weight, bias, activation=activation, library=self._library)
+        return super().gated_linear(x, weight, bias, activation)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return elementwise_bindings.layer_norm(x, weight, bias, eps, library=self._library)
+
+    def add(self, residual: Tensor, x: Tensor) -> None:
+        # The sum is what the norm's kernel leaves in its residual; unlike torch's addition it can be recorded.
+        ones = self._ones.get(x.shape[1])
+        if ones is None:
+            ones = self._ones[x.shape[1]] = torch.ones(x.shape[1], dtype=torch.float32)
+        elementwise_bindings.rms_norm(x, ones, 1.0, residual, library=self._library)
+
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        elementwise_bindings.rms_norm_in_place(x, weight, eps, library=self._library)
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        return (
+            None
+            if self.deterministic
+            else attention_bindings.latent_expansion_cost(pages, narrow=self._matrix_unit.takes_prompts)
+        )
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        return attention_bindings.latent_queries(q, up, rotary_dim, library=self._library)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        return attention_bindings.latent_values(attended, up, value_dim, library=self._library)
+
+    def scaled(self, x: Tensor, factor: float) -> Tensor:
+        if x.shape[0] > _MOST_SCALED_ROWS:
+            return self._torch.scaled(x.float(), factor)
+        # Gathering rows multiplies them; unlike torch's product it can be recorded.
+        places = self._places.get(x.shape[0])
+        if places is None:
+            places = self._places[x.shape[0]] = torch.arange(x.shape[0])
+        return elementwise_bindings.embed_rows(x, places, factor, library=self._library)
+
+    def sum_over_ranks(self, x: Tensor) -> None:
+        if self._ranks is not None:
+            self._ranks.all_reduce(x, library=self._library)
+
+    def gather_columns(self, part: Tensor) -> Tensor:
+        return part if self._ranks is None else self._ranks.gather_columns(part, library=self._library)
+
+    def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        unit = self._matrix_unit
+        try:
+            return matmul_bindings.CompiledExperts(
+                weights, biases, self._library, rounds_blocks=unit.takes_blocks, rounds_panels=unit.takes_panels
+            )
+        except ValueError:  # each expert's product is a call of its own then
+            return ExpertWeights(weights, biases)
+
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        return matmul_bindings.route(logits, routing, bias, scales, library=self._library)
+
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        if isinstance(experts, matmul_bindings.CompiledExperts) and not self._are_quicker_apart(experts, chosen):
+            return matmul_bindings.linear_of_experts(x, experts, chosen, library=self._library)
+        return reference.linear_of_experts(x, experts, chosen, self.linear)
+
+    def _are_quicker_apart(self, experts: matmul_bindings.CompiledExperts, chosen: Tensor) -> bool:
+        """Whether products of single experts have quicker ways than rows of all experts at once, or other ones."""
+        if experts.has_blocks:
+            return self.options.activations != "int8"
+        first, most = experts.weights[0], self._most_rows
+        if isinstance(first, PanelWeight):
+            most = self._most_panel_rows
+        elif isinstance(first, Tensor) and first.dtype == torch.bfloat16:
+            most = self._most_bfloat16_rows
+        return chosen.numel() > most * len(experts) >= 0
+
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        return matmul_bindings.sum_of_experts(x, weights, library=self._library)
+
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(table, BlockWeight):
+            if self.dtype == torch.float32:
+                return matmul_bindings.embed_blocks(table, ids, scale, library=self._library)
+            rows = matmul_bindings.embed_blocks(table, ids, library=self._library).to(self.dtype)
+            return rows if scale == 1 else rows * torch.tensor(scale, dtype=self.dtype)
+        if scale != 1 and self.dtype != torch.float32:
+            if table.dtype != self.dtype:  # rows are rounded before they are multiplied
+                return self._torch.embed(table, ids, scale)
+            scale = _rounded(scale, self.dtype)
+        return elementwise_bindings.embed_rows(table, ids, scale, dtype=self.dtype, library=self._library)
+
+    def log1p(self, counts: Tensor) -> Tensor:
+        return self._torch.log1p(counts)
+
+    def rotary_angles(self, inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        return attention_bindings.rotary_angles(inv_freq, rows, positions, library=self._library)
+
+    def buffer_filler(
+        self, rows: PersistentBuffers, inv_freq: Tensor, q_scale: Tensor, score_scale: Tensor, block_size: int
+    ) -> BufferFiller:
+        return elementwise_bindings.CompiledBufferFiller(
+            rows, inv_freq, q_scale, score_scale, block_size, library=self._library
+        )
+
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        attention_bindings.rotate_and_append(
+            *(q, k, v, cos, sin, q_scale, pages.key, pages.value, slots),
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            library=self._library,
+        )
+
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        attention_bindings.rerotate_cached_keys(
+            *(pages.key, pages.value, sources, targets, cos, sin),
+            key_scales=pages.key_scale,
+            value_scales=pages.value_scale,
+            values=values,
+            library=self._library,
+        )
+
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return attention_bindings.rotate_queries(q, rows, cos, sin, library=self._library)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        if attention_bindings.call_refusal(call):
+            return self._torch.paged_attention(q, pages, call)
+        if call.is_decode:
+            return self._decode(q, pages, call)
+        # Queries that see keys behind them are never decoded: their prompt is computed as one, by bits of its own.
+        if self.deterministic and call.causal:
+            return batched_attention.paged_attention(
+                q, pages, call, decode=self._decode, prefill=self._prefill_as_decode
+            )
+        out = attention_bindings.paged_attention_prefill(
+            q, pages, call, fewest=2, rounds=self.uniform_prefill_min_tokens > 0, library=self._library
+        )
+        singles = call.decode_part()
+        if singles is not None:
+            rows, own = singles
+            out[rows] = self._decode(own.queries(q, rows), pages, own)
+        return out
+
+    def _decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        return attention_bindings.paged_attention_decode(q, pages, call, library=self._library)
+
+    def _prefill_as_decode(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        """Each query as the last token of a sequence of its own length: the bits that decoding gives."""
+        if not call.has_ranges:
+            return self._decode(q, pages, call.as_single_tokens())
+        # Partial results of every range take memory; a row's bits are the same in any company.
+        parts = [(t, min(t + _RANGE_ROWS, call.num_tokens)) for t in range(0, call.num_tokens, _RANGE_ROWS)]
+        return torch.cat([self._decode(q, pages, call.slice_tokens(*part).as_single_tokens()) for part in parts])
+
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return elementwise_bindings.row_maxima(logits, library=self._library)
+
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
+        # Sums of a larger vocabulary are more than float64 has exactly.
+        if vocab_size > elementwise_bindings.MAX_VOCAB:
+            return self._torch.token_sampler(vocab_size)
+        return elementwise_bindings.CompiledSampler(vocab_size, self._library)
+
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        if logits.shape[1] > elementwise_bindings.MAX_VOCAB:
+            return self._torch.token_logprobs(logits, rows, targets, k)
+        return elementwise_bindings.token_logprobs(logits, rows, targets, k, library=self._library)
+
+    @property
+    def recording_refusal(self) -> str | None:
+        return None
+
+    def recorder(self, capacity: int) -> Recorder:
+        return _CpuRecorder(self, Arena(capacity))
+
+    @contextmanager
+    def record(self, arena: Arena) -> Iterator[call_recording.CompiledRecording]:
+        """Record what this backend is asked to do; see `Recorder.record`."""
+        ordinary = self._library
+        with call_recording.record(ordinary, arena) as (recorded, self._library):
+            try:
+                yield recorded
+            finally:
+                self._library = ordinary
+
+
+class _CpuRecorder(Recorder):
+    """Recordings of one backend in one arena."""
+
+    def __init__(self, backend: CompiledBackend, arena: Arena) -> None:
+        self._backend, self._arena = backend, arena
+
+    @contextmanager
+    def record(self) -> Iterator[call_recording.CompiledRecording]:
+        with self._backend.record(self._arena) as recorded:
+            yield recorded

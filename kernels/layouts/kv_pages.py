@@ -1,0 +1,239 @@
+"""KV pages: the paged key and value tensors of one layer, in floats or int8 codes.
+
+Int8 codes of heads are stored as byte dot products read them, four at a time. Keys: [num_blocks, Hkv, P / 16, ceil(D / 4), 16, 4];
+64 bytes hold four dims (a quad) of 16 tokens. Dims past D are zeros. Values: [num_blocks, Hkv, P / 4, Dv, 4]. Scales of both:
+float32 [num_blocks, Hkv, P]. P is a multiple of 16. Everything that one head of one block holds is contiguous.
+
+Int8 codes of latent rows (MLA) are stored token by token with a scale for each 32 numbers: codes [num_blocks, P, Hkv, D], scales
+float32 [num_blocks, P, Hkv, ceil(D / 32)].
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+PANEL_TOKENS = 16  # tokens side by side in a page's keys; block sizes are multiples of it
+
+QUAD = 4  # codes that one product of bytes adds up
+
+
+def key_shape(num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
+    """Of the key codes. Raises ValueError for a block size that is no multiple of 16."""
+    _check_block_size(block_size)
+    return num_blocks, kv_heads, block_size // PANEL_TOKENS, padded_dim(dim) // QUAD, PANEL_TOKENS, QUAD
+
+
+def value_shape(num_blocks: int, block_size: int, kv_heads: int, dim: int) -> tuple[int, ...]:
+    """Of the value codes. Raises ValueError for a block size that is no multiple of 16."""
+    _check_block_size(block_size)
+    return num_blocks, kv_heads, block_size // QUAD, dim, QUAD
+
+
+def padded_dim(dim: int) -> int:
+    """The codes that a key of `dim` dims takes."""
+    return -(-dim // QUAD) * QUAD
+
+
+def pack_keys(rows: Tensor) -> Tensor:
+    """Key codes of rows int8 [num_blocks, P, Hkv, D]."""
+    blocks, size, heads, dim = rows.shape
+    shape = key_shape(blocks, size, heads, dim)
+    padded = F.pad(rows, (0, padded_dim(dim) - dim))
+    return padded.view(blocks, shape[2], PANEL_TOKENS, heads, shape[3], QUAD).permute(0, 3, 1, 4, 2, 5).contiguous()
+
+
+def pack_values(rows: Tensor) -> Tensor:
+    """Value codes of rows int8 [num_blocks, P, Hkv, Dv]."""
+    blocks, size, heads, dim = rows.shape
+    quads = value_shape(blocks, size, heads, dim)[2]
+    return rows.view(blocks, quads, QUAD, heads, dim).permute(0, 3, 1, 4, 2).contiguous()
+
+
+def key_rows(keys: Tensor) -> Tensor:
+    """Rows of key codes, padding included: [num_blocks, P, Hkv, 4 * ceil(D / 4)]."""
+    blocks, heads, panels, quads, _, _ = keys.shape
+    return keys.permute(0, 2, 4, 1, 3, 5).reshape(blocks, panels * PANEL_TOKENS, heads, quads * QUAD)
+
+
+def value_rows(values: Tensor) -> Tensor:
+    """Rows of value codes: [num_blocks, P, Hkv, Dv]."""
+    blocks, heads, quads, dim, _ = values.shape
+    return values.permute(0, 2, 4, 1, 3).reshape(blocks, quads * QUAD, heads, dim)
+
+
+def take_keys(keys: Tensor, slots: Tensor) -> Tensor:
+    """Key codes of some slots, padding included: [N, Hkv, 4 * ceil(D / 4)]. slots: [N] int64, block * P + token."""
+    return keys[_key_place(keys, slots)].flatten(2)
+
+
+def put_keys(keys: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows int8 [N, Hkv, D] to the slots, distinct, and zeros to their padding."""
+    count, heads, dim = rows.shape
+    padded = F.pad(rows, (0, keys.shape[3] * QUAD - dim))
+    keys[_key_place(keys, slots)] = padded.view(count, heads, keys.shape[3], QUAD)
+
+
+def take_values(values: Tensor, slots: Tensor) -> Tensor:
+    """Value codes of some slots: [N, Hkv, Dv]."""
+    return values[_value_place(values, slots)]
+
+
+def put_values(values: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write rows int8 [N, Hkv, Dv] to the slots, distinct."""
+    values[_value_place(values, slots)] = rows
+
+
+def take_scales(scales: Tensor, slots: Tensor) -> Tensor:
+    """Scales of some slots, [N, Hkv]."""
+    return scales[_scale_place(scales, slots)]
+
+
+def put_scales(scales: Tensor, slots: Tensor, rows: Tensor) -> None:
+    """Write scales float32 [N, Hkv] to the slots, distinct."""
+    scales[_scale_place(scales, slots)] = rows
+
+
+_Place = tuple[Tensor | slice, ...]
+
+
+def _key_place(keys: Tensor, slots: Tensor) -> _Place:
+    panels, every = slots // PANEL_TOKENS, slice(None)
+    return panels // keys.shape[2], every, panels % keys.shape[2], every, slots % PANEL_TOKENS
+
+
+def _value_place(values: Tensor, slots: Tensor) -> _Place:
+    quads, every = slots // QUAD, slice(None)
+    return quads // values.shape[2], every, quads % values.shape[2], every, slots % QUAD
+
+
+def _scale_place(scales: Tensor, slots: Tensor) -> _Place:
+    return slots // scales.shape[2], slice(None), slots % scales.shape[2]
+
+
+def _check_block_size(block_size: int) -> None:
+    if block_size < PANEL_TOKENS or block_size % PANEL_TOKENS:
+        raise ValueError(f"blocks of int8 codes hold a multiple of {PANEL_TOKENS} tokens, not {block_size}")
+
+
+GROUP = 32
+
+
+def num_groups(dim: int) -> int:
+    """The scales of a row of `dim` numbers."""
+    return -(-dim // GROUP)
+
+
+def widened(codes: Tensor, scales: Tensor) -> Tensor:
+    """What codes [..., D] and their scales [..., ceil(D / 32)] mean, float32 [..., D]."""
+    return codes.to(torch.float32) * scales.repeat_interleave(GROUP, dim=-1)[..., : codes.shape[-1]]
+
+
+@dataclass(frozen=True, slots=True)
+class KVPages:
+    """Pages of one layer. Keys are stored rotated at their absolute position, at unit scale.
+
+    Floats: key [num_blocks, P, Hkv, D], value [num_blocks, P, Hkv, Dv]; same dtype and device, contiguous. int8 pages
+    hold codes in -127 .. 127 in the order of `int8_layout`; key_scale and value_scale, [num_blocks, Hkv, P] float32, say
+    what one step of a code is worth. int8 pages without values (Dv is 0: latent attention) hold rows as `int8_rows` has them,
+    with key_scale [num_blocks, P, Hkv, groups]. Token t of block b is slot b * P + t either way.
+    """
+
+    key: Tensor
+    value: Tensor
+    key_scale: Tensor | None = None
+    value_scale: Tensor | None = None
+
+    @classmethod
+    def of_codes(cls, keys: Tensor, key_scale: Tensor, values: Tensor, value_scale: Tensor) -> KVPages:
+        """int8 pages that hold these rows: keys [num_blocks, P, Hkv, D], values [num_blocks, P, Hkv, Dv], int8, and
+        their scales [num_blocks, P, Hkv] float32. Raises ValueError for a P that is no multiple of 16."""
+        return cls(
+            pack_keys(keys),
+            pack_values(values),
+            key_scale.transpose(1, 2).contiguous(),
+            value_scale.transpose(1, 2).contiguous(),
+        )
+
+    @property
+    def in_panels(self) -> bool:
+        """Whether these are codes in the order of `int8_layout`."""
+        return self.key.dim() == 6
+
+    @property
+    def has_rows_of_codes(self) -> bool:
+        """Whether these are codes as `int8_rows` has them."""
+        return self.key_scale is not None and not self.in_panels
+
+    @property
+    def block_size(self) -> int:
+        return self.key_scale.shape[2] if self.key_scale is not None and self.in_panels else self.key.shape[1]
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.key.shape[1] if self.in_panels else self.key.shape[2]
+
+    @property
+    def num_slots(self) -> int:
+        return self.key.shape[0] * self.block_size
+
+    @property
+    def with_keys_as_values(self) -> KVPages:
+        """Pages that hold no values (Dv is 0), as attention reads them whose values are the keys themselves."""
+        return KVPages(self.key, self.key, self.key_scale, self.key_scale)
+
+    @property
+    def value_dim(self) -> int:
+        return self.value.shape[3]
+
+    @property
+    def scales(self) -> dict[str, Tensor | None]:
+        """The scales, by the names under which the compiled kernels take them."""
+        return {"key_scales": self.key_scale, "value_scales": self.value_scale}
+
+    def keys_of(self, blocks: Tensor, dim: int) -> Tensor:
+        """Keys of some blocks, float32 [N, P, Hkv, dim]. blocks: [N], not negative. dim: D, which codes do not tell."""
+        pages = self.key.index_select(0, blocks)
+        if self.key_scale is None:
+            return pages.to(torch.float32)
+        if not self.in_panels:
+            return widened(pages, self.key_scale.index_select(0, blocks))
+        return _widened(key_rows(pages)[..., :dim], self.key_scale, blocks)
+
+    def values_of(self, blocks: Tensor) -> Tensor:
+        """Values of some blocks, float32 [N, P, Hkv, Dv]. blocks: [N], not negative."""
+        pages = self.value.index_select(0, blocks)
+        if self.value_scale is None:
+            return pages.to(torch.float32)
+        if not self.in_panels:
+            return widened(pages, self.value_scale.index_select(0, blocks))
+        return _widened(value_rows(pages), self.value_scale, blocks)
+
+
+def page_tensor_shapes(
+    num_blocks: int, block_size: int, kv_heads: int, dim: int, value_dim: int, dtype: torch.dtype
+) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    """Shapes and types of the tensors of `KVPages`, in their order. value_dim 0: of pages that hold no values.
+
+    Raises ValueError for int8 pages with values whose block size is no multiple of 16.
+    """
+    size = num_blocks, block_size, kv_heads
+    rows: list[tuple[tuple[int, ...], torch.dtype]] = [((*size, dim), dtype), ((*size, value_dim), dtype)]
+    if dtype != torch.int8:
+        return rows
+    if not value_dim:
+        return [*rows, *(((*size, num_groups(d)), torch.float32) for d in (dim, 0))]
+    scales = (num_blocks, kv_heads, block_size), torch.float32
+    return [
+        (key_shape(*size, dim), dtype),
+        (value_shape(*size, value_dim), dtype),
+        scales,
+        scales,
+    ]
+
+
+def _widened(rows: Tensor, scale: Tensor, blocks: Tensor) -> Tensor:
+    return rows.to(torch.float32) * scale.index_select(0, blocks).transpose(1, 2)[..., None]

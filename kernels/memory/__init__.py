@@ -1,1 +1,0 @@
-"""Memory as a backend sees it: for weights, and what a device has."""

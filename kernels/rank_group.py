@@ -1,0 +1,62 @@
+"""Rank group: the processes that each hold a shard of one model, and the shared memory through which they exchange tensors."""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+import os
+from collections.abc import Callable
+from itertools import accumulate
+
+HEADER_BYTES = 4096  # the same as in cpu/src/ranks.h
+
+SLOT_BYTES = 256 << 10  # what a rank hands over at a time: two of each rank's stay in a core's cache
+
+MOST_RANKS = 32
+
+_LINE_BYTES = 64
+
+
+class RankEndedError(RuntimeError):
+    """Another rank of the model has ended: nothing that the ranks do together can be done any more."""
+
+
+def shared_memory_bytes(ranks: int) -> int:
+    """How large a memory file for so many ranks has to be."""
+    return HEADER_BYTES + 2 * ranks * SLOT_BYTES
+
+
+class RankGroup:
+    """What one rank has of all of them. fault: why nothing works any more, None while all is well.
+
+    number: the descriptor of a memory file of `shared_memory_bytes`, zeros at first. rank: which one this is, of `count`.
+    columns: how many columns of the model's logits each rank forms. store: the descriptor of an empty file, in which they find
+    each other where they do not meet in that memory; -1: none.
+    """
+
+    def __init__(self, number: int, rank: int, count: int, columns: tuple[int, ...], store: int = -1) -> None:
+        if not 0 <= rank < count <= MOST_RANKS or len(columns) != count:
+            raise ValueError(f"rank {rank} of {count}, of at most {MOST_RANKS}, with columns of {len(columns)}")
+        self.rank, self.count, self.store = rank, count, store
+        self.bounds = (0, *accumulate(columns))
+        self.fault: str | None = None
+        self._on_end: Callable[[], object] | None = None
+        self._map = mmap.mmap(os.dup(number), shared_memory_bytes(count))
+        self._first = ctypes.c_char.from_buffer(self._map)
+
+    @property
+    def address(self) -> int:
+        return ctypes.addressof(self._first)
+
+    def end(self, reason: str) -> None:
+        """Have every rank fail that waits for others, now and from now on. Any thread may call it."""
+        first, self.fault = self.fault is None, self.fault or reason
+        self._map[self.count * _LINE_BYTES] = 1
+        if first and self._on_end is not None:
+            self._on_end()
+
+    def on_end(self, callback: Callable[[], object]) -> None:
+        """Have this called once by the thread that ends them, so that nobody waits elsewhere either."""
+        self._on_end = callback
+        if self.fault is not None:
+            callback()

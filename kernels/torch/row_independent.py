@@ -1,0 +1,210 @@
+"""Row-independent operations in plain torch: each row is computed alone, so its bits do not depend on the batch.
+
+Torch's results differ by shape: products by row count, sums by how they are split, elementary functions between a vector's body and
+its tail. Here each row is computed from a fresh buffer (constant alignment) with shapes that depend on its own sequence only.
+Additions, products and casts round correctly in any shape and may take all rows at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall
+from windlass.kernels.backend import Routed, Routing
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.layouts.weight_layouts import BlockWeight
+from windlass.kernels.torch import batched_attention, reference
+from windlass.kernels.torch import linear as blocks
+from windlass.kernels.torch.reference import head_products, key_matrices, rms_norm_in_place
+
+_PANEL_BYTES = 8 << 20
+
+
+def _rows(x: Tensor) -> list[Tensor]:
+    """Copies of the rows, each [1, ...] in a buffer of its own."""
+    return [x[t : t + 1].clone(memory_format=torch.contiguous_format) for t in range(x.shape[0])]
+
+
+def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+    """See `Backend.linear`. On a CPU the product is float32, a narrower weight widened in panels of 8 MiB."""
+    columns, inner = weight.shape
+    compute = torch.float32 if x.is_cpu else x.dtype
+    rows = _rows(x.to(compute))
+    out = torch.empty(len(rows), columns, dtype=compute, device=x.device)
+    step = columns if weight.dtype == compute else max(64, _PANEL_BYTES // (4 * max(inner, 1)))
+    for begin in range(0, columns, max(step, 1)):
+        panel = weight[begin : begin + step].to(compute)
+        for t, row in enumerate(rows):
+            out[t, begin : begin + step] = F.linear(row, panel)[0]
+    if bias is not None:
+        out += bias
+    return out.to(x.dtype)
+
+
+def linear_blocks_widened(x: Tensor, weight: BlockWeight, bias: Tensor | None = None) -> Tensor:
+    """See `blocks.linear_blocks_widened`."""
+    wide = x.float()
+    out = torch.empty(x.shape[0], weight.rows, dtype=torch.float32, device=x.device)
+    for rows, numbers in blocks.widened_block_rows(weight):
+        out[:, rows] = linear(wide, numbers)
+    if bias is not None:
+        out += bias.float()
+    return out.to(x.dtype)
+
+
+def rms_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """See `reference.rms_norm`."""
+    rows = _rows(x.reshape(-1, x.shape[-1]))
+    return torch.cat([reference.rms_norm(row, weight, eps) for row in rows]).view(x.shape) if rows else x.clone()
+
+
+def gated_activation(gate_up: Tensor, activation: str) -> Tensor:
+    """See `reference.gated_activation`."""
+    rows = _rows(gate_up) or [gate_up]
+    return torch.cat([reference.gated_activation(row, activation) for row in rows])
+
+
+def clamped_glu(gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+    """See `reference.clamped_glu`."""
+    return torch.cat([reference.clamped_glu(row, alpha, limit) for row in _rows(gate_up) or [gate_up]])
+
+
+def layer_norm(x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+    """See `reference.layer_norm`."""
+    return torch.cat([reference.layer_norm(row, weight, bias, eps) for row in _rows(x) or [x]])
+
+
+def activated(x: Tensor, activation: str) -> Tensor:
+    """See `reference.activated`."""
+    return torch.cat([reference.activated(row, activation) for row in _rows(x) or [x]])
+
+
+def xielu(x: Tensor, *numbers: Tensor) -> Tensor:
+    """See `reference.xielu`."""
+    return torch.cat([reference.xielu(row, *numbers) for row in _rows(x) or [x]])
+
+
+def soft_cap(x: Tensor, cap: float) -> Tensor:
+    """See `reference.soft_cap`."""
+    return torch.cat([reference.soft_cap(row, cap) for row in _rows(x) or [x]])
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+    """See `routed.route`."""
+    found = [reference.route(row, routing, bias, scales) for row in _rows(logits) or [logits]]
+    return Routed(torch.cat([one.chosen for one in found]), torch.cat([one.weights for one in found]))
+
+
+def paged_attention(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """See `reference.paged_attention`."""
+    if call.has_ranges:
+        return _attend_ranges(q, pages, call)
+    out = q.new_empty(q.shape[0], q.shape[1], pages.value_dim)
+    query = _rows(call.scaled(q))
+    for rows, length, own in call.sequences():
+        index = torch.arange(length - own.num_tokens, length, device=q.device)
+        first, end = call.visible(index, length)
+        for i, t in enumerate(range(rows.start, rows.stop)):
+            out[t] = batched_attention.attend_rows(query[t], pages, own, first[i : i + 1], end[i : i + 1])[0]
+    return out
+
+
+def _attend_ranges(q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+    """Token by token, the versions that one meets its keys in taken together in a fresh buffer."""
+    out = q.new_empty(call.num_tokens, q.shape[1], pages.value_dim)
+    for rows, length, own in call.sequences():
+        for i, t in enumerate(range(rows.start, rows.stop)):
+            one = own.slice_tokens(i, i + 1)
+            assert one.ranges is not None
+            named = one.ranges.rows
+            if int(named.max()) >= q.shape[0]:
+                raise IndexError(
+                    f"ranges of a sequence of {length} keys name a row that q lacks, which has {q.shape[0]} rows"
+                )
+            versions = q[named[0].clamp(min=0)]  # [R, Hq, D]
+            places = torch.where(named < 0, named, torch.arange(len(versions), device=q.device))
+            one = replace(one, ranges=replace(one.ranges, rows=places))
+            out[t] = reference.paged_attention(versions, pages, one)[0]
+    return out
+
+
+def rotary_angles(inv_freq: Tensor, rows: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+    """See `reference.rotary_angles`: the same to rounding, from operations that round correctly and nothing else.
+
+    Cody and Waite's reduction by pi/2 in three parts, whose products with a count below 2^31 are exact, and the
+    polynomials of FreeBSD's k_cos.c and k_sin.c.
+    """
+    angles = inv_freq.index_select(1, rows)  # [G, T, d/2], a fresh tensor
+    angles.mul_(positions.unsqueeze(-1))
+    turns = (angles * _TWO_OVER_PI).round_()
+    for part in _HALF_PI:
+        angles.sub_(turns * part)
+    square = angles * angles
+    sine, cosine = torch.full_like(angles, _SINE[0]), torch.full_like(angles, _COSINE[0])
+    for s, c in zip(_SINE[1:], _COSINE[1:], strict=True):
+        sine.mul_(square).add_(s)
+        cosine.mul_(square).add_(c)
+    sine.mul_(square).mul_(angles).add_(angles)
+    cosine.mul_(square).mul_(square).add_(1.0 - square * 0.5)
+    quarter = turns.remainder_(4.0)
+    swapped = (quarter == 1.0) | (quarter == 3.0)
+    cos = torch.where(swapped, sine, cosine)
+    sin = torch.where(swapped, cosine, sine)
+    cos = torch.where((quarter == 1.0) | (quarter == 2.0), -cos, cos)
+    sin = torch.where(quarter >= 2.0, -sin, sin)
+    return cos.float(), sin.float()
+
+
+_TWO_OVER_PI = float.fromhex("0x1.45f306dc9c883p-1")
+
+_HALF_PI = tuple(float.fromhex(part) for part in ("0x1.921fbp+0", "0x1.5110bp-22", "0x1.18469898cc517p-44"))
+
+_SINE = (
+    1.58969099521155010221e-10,
+    -2.50507602534068634195e-08,
+    2.75573137070700676789e-06,
+    -1.98412698298579493134e-04,
+    8.33333333332248946124e-03,
+    -1.66666666666666324348e-01,
+)
+
+_COSINE = (
+    -1.13596475577881948265e-11,
+    2.08757232129817482790e-09,
+    -2.75573143513906633035e-07,
+    2.48015872894767294178e-05,
+    -1.38888888888741095749e-03,
+    4.16666666666666019037e-02,
+)
+
+
+def rms_norm_in_place_by_row(x: Tensor, weight: Tensor, eps: float) -> None:
+    """The same, its rows independent."""
+    for t in range(x.shape[0]):
+        row = x[t : t + 1].clone(memory_format=torch.contiguous_format)
+        rms_norm_in_place(row, weight, eps)
+        x[t] = row[0]
+
+
+def latent_queries_by_row(q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+    """The same, its rows independent."""
+    rotated, plain = q[..., :rotary_dim], q[..., rotary_dim:]
+    return torch.cat((rotated, _head_products_by_row(plain, key_matrices(up, q, rotary_dim))), dim=-1)
+
+
+def latent_values_by_row(attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+    """The same, its rows independent."""
+    return _head_products_by_row(attended, up[:, up.shape[1] - value_dim :].transpose(1, 2)).flatten(1)
+
+
+def _head_products_by_row(x: Tensor, matrices: Tensor) -> Tensor:
+    """See `head_products`."""
+    wide = matrices.to(torch.float32 if x.is_cpu else x.dtype)
+    out = x.new_empty(x.shape[0], x.shape[1], matrices.shape[2])
+    for t in range(x.shape[0]):
+        out[t] = head_products(x[t : t + 1].clone(memory_format=torch.contiguous_format), wide)[0]
+    return out

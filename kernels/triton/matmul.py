@@ -1,0 +1,543 @@
+"""Matrix products in Triton: quantized blocks, batch-independent plain products, per-head and per-expert products.
+
+Only the compute dtype rounds. A kernel computes one tile, summing over K in a fixed order, so a row's bits follow from the row, the
+weight and the tile sizes.
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.layouts.weight_layouts import BlockWeight, ExpertWeights, StackedWeight
+from windlass.kernels.torch.reference import rounded
+from windlass.kernels.triton.launch import dot_type, launch, power_of_two, strided, wait_for_predecessor
+from windlass.kernels.triton.moe_routing import by_expert
+
+
+@triton.jit
+def block_numbers(
+    codes,
+    scales,
+    supers,
+    row,
+    column,
+    ok,
+    groups,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUPS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    OFFSET: tl.constexpr,
+):
+    """What rows and columns of a weight in blocks mean, float32; see `layouts.blocks`. They broadcast; `ok`: which there are."""
+    PARTS: tl.constexpr = 2 if MINIMUM else 1
+    LINES: tl.constexpr = GROUP * BITS // 32
+    panel = row // 16
+    lane = row % 16
+    group = column // GROUP
+    quad = column % GROUP // 4
+    at_group = panel.to(tl.int64) * groups + group
+    line = codes + (at_group * LINES * 16 + lane) * 4 + column % 4
+    if BITS == 8:
+        code = tl.load(line + quad * 64, mask=ok, other=0).to(tl.int8, bitcast=True).to(tl.float32)
+    else:
+        packed = tl.load(line + quad // 2 * 64, mask=ok, other=0).to(tl.int32)
+        whole = (packed >> (quad % 2 * 4)) & 15
+        if BITS > 4:
+            WIDTH: tl.constexpr = BITS - 4
+            EACH: tl.constexpr = 8 // WIDTH
+            upper = tl.load(line + (GROUP // 8 + quad // EACH) * 64, mask=ok, other=0).to(tl.int32)
+            whole = whole | (((upper >> (quad % EACH * WIDTH)) & ((1 << WIDTH) - 1)) << 4)
+        code = whole.to(tl.float32)
+    at_scale = at_group * PARTS * 16 + lane
+    scale = tl.load(scales + at_scale, mask=ok, other=0).to(tl.float32)
+    if SUPER_GROUPS > 0:
+        supers_of_row = (groups + SUPER_GROUPS - 1) // SUPER_GROUPS
+        at_super = (panel.to(tl.int64) * supers_of_row + group // SUPER_GROUPS) * PARTS * 16 + lane
+        scale = scale * tl.load(supers + at_super, mask=ok, other=0).to(tl.float32)
+    numbers = scale * (code - OFFSET)
+    if MINIMUM:
+        least = tl.load(scales + at_scale + 16, mask=ok, other=0).to(tl.float32)
+        if SUPER_GROUPS > 0:
+            least = -(least * tl.load(supers + at_super + 16, mask=ok, other=0).to(tl.float32))
+        numbers = numbers + least
+    return numbers
+
+
+@triton.jit
+def part_of_expert(
+    tile, ends, EXPERTS: tl.constexpr, BLOCK_E: tl.constexpr, BLOCK_M: tl.constexpr, BY_PLACE: tl.constexpr
+):
+    """Whose rows a tile has, which of all rows in order is its first, and where its expert's end: not behind it if it has none.
+
+    Every expert's rows start a tile of their own: expert e has the tiles from ends[e - 1] // BLOCK_M + e on. BY_PLACE, for fewer
+    rows than these: a tile for each row, which has rows if a part of an expert begins there. BLOCK_E: EXPERTS or more.
+    """
+    index = tl.arange(0, BLOCK_E)
+    there = index < EXPERTS
+    last = tl.load(ends + index, mask=there, other=0)
+    if not BY_PLACE:
+        last = last // BLOCK_M + index + 1
+    expert = tl.sum((there & (last <= tile)).to(tl.int32))
+    begin = tl.load(ends + expert - 1, mask=expert > 0, other=0)
+    end = tl.load(ends + expert, mask=expert < EXPERTS, other=0)
+    if BY_PLACE:
+        first = tl.where((tile - begin) % BLOCK_M == 0, tile, end)
+    else:
+        first = begin + (tile - (begin // BLOCK_M + expert)) * BLOCK_M
+    return expert, first, end
+
+
+# Rows differ from step to step: Triton would compile a program for each of 1, a multiple of 16 and anything else.
+@triton.jit(do_not_specialize=["rows"])
+def matmul_kernel(
+    x,
+    x_stride,
+    x_batch_stride,
+    out,
+    out_stride,
+    out_batch_stride,
+    weight,
+    scales,
+    supers,
+    bias,
+    weight_row_stride,
+    weight_column_stride,
+    weight_batch_stride,
+    order,
+    row_ends,
+    rows,
+    columns,
+    inner,
+    groups,
+    BATCHED: tl.constexpr,
+    GROUPED: tl.constexpr,
+    PER_ROW: tl.constexpr,
+    EXPERTS: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BY_PLACE: tl.constexpr,
+    ALIGNED: tl.constexpr,
+    BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUPS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    BIAS: tl.constexpr,
+    WEIGHT: tl.constexpr,
+    SCALE: tl.constexpr,
+    BIAS_TYPE: tl.constexpr,
+    DOT: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    ROWS_FIRST: tl.constexpr,
+):
+    """Program (tile of columns, tile of rows, batch): out[rows, columns] = x @ weight.T + bias.
+
+    GROUPED: `weight`, `scales`, `supers` and `bias` are int64 addresses by expert, `order` the places of the result in the order
+    of experts, PER_ROW how many places a row of x has. BY_PLACE: see `part_of_expert`. ALIGNED: whether 16 divides the addresses.
+    ROWS_FIRST: program (tile of rows, tile of columns, batch).
+    """
+    wait_for_predecessor()
+    tile = tl.program_id(0 if ROWS_FIRST else 1)
+    batch = tl.program_id(2).to(tl.int64)
+    if GROUPED:
+        expert, first, end = part_of_expert(tile, row_ends, EXPERTS, BLOCK_E, BLOCK_M, BY_PLACE)
+        if first >= end:
+            return
+        place = first + tl.arange(0, BLOCK_M)
+        row_ok = place < end
+        to_row = tl.load(order + place, mask=row_ok, other=0)
+        x_row = to_row // PER_ROW
+        at_weight = tl.load(weight + expert).to(tl.pointer_type(WEIGHT))
+        if ALIGNED:  # else numbers would come one by one
+            at_weight = tl.multiple_of(at_weight, 16)
+        if BLOCKS:
+            at_scales = tl.load(scales + expert).to(tl.pointer_type(SCALE))
+            if ALIGNED:
+                at_scales = tl.multiple_of(at_scales, 16)
+            at_supers = at_scales.to(tl.pointer_type(tl.float16))
+            if SUPER_GROUPS > 0:
+                at_supers = tl.load(supers + expert).to(tl.pointer_type(tl.float16))
+        if BIAS:
+            at_bias = tl.load(bias + expert).to(tl.pointer_type(BIAS_TYPE))
+    else:
+        to_row = tile.to(tl.int64) * BLOCK_M + tl.arange(0, BLOCK_M)
+        row_ok = to_row < rows
+        x_row = to_row
+        at_weight = weight
+        at_scales = scales
+        at_supers = supers
+        at_bias = bias
+        if BATCHED:
+            at_weight = weight + batch * weight_batch_stride
+    column = tl.program_id(1 if ROWS_FIRST else 0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    column_ok = column < columns
+    at_x = x + batch * x_batch_stride + x_row[:, None] * x_stride
+    total = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    for begin_k in range(0, inner, BLOCK_K):
+        k = begin_k + tl.arange(0, BLOCK_K)
+        k_ok = k < inner
+        left = tl.load(at_x + k[None, :], mask=row_ok[:, None] & k_ok[None, :], other=0.0)
+        ok = k_ok[:, None] & column_ok[None, :]
+        if BLOCKS:
+            right = block_numbers(
+                at_weight,
+                at_scales,
+                at_supers,
+                column[None, :],
+                k[:, None],
+                ok,
+                groups,
+                BITS,
+                GROUP,
+                SUPER_GROUPS,
+                MINIMUM,
+                OFFSET,
+            )
+        else:
+            at = column[None, :].to(tl.int64) * weight_row_stride + k[:, None].to(tl.int64) * weight_column_stride
+            right = tl.load(at_weight + at, mask=ok, other=0.0)
+        total = tl.dot(left.to(DOT), right.to(DOT), total, input_precision=PRECISION)
+    if BIAS:
+        total += tl.load(at_bias + column, mask=column_ok, other=0.0).to(tl.float32)[None, :]
+    at_out = out + batch * out_batch_stride + to_row[:, None] * out_stride + column[None, :]
+    tl.store(at_out, total.to(out.dtype.element_ty), mask=row_ok[:, None] & column_ok[None, :])
+
+
+@triton.jit
+def embed_blocks_kernel(
+    ids,
+    codes,
+    scales,
+    supers,
+    out,
+    columns,
+    groups,
+    table_rows,
+    factor,
+    BITS: tl.constexpr,
+    GROUP: tl.constexpr,
+    SUPER_GROUPS: tl.constexpr,
+    MINIMUM: tl.constexpr,
+    OFFSET: tl.constexpr,
+    SCALED: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Program (row of the result, part of the columns): the numbers of a row of a table in blocks, NaN for a row that it lacks.
+
+    SCALED: rounded, then times the factor and rounded again.
+    """
+    wait_for_predecessor()
+    to = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    row = tl.load(ids + to)
+    there = (row >= 0) & (row < table_rows)
+    numbers = block_numbers(
+        codes,
+        scales,
+        supers,
+        row,
+        column,
+        (column < columns) & there,
+        groups,
+        BITS,
+        GROUP,
+        SUPER_GROUPS,
+        MINIMUM,
+        OFFSET,
+    )
+    kind = out.dtype.element_ty
+    found = tl.where(there, numbers, float("nan")).to(kind)
+    if SCALED:
+        found = (found.to(tl.float32) * factor).to(kind)
+    tl.store(out + to * columns + column, found, mask=column < columns)
+
+
+_TYPES = {
+    torch.float32: tl.float32,
+    torch.float16: tl.float16,
+    torch.bfloat16: tl.bfloat16,
+    torch.uint8: tl.uint8,
+    torch.int8: tl.int8,
+}
+
+_MOST_BEHIND = 65535  # programs that a device counts in any but the first direction
+
+_MANY_ROWS = 256  # from which on numbers made of blocks are for twice as many of them
+
+
+class Tile(NamedTuple):
+    """Sizes of a program: its part of the result, what it takes of rows at once, its warps, and parts on their way."""
+
+    rows: int
+    columns: int
+    inner: int
+    warps: int
+    stages: int
+
+    @property
+    def shared_memory(self) -> int:
+        """Of numbers of 16 bits."""
+        return (self.rows + self.columns) * self.inner * 2 * self.stages
+
+
+def linear(x: Tensor, weight: Tensor | BlockWeight, bias: Tensor | None = None, *, fixed: bool = False) -> Tensor:
+    """x @ weight.T + bias. x: [T, K]; returns [T, N] in x's dtype. fixed: tiles of one size, however many rows there are."""
+    x = strided(x)
+    out = x.new_empty(x.shape[0], weight.shape[0])
+    operands = _Operands.of(weight)
+    _launch(x, (x.stride(0), 0), out, (out.stride(0), 0), operands, bias, x.shape[0], *weight.shape, fixed=fixed)
+    return out
+
+
+def by_head(x: Tensor, matrices: Tensor, *, fixed: bool = False) -> Tensor:
+    """x: [T, H, K], matrices: [H, K, N] with any strides. Returns [T, H, N] in x's dtype."""
+    x = strided(x)
+    heads, inner, columns = matrices.shape
+    out = x.new_empty(x.shape[0], heads, columns)
+    operands = _Operands(matrices, None, None, (matrices.stride(2), matrices.stride(1), matrices.stride(0)), None)
+    _launch(
+        x,
+        (x.stride(0), x.stride(1)),
+        out,
+        (out.stride(0), out.stride(1)),
+        operands,
+        None,
+        x.shape[0],
+        columns,
+        inner,
+        fixed=fixed,
+        batches=heads,
+    )
+    return out
+
+
+@dataclass(frozen=True, slots=True)
+class _Operands:
+    """A weight as its program takes it: tensors, or addresses of them; strides of a row, a column and a batch."""
+
+    weight: Tensor
+    scales: Tensor | None
+    supers: Tensor | None
+    strides: tuple[int, int, int]
+    example: BlockWeight | None
+    weight_type: torch.dtype | None = None  # where addresses do not tell
+    aligned: bool = True  # whether 16 divides addresses
+
+    @classmethod
+    def of(cls, weight: Tensor | BlockWeight) -> "_Operands":
+        if isinstance(weight, BlockWeight):
+            return cls(weight.codes, weight.scales, weight.supers, (0, 0, 0), weight)
+        return cls(weight, None, None, (weight.stride(0), weight.stride(1), 0), None)
+
+    @classmethod
+    def of_experts(cls, weights: Sequence[Any]) -> "_Operands":
+        first = weights[0]
+        if isinstance(first, BlockWeight):
+            supers = None if first.supers is None else _addresses([weight.supers for weight in weights])
+            scales = _addresses([weight.scales for weight in weights])
+            aligned = _are_aligned([part for w in weights for part in (w.codes, w.scales)])
+            return cls(_addresses([w.codes for w in weights]), scales, supers, (0, 0, 0), first, torch.uint8, aligned)
+        strides = first.stride(0), first.stride(1), 0
+        return cls(_addresses(weights), None, None, strides, None, first.dtype, _are_aligned(weights))
+
+
+@dataclass(frozen=True, slots=True)
+class _ExpertPart:
+    """Rows first .. first + columns of every expert's weight, with a table of where each lies. biases: the same of these."""
+
+    first: int
+    columns: int
+    operands: _Operands
+    biases: Tensor | None
+
+
+class PointerTableExperts(ExpertWeights):
+    """Experts with tables of where each lies. parts: none where their weights are not of one kind."""
+
+    def __init__(self, weights: Sequence[Any], biases: Sequence[Tensor] | None = None) -> None:
+        super().__init__(weights, biases)
+        self.parts: tuple[_ExpertPart, ...] = ()
+        spans = [
+            weight.spans() if isinstance(weight, StackedWeight) else [(weight, 0, self.columns)] for weight in weights
+        ]
+        one_type = self.biases is None or len({bias.dtype for bias in self.biases}) == 1
+        if one_type and len({tuple(span[1:] for span in own) for own in spans}) == 1:
+            parts = [self._part([own[place] for own in spans]) for place in range(len(spans[0]))]
+            self.parts = tuple([part for part in parts if part is not None])
+            if len(self.parts) < len(parts):
+                self.parts = ()
+
+    def _part(self, spans: Sequence[tuple[Any, int, int]]) -> _ExpertPart | None:
+        """Of the same rows of every expert; None where they are of several kinds."""
+        weights, (_, first, end) = [weight for weight, _, _ in spans], spans[0]
+        if len({_kind_of(weight) for weight in weights}) > 1 or _kind_of(weights[0]) is None:
+            return None
+        biases = None if self.biases is None else _addresses([bias[first:end] for bias in self.biases])
+        return _ExpertPart(first, end - first, _Operands.of_experts(weights), biases)
+
+
+def _kind_of(weight: Any) -> Any:
+    if isinstance(weight, Tensor):
+        return weight.dtype, weight.stride()
+    return weight.form if isinstance(weight, BlockWeight) else None
+
+
+def linear_of_experts(x: Tensor, experts: PointerTableExperts, chosen: Tensor, *, fixed: bool = False) -> Tensor:
+    """See `Backend.linear_of_experts`, for experts that have tables."""
+    if not experts.parts:
+        raise ValueError("experts of several kinds have no tables")
+    x = strided(x)
+    places = chosen.numel()
+    whole = x.new_empty(places, experts.columns)
+    order, ends = by_expert(chosen, len(experts))
+    for part in experts.parts:
+        out = whole[:, part.first : part.first + part.columns]
+        _launch(
+            x,
+            (x.stride(0), 0),
+            out,
+            (out.stride(0), 0),
+            part.operands,
+            part.biases,
+            places,
+            part.columns,
+            experts.inner,
+            fixed=fixed,
+            experts=len(experts),
+            order=order,
+            ends=ends,
+            per_row=places // max(x.shape[0], 1),
+            bias_type=None if experts.biases is None else experts.biases[0].dtype,
+        )
+    return whole
+
+
+def embed(table: BlockWeight, ids: Tensor, dtype: torch.dtype, scale: float) -> Tensor:
+    """See `Backend.embed`; an id that the table lacks gives NaN."""
+    out = torch.empty(ids.shape[0], table.columns, dtype=dtype, device=table.device)
+    block = min(1024, power_of_two(table.columns))
+    launch(
+        embed_blocks_kernel,
+        (ids.shape[0], -(-table.columns // block)),
+        out,
+        ids.contiguous(),
+        table.codes,
+        table.scales,
+        table.supers,
+        out,
+        table.columns,
+        table.codes.shape[1],
+        table.rows,
+        rounded(scale, dtype),
+        **_form_sizes(table),
+        SCALED=scale != 1,
+        BLOCK=block,
+    )
+    return out
+
+
+def _form_sizes(weight: BlockWeight | None) -> dict[str, Any]:
+    form = None if weight is None else weight.form
+    return {
+        "BITS": form.bits if form else 0,
+        "GROUP": form.group if form else 32,
+        "SUPER_GROUPS": form.super_groups if form else 0,
+        "MINIMUM": bool(form and form.minimum),
+        "OFFSET": float(form.offset) if form else 0.0,
+    }
+
+
+def _addresses(tensors: Sequence[Any]) -> Tensor:
+    return torch.tensor([tensor.data_ptr() for tensor in tensors], dtype=torch.int64, device=tensors[0].device)
+
+
+def _are_aligned(tensors: Sequence[Any]) -> bool:
+    return all(tensor.data_ptr() % 16 == 0 for tensor in tensors)
+
+
+def _launch(
+    x: Tensor,
+    x_strides: tuple[int, int],
+    out: Tensor,
+    out_strides: tuple[int, int],
+    operands: _Operands,
+    bias: Tensor | None,
+    rows: int,
+    columns: int,
+    inner: int,
+    *,
+    fixed: bool,
+    batches: int = 1,
+    experts: int = 0,
+    order: Tensor | None = None,
+    ends: Tensor | None = None,
+    per_row: int = 1,
+    bias_type: torch.dtype | None = None,
+) -> None:
+    """fixed: see `linear`. batches: heads. experts: how many there are, 0 for a product that has none."""
+    blocks = operands.example
+    dot, precision = dot_type(x.dtype)
+    tile = _tile(1 if fixed else -(-rows // max(experts, 1)), x, blocks, experts=experts > 0)
+    tiles = -(-rows // tile.rows) if not experts else rows // tile.rows + experts
+    by_place = experts > 0 and rows < tiles
+    row_tiles, column_tiles = rows if by_place else tiles, -(-columns // tile.columns)
+    rows_first = row_tiles > _MOST_BEHIND  # else programs side by side read the same rows
+    launch(
+        matmul_kernel,
+        (row_tiles, column_tiles, batches) if rows_first else (column_tiles, row_tiles, batches),
+        x,
+        x,
+        *x_strides,
+        out,
+        *out_strides,
+        operands.weight,
+        operands.scales,
+        operands.supers,
+        bias,
+        *operands.strides,
+        order,
+        ends,
+        rows,
+        columns,
+        inner,
+        0 if blocks is None else blocks.codes.shape[1],
+        BATCHED=batches > 1,
+        GROUPED=experts > 0,
+        PER_ROW=per_row,
+        EXPERTS=experts,
+        BLOCK_E=power_of_two(experts),
+        BY_PLACE=by_place,
+        ALIGNED=operands.aligned,
+        BLOCKS=blocks is not None,
+        **_form_sizes(blocks),
+        BIAS=bias is not None,
+        WEIGHT=_TYPES[operands.weight_type or operands.weight.dtype],
+        SCALE=tl.float32 if blocks is None else _TYPES[blocks.scales.dtype],
+        BIAS_TYPE=_TYPES[bias_type or torch.float32],
+        DOT=dot,
+        PRECISION=precision,
+        BLOCK_M=tile.rows,
+        BLOCK_N=tile.columns,
+        BLOCK_K=tile.inner,
+        ROWS_FIRST=rows_first,
+        num_warps=tile.warps,
+        num_stages=tile.stages,
+    )
+
+
+def _tile(rows: int, x: Tensor, blocks: BlockWeight | None, *, experts: bool) -> Tile:
+    """rows: that meet a weight."""
+    if x.element_size() == 4:  # multiplied number by number, out of registers
+        return Tile(16 if rows <= 16 else 32, 64, 32, 4, 3)
+    if rows <= 16:
+        return Tile(16, 64, 128 if experts and blocks is None else 64, 4, 3)
+    return Tile(64, 64, 64, 4, 3) if blocks is None or rows < _MANY_ROWS else Tile(128, 64, 64, 8, 3)

@@ -1,0 +1,171 @@
+"""MoE routing in Triton: top-k experts per token, and rows sorted by expert."""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from windlass.kernels.backend import Routed, Routing
+from windlass.kernels.triton.launch import launch, power_of_two, wait_for_predecessor
+
+
+@triton.jit
+def first_largest(keys, left, place, count):
+    """The first place of the largest key among those that are left; `count` where none is."""
+    largest = tl.max(tl.where(left, keys, float("-inf")), 0)
+    return tl.min(tl.where(left & (keys == largest), place, count), 0)
+
+
+@triton.jit
+def route_kernel(
+    logits,
+    bias,
+    scales,
+    chosen,
+    weights,
+    least_sum,
+    sum_eps,
+    scale,
+    EXPERTS: tl.constexpr,
+    TOP_K: tl.constexpr,
+    SOFTMAX: tl.constexpr,
+    BIAS: tl.constexpr,
+    SCALES: tl.constexpr,
+    NORMALIZED: tl.constexpr,
+    GROUPS: tl.constexpr,
+    TOP_GROUPS: tl.constexpr,
+    TWO: tl.constexpr,
+    BLOCK_E: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+):
+    """Program (token). SOFTMAX: else scores are sigmoids. TWO: a group counts for its two largest scores, not one."""
+    wait_for_predecessor()
+    token = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, BLOCK_E)
+    there = expert < EXPERTS
+    x = tl.load(logits + token * EXPERTS + expert, mask=there, other=float("-inf"))
+    if SOFTMAX:
+        shares = tl.exp(x - tl.max(x, 0))
+        scores = shares / tl.sum(shares, 0)
+    else:
+        scores = 1.0 / (1.0 + tl.exp(-x))
+    ranked = scores
+    if BIAS:
+        ranked += tl.load(bias + expert, mask=there, other=0.0)
+    keys = tl.where(ranked != ranked, float("inf"), ranked)  # what is no number comes first, as where torch sorts
+    if GROUPS > 1:
+        group = expert // (EXPERTS // GROUPS)
+        number = tl.arange(0, BLOCK_G)
+        of_groups = tl.full([BLOCK_G], float("-inf"), tl.float32)
+        for each in range(GROUPS):
+            own = there & (group == each)
+            found = tl.max(tl.where(own, keys, float("-inf")), 0)
+            if TWO:
+                others = own & (expert != first_largest(keys, own, expert, EXPERTS))
+                found += tl.max(tl.where(others, keys, float("-inf")), 0)
+            of_groups = tl.where(number == each, found, of_groups)
+        left_groups = number < GROUPS
+        kept = expert < 0
+        for _ in range(TOP_GROUPS):
+            best = first_largest(of_groups, left_groups, number, GROUPS)
+            left_groups = left_groups & (number != best)
+            kept = kept | (group == best)
+        keys = tl.where(kept, keys, float("-inf"))
+    place = tl.arange(0, BLOCK_K)
+    taken = tl.zeros([BLOCK_K], tl.int32)
+    weight = tl.zeros([BLOCK_K], tl.float32)
+    left = there
+    for k in range(TOP_K):
+        best = tl.minimum(first_largest(keys, left, expert, EXPERTS), EXPERTS - 1)
+        left = left & (expert != best)
+        taken = tl.where(place == k, best, taken)
+        weight = tl.where(place == k, tl.sum(tl.where(expert == best, scores, 0.0), 0), weight)
+    if NORMALIZED:
+        weight = weight / tl.maximum(tl.sum(weight, 0) + sum_eps, least_sum, propagate_nan=tl.PropagateNan.ALL)
+    weight *= scale
+    if SCALES:
+        weight *= tl.load(scales + taken)
+    at = token * TOP_K + place
+    tl.store(chosen + at, taken.to(tl.int64), mask=place < TOP_K)
+    tl.store(weights + at, weight, mask=place < TOP_K)
+
+
+@triton.jit(do_not_specialize=["places"])  # it differs from step to step
+def by_expert_kernel(chosen, order, ends, places, EXPERTS: tl.constexpr, BLOCK: tl.constexpr, TILE: tl.constexpr):
+    """Program (BLOCK places, and as many experts): where places stand in the order of their experts, and how many places go to
+    these experts and those before them."""
+    wait_for_predecessor()
+    own = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    expert = tl.load(chosen + own, mask=own < places, other=EXPERTS)
+    before = tl.zeros([BLOCK], tl.int32)
+    until = tl.zeros([BLOCK], tl.int32)
+    for begin in range(0, places, TILE):
+        other = begin + tl.arange(0, TILE)
+        theirs = tl.load(chosen + other, mask=other < places, other=EXPERTS)
+        same = (theirs[None, :] == expert[:, None]) & (other[None, :] < own[:, None])
+        before += tl.sum(((theirs[None, :] < expert[:, None]) | same).to(tl.int32), 1)
+        until += tl.sum((theirs[None, :] <= own[:, None]).to(tl.int32), 1)
+    tl.store(order + before, own.to(tl.int64), mask=own < places)
+    tl.store(ends + own, until.to(tl.int64), mask=own < EXPERTS)
+
+
+_MOST_EXPERTS = 1024  # that a program has scores of
+
+_MOST_PLACES = 4096  # each is compared with each
+
+_BLOCK, _TILE = 64, 32  # places of a program, and of those that it compares them with at a time
+
+
+def takes_routing(logits: Tensor, routing: Routing) -> bool:
+    """Whether there is a program for it."""
+    return routing.scores != "sparsemixer" and logits.shape[1] <= _MOST_EXPERTS
+
+
+def route(logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None) -> Routed:
+    """See `Backend.route`; of what it `takes_routing`."""
+    tokens, experts = logits.shape
+    logits = logits.contiguous()
+    chosen = torch.empty(tokens, routing.top_k, dtype=torch.int64, device=logits.device)
+    weights = torch.empty(tokens, routing.top_k, dtype=torch.float32, device=logits.device)
+    launch(
+        route_kernel,
+        (tokens,),
+        logits,
+        logits,
+        bias,
+        scales,
+        chosen,
+        weights,
+        routing.least_sum,
+        routing.sum_eps,
+        routing.scale,
+        EXPERTS=experts,
+        TOP_K=routing.top_k,
+        SOFTMAX=routing.scores == "softmax",
+        BIAS=bias is not None,
+        SCALES=scales is not None,
+        NORMALIZED=routing.normalized,
+        GROUPS=routing.groups,
+        TOP_GROUPS=routing.top_groups,
+        TWO=routing.group_score == "two largest",
+        BLOCK_E=power_of_two(experts),
+        BLOCK_K=power_of_two(routing.top_k),
+        BLOCK_G=power_of_two(routing.groups),
+        num_warps=1 if experts <= 256 else 4,
+    )
+    return Routed(chosen, weights)
+
+
+def by_expert(chosen: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The places of `chosen` in the order of their experts, those of one as they come, [P] int64; and behind which of them each
+    expert's end, [experts] int64. chosen: int64, of any shape."""
+    flat, places = chosen.reshape(-1), chosen.numel()
+    if places > _MOST_PLACES:
+        ordered = flat.to(torch.int16).sort(stable=True)  # by radix: a quarter of what int64 takes
+        every = torch.arange(experts, dtype=torch.int16, device=chosen.device)
+        return ordered.indices, torch.searchsorted(ordered.values, every, right=True)
+    order, ends = torch.empty_like(flat), flat.new_empty(experts)
+    grid = (-(-max(places, experts) // _BLOCK),)
+    launch(by_expert_kernel, grid, flat, flat, order, ends, places, EXPERTS=experts, BLOCK=_BLOCK, TILE=_TILE)
+    return order, ends

@@ -1,0 +1,68 @@
+"""Page addressing in Triton: addresses of keys, values and scales in KV pages, and float8 and int8 conversion."""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def key_offset(
+    block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
+):
+    """The element of a key that is at an offset of a block. block: int64; all four broadcast."""
+    if CODES:
+        QUADS: tl.constexpr = (DIM + 3) // 4
+        panel = (block * HEADS + head) * (SIZE // 16) + offset // 16
+        return (panel * QUADS + dim // 4) * 64 + offset % 16 * 4 + dim % 4
+    return ((block * SIZE + offset) * HEADS + head) * DIM + dim
+
+
+@triton.jit
+def value_offset(
+    block, offset, head, dim, HEADS: tl.constexpr, SIZE: tl.constexpr, DIM: tl.constexpr, CODES: tl.constexpr
+):
+    if CODES:
+        return (((block * HEADS + head) * (SIZE // 4) + offset // 4) * DIM + dim) * 4 + offset % 4
+    return ((block * SIZE + offset) * HEADS + head) * DIM + dim
+
+
+@triton.jit
+def from_float8(code):
+    """The numbers of float8_e4m3fn, float32. uint8 in: Triton knows the type itself from compute capability 8.9 on only."""
+    # The same bits three places up are a float16 with an exponent that is 8 too small, subnormal ones too.
+    plain = (code & 0x7F).to(tl.int16)
+    number = (plain << 7).to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    number = tl.where(plain == 0x7F, float("nan"), number)
+    return tl.where(code >= 0x80, -number, number)
+
+
+@triton.jit
+def to_float8(x):
+    """float32 rounded to the nearest float8_e4m3fn, ties to even, and what is past its largest number to that; uint8."""
+    size = tl.minimum(tl.abs(x), 448.0)
+    bits = size.to(tl.int32, bitcast=True)
+    normal = ((bits + 0x7FFFF + ((bits >> 20) & 1)) >> 20) - (120 << 3)
+    small = rounded(size * 512.0).to(tl.int32)  # multiples of 2^-9 below 2^-6
+    code = tl.where(size < 0.015625, small, normal)
+    code = tl.where(x != x, 0x7F, code)
+    return (code | ((x.to(tl.int32, bitcast=True) >> 24) & 0x80)).to(tl.uint8)
+
+
+@triton.jit
+def scale_offset(block, offset, head, HEADS: tl.constexpr, SIZE: tl.constexpr):
+    return (block * HEADS + head) * SIZE + offset
+
+
+@triton.jit
+def rounded(x):
+    """To the nearest integer, ties to even, of magnitudes below 2^22."""
+    return (x + 12582912.0) - 12582912.0
+
+
+@triton.jit
+def quantized(x, largest, SMALLEST: tl.constexpr):
+    """int8 codes of x under the scale that its largest magnitude gives, and that scale; see `reference.quantize`."""
+    scale = tl.where(largest < float("inf"), tl.div_rn(largest, 127.0), float("nan"))
+    usable = scale >= SMALLEST
+    codes = rounded(tl.div_rn(x, tl.where(usable, scale, 1.0)))
+    codes = tl.where(usable, codes, 0.0).to(tl.int8)
+    return codes, tl.where(usable | (scale != scale), scale, 0.0)

@@ -1,0 +1,303 @@
+"""Triton backend for NVIDIA GPUs: Triton kernels, torch products for plain weights, and CUDA graphs.
+
+No operation of a layer waits for the device.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from windlass.kernels.attention_call import AttentionCall, LatentExpansion
+from windlass.kernels.backend import Backend, BackendOptions, Routed, Routing, StateRows, Weight
+from windlass.kernels.device_memory import CudaEvent, DeviceEvent
+from windlass.kernels.layouts.kv_pages import KVPages
+from windlass.kernels.layouts.low_rank_weights import AdapterSlots, LowRankTable, LowRankTarget
+from windlass.kernels.layouts.weight_layouts import BlockRows, BlockWeight, ExpertWeights, PanelRows, copy_rows
+from windlass.kernels.step_recording import Graphs
+from windlass.kernels.token_sampling import SamplingTensors, TokenSampler, TopLogprobs
+from windlass.kernels.torch import torch_sampler
+from windlass.kernels.torch.torch_backend import TorchBackend
+from windlass.kernels.triton import (
+    elementwise,
+    gemv,
+    grouped_gemm,
+    low_rank,
+    matmul,
+    norms,
+    prefill_attention,
+    recurrent_layers,
+    rotary_embedding,
+    triton_sampler,
+)
+from windlass.kernels.triton import moe_routing as routes
+from windlass.kernels.triton import paged_attention as attention
+from windlass.kernels.triton.launch import Device
+
+
+class CudaGraphs(Graphs):
+    """Of one device. All graphs take their memory from one pool, which is gone with the last of them."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._pool: Any = torch.cuda.graph_pool_handle()
+
+    def capture(self, work: Callable[[], None]) -> Callable[[], None]:
+        with torch.cuda.device(self._device):
+            stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+            stream.wait_stream(torch.cuda.current_stream())
+            with torch.cuda.stream(stream):
+                work()  # programs are compiled, and libraries take their memory, when they are first used
+            torch.cuda.current_stream().wait_stream(stream)
+            graph: Any = torch.cuda.CUDAGraph()
+            # Other threads may go on: none of them uses the device.
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+                work()
+        again: Callable[[], None] = graph.replay
+        return again
+
+    def submit(self, work: Callable[[], None]) -> None:
+        with torch.cuda.device(self._device):
+            work()
+
+    def sample_rows(
+        self, logits: Tensor, maxima: tuple[Tensor, Tensor], draws: SamplingTensors
+    ) -> tuple[Tensor, Tensor]:
+        return triton_sampler.sample_rows(logits, maxima, draws)
+
+    def join(self) -> None:
+        pass
+
+    def record_event(self) -> DeviceEvent:
+        with torch.cuda.device(self._device):
+            return CudaEvent()
+
+    def host_memory(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        return torch.zeros(shape, dtype=dtype, pin_memory=True)
+
+
+class TritonBackend(TorchBackend):
+    """Bound for a device that `support.refusal` accepts, or in Triton's interpreter for a CPU. host: what fills blocks before
+    they go to the device, with the bytes that plain torch makes, and sooner; None: plain torch.
+
+    Where an operation's contract has an IndexError for what lies in the device's memory, this one gives NaN: to raise, it would
+    have to wait.
+    """
+
+    def __init__(self, options: BackendOptions, host: Backend | None = None) -> None:
+        super().__init__(options)
+        self._host = host
+        self._device = Device.of(self.device)
+        if (
+            self._device.capability == prefill_attention.CAPABILITY
+            and self.dtype.itemsize == 2
+            and not self.deterministic
+        ):
+            self.workspace_bytes = prefill_attention.MOST_BYTES
+
+    def explain(self) -> str:
+        return "Triton kernels"
+
+    # Weights in blocks are made in main memory, where their numbers come from
+
+    def pack(self, target: PanelRows | BlockRows, source: Tensor) -> None:
+        if self._host is None or isinstance(target, PanelRows):
+            super().pack(target, source)
+            return
+        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
+        self._host.pack(staged.narrow(0, target.count), source)
+        copy_rows(target, staged)
+
+    def repack(self, target: BlockRows, source: Tensor) -> None:
+        if self._host is None:
+            super().repack(target, source)
+            return
+        staged = BlockWeight.empty(target.count, target.weight.columns, target.weight.form)
+        self._host.repack(staged.narrow(0, target.count), source)
+        copy_rows(target, staged)
+
+    # Products, norms, activations
+
+    def _product(self, x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
+        if self.deterministic:
+            return matmul.linear(x, weight, bias, fixed=True)
+        if gemv.takes_single_row(x, weight):
+            return gemv.linear_single_row(x, weight, bias)
+        return super()._product(x, weight, bias)
+
+    def gated_linear(self, x: Tensor, weight: Weight, bias: Tensor | None, activation: str) -> Tensor:
+        if isinstance(weight, Tensor) and not self.deterministic and gemv.takes_single_row(x, weight):
+            return gemv.linear_single_row(x, weight, bias, activation)
+        return super().gated_linear(x, weight, bias, activation)
+
+    def _blocks_product(self, x: Tensor, weight: BlockWeight, bias: Tensor | None) -> Tensor:
+        return matmul.linear(x, weight, bias, fixed=self.deterministic)
+
+    def low_rank_table(self, slots: int, matrix: LowRankTarget) -> LowRankTable:
+        return low_rank.DeviceLowRankTable(slots, matrix, self.device)
+
+    def add_low_rank(self, out: Tensor, x: Tensor, table: LowRankTable, rows: AdapterSlots) -> None:
+        if not isinstance(table, low_rank.DeviceLowRankTable):
+            raise TypeError("the table is another backend's")
+        slots = rows.on(self.device)
+        low_rank.add_low_rank(out, x, table, slots, fixed=self.deterministic, device=self._device)
+
+    def rms_norm(self, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.rms_norm(x, weight, eps)
+
+    def add_rms_norm(self, residual: Tensor, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        return norms.add_rms_norm(residual, x, weight, eps)
+
+    def layer_norm(self, x: Tensor, weight: Tensor, bias: Tensor | None, eps: float) -> Tensor:
+        return norms.layer_norm(x, weight, bias, eps)
+
+    def rms_norm_in_place(self, x: Tensor, weight: Tensor, eps: float) -> None:
+        norms.rms_norm_in_place(x, weight, eps)
+
+    def activation(self, x: Tensor, activation: str) -> Tensor:
+        return elementwise.activation(x, activation)
+
+    def gated_activation(self, gate_up: Tensor, activation: str) -> Tensor:
+        return elementwise.activation(gate_up, activation, gated=True)
+
+    def clamped_glu(self, gate_up: Tensor, alpha: float, limit: float) -> Tensor:
+        return elementwise.clamped_glu(gate_up, alpha, limit)
+
+    def gate_by_sigmoid(self, x: Tensor, gate: Tensor) -> None:
+        elementwise.gate_by_sigmoid(x, gate)
+
+    def soft_cap(self, x: Tensor, cap: float) -> Tensor:
+        return elementwise.soft_cap(x, cap)
+
+    def short_convolution(
+        self,
+        x: Tensor,
+        weight: Tensor,
+        window: Tensor,
+        rows: StateRows,
+        activation: Literal["silu"] | None = None,
+        bias: Tensor | None = None,
+    ) -> Tensor:
+        return recurrent_layers.short_convolution(x, weight, window, rows, activation, bias)
+
+    def gated_delta_rule(
+        self,
+        qkv: Tensor,
+        decay: Tensor,
+        strength: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        tiled_heads: bool = False,
+    ) -> Tensor:
+        return recurrent_layers.gated_delta_rule(
+            qkv, decay, strength, rate, bias, memory, rows, tiled_heads=tiled_heads
+        )
+
+    def state_space(
+        self,
+        mixed: Tensor,
+        step: Tensor,
+        rate: Tensor,
+        bias: Tensor,
+        skip: Tensor,
+        memory: Tensor,
+        rows: StateRows,
+        *,
+        limits: tuple[float, float] = (0.0, math.inf),
+    ) -> Tensor:
+        return recurrent_layers.state_space(mixed, step, rate, bias, skip, memory, rows, limits=limits)
+
+    def embed(self, table: Tensor | BlockWeight, ids: Tensor, scale: float = 1.0) -> Tensor:
+        if isinstance(table, BlockWeight):
+            return matmul.embed(table, ids, self.dtype, scale)
+        return super().embed(table, ids, scale)
+
+    # Experts
+
+    def experts(self, weights: Sequence[Weight], biases: Sequence[Tensor] | None = None) -> ExpertWeights:
+        return matmul.PointerTableExperts(weights, biases)
+
+    def route(
+        self, logits: Tensor, routing: Routing, bias: Tensor | None = None, scales: Tensor | None = None
+    ) -> Routed:
+        if routes.takes_routing(logits, routing):
+            return routes.route(logits, routing, bias, scales)
+        return super().route(logits, routing, bias, scales)
+
+    def linear_of_experts(self, x: Tensor, experts: ExpertWeights, chosen: Tensor) -> Tensor:
+        if not isinstance(experts, matmul.PointerTableExperts) or not experts.parts:
+            return super().linear_of_experts(x, experts, chosen)
+        if not self.deterministic and grouped_gemm.takes_grouped(x, chosen.numel(), experts):
+            return grouped_gemm.linear_of_experts(x, experts, chosen, self._device)
+        return matmul.linear_of_experts(x, experts, chosen, fixed=self.deterministic)
+
+    def feed_forward_of_experts(
+        self, x: Tensor, gate_up: ExpertWeights, down: ExpertWeights, routed: Routed, activation: str
+    ) -> Tensor:
+        if (
+            not self.deterministic
+            and isinstance(gate_up, matmul.PointerTableExperts)
+            and isinstance(down, matmul.PointerTableExperts)
+            and grouped_gemm.takes_grouped(x, routed.chosen.numel(), gate_up, down)
+        ):
+            return grouped_gemm.feed_forward_of_experts(x, gate_up, down, routed, activation, self._device)
+        return super().feed_forward_of_experts(x, gate_up, down, routed, activation)
+
+    def sum_of_experts(self, x: Tensor, weights: Tensor) -> Tensor:
+        return elementwise.sum_of_experts(x, weights)
+
+    # Rotation and attention
+
+    def rotate_and_append(
+        self, q: Tensor, k: Tensor, v: Tensor, cos: Tensor, sin: Tensor, q_scale: Tensor, pages: KVPages, slots: Tensor
+    ) -> None:
+        rotary_embedding.rotate_and_append(q, k, v, cos, sin, q_scale, pages, slots)
+
+    def rerotate_cached_keys(
+        self, pages: KVPages, sources: Tensor, targets: Tensor, cos: Tensor, sin: Tensor, *, values: bool = True
+    ) -> None:
+        rotary_embedding.rerotate_cached_keys(pages, sources, targets, cos, sin, values=values)
+
+    def rotate_queries(self, q: Tensor, rows: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+        return rotary_embedding.rotate_queries(q, rows, cos, sin)
+
+    def paged_attention(self, q: Tensor, pages: KVPages, call: AttentionCall) -> Tensor:
+        return attention.paged_attention(q, pages, call, deterministic=self.deterministic, device=self._device)
+
+    def latent_expansion(self, pages: KVPages) -> LatentExpansion | None:
+        return None  # the host does not know how long sequences are
+
+    def latent_queries(self, q: Tensor, up: Tensor, rotary_dim: int) -> Tensor:
+        plain = q.shape[2] - rotary_dim
+        found = matmul.by_head(q[..., rotary_dim:], up[:, :plain], fixed=self.deterministic)
+        return torch.cat((q[..., :rotary_dim], found), dim=-1)
+
+    def latent_values(self, attended: Tensor, up: Tensor, value_dim: int) -> Tensor:
+        matrices = up[:, up.shape[1] - value_dim :].transpose(1, 2)
+        return matmul.by_head(attended, matrices, fixed=self.deterministic).flatten(1)
+
+    # Drawing
+
+    def row_maxima(self, logits: Tensor) -> tuple[Tensor, Tensor]:
+        return triton_sampler.row_maxima(logits)
+
+    def token_logprobs(self, logits: Tensor, rows: Tensor, targets: Tensor, k: int) -> TopLogprobs:
+        return torch_sampler.token_logprobs(logits, rows, targets, k, triton_sampler.log_sums)
+
+    def token_sampler(self, vocab_size: int) -> TokenSampler:
+        return triton_sampler.TritonSampler()
+
+    def make_graph_runner(self) -> Graphs | None:
+        # With splits of one size, how many there are follows from the lengths.
+        return None if self.deterministic or self.device.type != "cuda" else CudaGraphs(self.device)
+
+    @property
+    def recording_refusal(self) -> str | None:
+        return "calls of Triton's programs are captured as graphs"

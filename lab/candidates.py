@@ -1,0 +1,363 @@
+"""Candidates: the scalings, frequency policies, windows and cuts that are measured.
+
+`Candidate` is one curve of a perplexity sweep, `TaskCandidate` one condition of the retrieval tasks. No model is loaded here.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import shlex
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from windlass.engine.errors import RequestError
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.rotary.rope_scaling import RopeScaling, RotaryBase, RotaryGroup, resolve
+from windlass.engine.rotary.rotary_policy import RopeUpdate
+
+Kind = Literal[
+    "none",
+    "cut",
+    "own",
+    "linear",
+    "ntk",
+    "yarn",
+    "dynamic",
+    "llama3",
+    "longrope",
+    "dual_chunk",
+    "self_extend",
+    "rerope",
+    "log_n",
+    "window",
+    "other",
+]
+
+_KINDS: dict[str, Kind] = {
+    "linear": "linear",
+    "ntk": "ntk",
+    "yarn": "yarn",
+    "dynamic": "dynamic",
+    "llama3": "llama3",
+    "longrope": "longrope",
+    "dual_chunk": "dual_chunk",
+    "self_extend": "self_extend",
+    "rerope": "rerope",
+    "log_n": "log_n",
+}
+
+_DYNAMIC_FACTORS = (1.0, 2.0, 4.0)
+
+POLICIES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """One curve to measure; see `sweep_results.Curve` for the fields."""
+
+    name: str
+    label: str
+    kind: Kind
+    scaling: dict[str, Any] | None
+    policy: RopeUpdate | None = None
+    longest: int | None = None
+    plotted: bool = False
+    context: ContextRule = field(default_factory=ContextRule)
+
+
+_NO_SCALING = Candidate("no scaling", "no scaling", "none", {"rope_type": "default"}, plotted=True)
+
+
+def static_candidates(
+    *, trained_len: int, config_trained_len: int, max_len: int, target_len: int, own: RopeScaling
+) -> list[Candidate]:
+    """No scaling, the model's own, and linear, NTK-aware and YaRN at every factor of interest: one pass each.
+
+    Factors: max_len and target_len over the trained length, and the powers of two below. The model's config may give a
+    longer length than it was trained on; then YaRN is told the shorter one.
+    """
+    derived = _factor(max_len / trained_len)
+    factors = {derived, _factor(target_len / trained_len)}
+    power = 2.0
+    while power < max_len / trained_len:
+        factors.add(power)
+        power *= 2
+    factors.discard(1.0)
+    found = [_NO_SCALING]
+    if own.rope_type != "default" and not own.depends_on_length:
+        found.append(Candidate("model's own", f"model's own ({own.rope_type})", "own", None, plotted=True))
+    original = {} if trained_len == config_trained_len else {"original_max_position_embeddings": trained_len}
+    kinds: tuple[tuple[Kind, str, str, dict[str, Any]], ...] = (
+        ("linear", "linear", "PI (linear)", {}),
+        ("ntk", "ntk", "NTK-aware (ntk)", {}),
+        ("yarn", "yarn", "YaRN (yarn)", original),
+    )
+    for kind, rope_type, label, extra in kinds:
+        for factor in sorted(factors, reverse=True):
+            scaling = {"rope_type": rope_type, "factor": factor, **extra}
+            name = f"{rope_type} {factor:g}"
+            found.append(Candidate(name, f"{label}, factor {factor:g}", kind, scaling, plotted=factor == derived))
+    return found
+
+
+def frozen_candidates(*, max_len: int, target_len: int) -> list[Candidate]:
+    """Dynamic NTK frozen for the longest and for the wanted length, at a few factors: one pass each."""
+    return [
+        _dynamic(factor, "frozen", longest, suffix)
+        for factor in _DYNAMIC_FACTORS
+        for longest, suffix in _lengths("frozen", max_len, target_len)
+    ]
+
+
+def moving_candidates(factor: float, max_len: int) -> list[Candidate]:
+    """Dynamic NTK of one factor under the policies whose frequencies follow the text."""
+    return [_dynamic(factor, policy, max_len) for policy in ("recompute", "rotate")]
+
+
+def own_candidates(own: RopeScaling, max_len: int, target_len: int) -> list[Candidate]:
+    """The model's own scaling under each policy, where it depends on length."""
+    if not own.depends_on_length:
+        return []
+    found = []
+    for policy in POLICIES:
+        for longest, suffix in _lengths(policy, max_len, target_len):
+            name = f"model's own, {policy}{suffix}"
+            label = f"model's own ({own.rope_type}), {policy}{suffix}"
+            plotted = policy == "recompute"
+            found.append(Candidate(name, label, "own", None, policy, longest, plotted))
+    return found
+
+
+def chosen_candidates(
+    scalings: Sequence[dict[str, Any]], policies: Sequence[RopeUpdate], max_len: int, target_len: int
+) -> list[Candidate]:
+    """No scaling, and those a person asked for; one that follows the length, under each of the policies."""
+    found = [_NO_SCALING]
+    for scaling in scalings:
+        parsed = RopeScaling.from_dict(scaling)
+        name = _name(scaling)
+        kind = _KINDS.get(parsed.rope_type, "other")
+        if not parsed.depends_on_length:
+            found.append(Candidate(name, name, kind, scaling, plotted=True))
+            continue
+        for policy in policies:
+            for longest, suffix in _lengths(policy, max_len, target_len):
+                full = f"{name}, {policy}{suffix}"
+                found.append(Candidate(full, full, kind, scaling, policy, longest, plotted=True))
+    return found
+
+
+def _lengths(policy: RopeUpdate, max_len: int, target_len: int) -> list[tuple[int, str]]:
+    """The lengths to measure a policy for, and what its name ends with: what is frozen for one length is not for another."""
+    if policy != "frozen" or max_len == target_len:
+        return [(max_len, "")]
+    return [(longest, f" for {longest:,}") for longest in sorted((max_len, target_len), reverse=True)]
+
+
+def window_name(window: int, sinks: int) -> str:
+    return f"window {window:,} and {sinks:,} sinks"
+
+
+def window_sweep_candidate(window: int, sinks: int) -> Candidate:
+    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
+    rule = ContextRule(attention_window=window, attention_sinks=sinks)
+    name = window_name(window, sinks)
+    return Candidate(name, name, "window", {"rope_type": "default"}, plotted=True, context=rule)
+
+
+def _name(scaling: dict[str, Any]) -> str:
+    """The kind and its factor; other fields as they are spelt, lists by their length."""
+    words = [str(scaling.get("rope_type", scaling.get("type")))]
+    for key, value in scaling.items():
+        if key in ("rope_type", "type"):
+            continue
+        shown = (
+            f"{value:g}" if isinstance(value, float) else f"{len(value)} numbers" if isinstance(value, list) else value
+        )
+        words.append(str(shown) if key == "factor" else f"{key}={shown}")
+    return " ".join(words)
+
+
+def factor_of(candidate_name: str) -> float:
+    """The factor in the name of a dynamic candidate."""
+    return float(candidate_name.split()[1].rstrip(","))
+
+
+def _dynamic(factor: float, policy: RopeUpdate, longest: int, suffix: str = "") -> Candidate:
+    return Candidate(
+        f"dynamic {factor:g}, {policy}{suffix}",
+        f"dynamic NTK, factor {factor:g}, {policy}{suffix}",
+        "dynamic",
+        {"rope_type": "dynamic", "factor": factor},
+        policy,
+        longest,
+    )
+
+
+def _factor(ratio: float) -> float:
+    return float(f"{ratio:.4g}")
+
+
+@dataclass(frozen=True, slots=True)
+class TaskCandidate:
+    """One way to read a long text.
+
+    scaling: as a person would write it, None for the model's own. plain_to: the length up to which it is, bit for bit, the
+    model without scaling. cut_to: the text is cut to so many tokens, its last ones and the head; None: it is read whole.
+    chosen: a person asked for it, so it must run.
+    """
+
+    name: str
+    kind: Kind
+    scaling: dict[str, Any] | None
+    policy: RopeUpdate | None = None
+    context: ContextRule = field(default_factory=ContextRule)
+    plain_to: int = 0
+    cut_to: int | None = None
+    chosen: bool = False
+
+    @property
+    def cost(self) -> int:
+        """What is asked of the server, to choose among equals: nothing, a fixed rule, frequencies that follow the length."""
+        return 0 if self.kind in ("none", "own", "cut") else 2 if self.policy in ("recompute", "rotate") else 1
+
+    @property
+    def parsed(self) -> RopeScaling | None:
+        return None if self.scaling is None else RopeScaling.from_dict(self.scaling)
+
+    def body(self) -> dict[str, Any]:
+        """The fields of a request."""
+        rule = self.context
+        fields: dict[str, Any] = {}
+        if self.scaling is not None:
+            fields["rope_scaling"] = self.scaling
+        if self.policy is not None:
+            fields["rope_update"] = self.policy
+        if rule.attention_window is not None:
+            fields |= {"attention_window": rule.attention_window, "attention_sinks": rule.attention_sinks}
+        return fields
+
+    def command(self, model: str | None, length: int) -> str:
+        """The command line that serves contexts of `length` so."""
+        longest = length if self.cut_to is None else min(length, self.cut_to)
+        words = ["windlass", "serve", *([model] if model else []), "--max-model-len", str(longest)]
+        for name, value in self.body().items():
+            words += [f"--{name.replace('_', '-')}", json.dumps(value) if isinstance(value, dict) else str(value)]
+        return shlex.join(words)
+
+
+def task_candidates(group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
+    """Of every kind one, each with the factor that the longest length needs; no scaling and the cut text come first.
+
+    group: the model's main rotary group. trained: its trained length.
+    """
+    base, own = group.base, group.scaling
+    factor = float(f"{max(longest / trained, 2.0):.4g}")
+    original = {} if trained == base.trained_len else {"original_max_position_embeddings": trained}
+    # The least that brings every distance within the trained length, with the windows that are the default.
+    near_group, near_rerope = max(trained // 4, 1), max(trained // 2, 1)
+    group_size = max(2, math.ceil((longest - near_group) / (trained - near_group)))
+    leak = float(max(2, math.ceil((longest - near_rerope) / (trained - near_rerope))))
+    unscaled = _unscaled(own)
+    found = [TaskCandidate("no scaling", "none", unscaled)]
+    if own.rope_type != "default":
+        found.append(TaskCandidate(f"model's own ({own.rope_type})", "own", None))
+    found.append(_cut(unscaled, trained))
+    found += [
+        TaskCandidate(f"linear {factor:g}", "linear", {"rope_type": "linear", "factor": factor}),
+        TaskCandidate(f"ntk {factor:g}", "ntk", {"rope_type": "ntk", "factor": factor}),
+        # A prompt that is read at once runs under the frequencies of its own length, under every policy.
+        TaskCandidate(
+            "dynamic 2", "dynamic", {"rope_type": "dynamic", "factor": 2.0}, "recompute", plain_to=base.trained_len
+        ),
+        TaskCandidate(f"yarn {factor:g}", "yarn", {"rope_type": "yarn", "factor": factor, **original}),
+        TaskCandidate(
+            f"llama3 {factor:g}",
+            "llama3",
+            {"rope_type": "llama3", "factor": factor, "low_freq_factor": 1.0, "high_freq_factor": 4.0, **original},
+        ),
+        _by_distance("dual_chunk", "dual_chunk", {"rope_type": "dual_chunk", **original}, base, longest),
+        _by_distance(
+            f"self_extend {group_size}",
+            "self_extend",
+            {"rope_type": "self_extend", "group_size": group_size, **original},
+            base,
+            longest,
+        ),
+        _by_distance("rerope", "rerope", {"rope_type": "rerope", **original}, base, longest),
+        _by_distance(
+            f"leaky rerope {leak:g}", "rerope", {"rope_type": "rerope", "factor": leak, **original}, base, longest
+        ),
+        TaskCandidate("log_n", "log_n", {"rope_type": "log_n", **original}, plain_to=trained),
+    ]
+    if base.inv_freq is None:
+        found.append(_longrope(base, trained, factor))
+    return found
+
+
+def window_candidate(group: RotaryGroup, window: int, sinks: int) -> TaskCandidate:
+    """Each token sees the last `window` tokens and the first `sinks` (StreamingLLM, 2309.17453), unscaled."""
+    rule = ContextRule(attention_window=window, attention_sinks=sinks)
+    name = window_name(window, sinks)
+    return TaskCandidate(name, "window", _unscaled(group.scaling), context=rule, plain_to=window, chosen=True)
+
+
+def _by_distance(name: str, kind: Kind, scaling: dict[str, Any], base: RotaryBase, longest: int) -> TaskCandidate:
+    """A kind that changes how far keys seem: none does so within a chunk or the window of near keys."""
+    try:
+        rule = resolve(RopeScaling.from_dict(scaling), base, longest).distances
+    except RequestError:  # a model that cannot run it, which is told where it is tried
+        return TaskCandidate(name, kind, scaling)
+    return TaskCandidate(name, kind, scaling, plain_to=rule.chunk or rule.near or 0)
+
+
+def _longrope(base: RotaryBase, trained: int, factor: float) -> TaskCandidate:
+    ramp = _ramp(base, trained, factor)
+    scaling = {
+        "rope_type": "longrope",
+        "short_factor": [1.0] * len(ramp),
+        "long_factor": ramp,
+        "factor": factor,
+        "original_max_position_embeddings": trained,
+    }
+    return TaskCandidate(f"longrope, untrained ramp to {factor:g}", "longrope", scaling, plain_to=trained)
+
+
+def _ramp(base: RotaryBase, trained: int, factor: float) -> list[float]:
+    """Divisors of a shape as LongRoPE's: 1 for pairs of 32 turns and more within the trained length, `factor` for those of
+    less than one, between them rising evenly in logarithms. Nothing was searched or trained."""
+    divisors = []
+    for frequency in base.unscaled():
+        turns = trained * frequency / (2 * math.pi)
+        share = min(1.0, max(0.0, 1 - math.log(max(turns, 1e-9)) / math.log(32)))
+        divisors.append(round(factor**share, 6))
+    return divisors
+
+
+def _unscaled(own: RopeScaling) -> dict[str, Any] | None:
+    """What a request says to run without scaling: nothing, where the model has none of its own."""
+    return None if own.rope_type == "default" else {"rope_type": "default"}
+
+
+def _cut(unscaled: dict[str, Any] | None, trained: int) -> TaskCandidate:
+    return TaskCandidate("text cut to the trained length", "cut", unscaled, plain_to=trained, cut_to=trained)
+
+
+def chosen_task_candidates(
+    group: RotaryGroup,
+    scalings: Sequence[dict[str, Any]],
+    policies: Sequence[RopeUpdate],
+    trained: int,
+    longest: int,
+    *,
+    cut: bool,
+) -> list[TaskCandidate]:
+    """No scaling, and those a person asked for; `cut` for the text cut to the trained length too."""
+    unscaled = _unscaled(group.scaling)
+    _, *asked = chosen_candidates(scalings, policies or POLICIES, longest, longest)
+    found = [TaskCandidate("no scaling", "none", unscaled)]
+    if cut:
+        found.append(_cut(unscaled, trained))
+    return found + [TaskCandidate(c.name, c.kind, c.scaling, c.policy, chosen=True) for c in asked]

@@ -1,0 +1,215 @@
+"""Report of a perplexity sweep as one self-contained HTML page and as Markdown, with the tables both reports share."""
+
+from __future__ import annotations
+
+import importlib.resources
+import math
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Literal
+
+from jinja2 import Environment, StrictUndefined
+from markupsafe import Markup
+
+from windlass.engine.errors import LoadError
+from windlass.lab.perplexity_results import CONFIDENCE, TOLERANCE, Recommendation, ScalingSweep
+
+_REFERENCES = ("cut", "window")  # kinds to compare with, never recommended
+
+
+@dataclass(frozen=True, slots=True)
+class TableRow:
+    """Cells of the table; mark tells the recommended row and the reference apart."""
+
+    cells: tuple[str, ...]
+    mark: Literal["", "chosen", "reference"]
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """Heads and rows, first the reference and then by overall perplexity within each kind as measured."""
+
+    heads: tuple[str, ...]
+    rows: tuple[TableRow, ...]
+
+
+def make_table(result: ScalingSweep, chosen: str) -> Table:
+    """Perplexity of every curve in every range, and how far it holds."""
+    rows = []
+    for curve in result.curves:
+        cells = [curve.name]
+        for low, high in result.ranges.values():
+            value = result.perplexity(curve, low, high)
+            cells.append("" if value != value else f"{value:,.1f}" if value < 1e4 else f"{value:.2g}")
+        holds = result.holds_to(curve)
+        cells.append("" if curve.kind == "cut" or holds is None else f"{holds:,}" if holds else "nowhere")
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
+        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
+    return Table(("scaling", *result.ranges, "holds to"), tuple(rows))
+
+
+def make_changes(result: ScalingSweep, chosen: str) -> Table | None:
+    """By how many per cent each curve's perplexity differs from no scaling's, with intervals; None where there are none."""
+    plain = next((curve for curve in result.curves if curve.kind == "none"), None)
+    if plain is None or len(result.units) < 2:
+        return None
+    rows = []
+    for curve in result.curves:
+        if curve is plain:
+            continue
+        cells = [curve.name]
+        for low, high in result.ranges.values():
+            mean, interval = result.difference(curve, plain, low, high)
+            if interval is None:
+                cells.append("")
+            else:
+                cells.append(f"{_percent(mean)} ({_percent(interval.low)} to {_percent(interval.high)})")
+        mark: Literal["", "chosen", "reference"] = "reference" if curve.kind in _REFERENCES else ""
+        rows.append(TableRow(tuple(cells), "chosen" if curve.name == chosen else mark))
+    return Table(("against no scaling, %", *result.ranges), tuple(rows))
+
+
+def _percent(nats: float) -> str:
+    """A difference of losses as a change of perplexity: 0.0953 -> "+10"."""
+    change = 100 * math.expm1(min(nats, 700.0))
+    text = f"{change:+.1f}" if abs(change) < 9.95 else f"{change:+,.0f}" if abs(change) < 1e5 else f"{change:+.1g}"
+    return "0.0" if text in ("+0.0", "-0.0") else text
+
+
+def facts(result: ScalingSweep) -> str:
+    """One line: the model's length, the texts, how they were read."""
+    texts = result.texts
+    names = ", ".join(f"{text.name} ({text.tokens:,} tokens)" for text in texts)
+    most = max(len(text.starts) for text in texts)
+    each = "of each " if len(texts) > 1 else ""
+    cached = "" if result.kv_cache_dtype == "auto" else f" Keys and values cached as {result.kv_cache_dtype}."
+    return (
+        f"Trained on {result.trained_len:,} tokens, read to {result.max_len:,}. "
+        f"{'Texts' if len(texts) > 1 else 'Text'}: {names}; {each}{most} {'windows' if most > 1 else 'window'} of "
+        f"{result.max_len:,}{' spread evenly' if most > 1 else ''}{' and overlapping' if _overlap(result) else ''}.{cached}"
+    )
+
+
+def notes(result: ScalingSweep) -> list[str]:
+    """What the columns mean and what the policies are."""
+    half = result.trained_len // 2
+    kinds = {curve.kind for curve in result.curves}
+    over = f"each {result.unit_name}'s mean loss" if len(result.texts) > 1 else "all windows"
+    found = [
+        "Perplexity is e to the mean loss per token: lower is better, and the vocabulary's size is chance. Each "
+        f"column averages {over} in that range; those with a mark cover the {half:,} tokens before it. "
+        "Columns hold different text, so compare within a column.",
+    ]
+    if len(result.units) > 1:
+        found.append(
+            f"Changes against no scaling are means over {len(result.units)} {result.unit_name}s, in brackets the "
+            f"{100 * CONFIDENCE:.0f} % interval of Student's t. They are paired: every scaling reads the same text, so what "
+            f"{result.unit_name}s differ by cancels out."
+            + ("" if len(result.texts) > 1 else " Windows of one text say nothing of other texts.")
+        )
+    if "cut" in kinds:
+        found.append(
+            "The grey line, text cut to the trained length, is the same model without scaling that reads each token after "
+            f"the last {half:,} to {result.trained_len:,} tokens alone. Reading further is worth it where a scaling comes "
+            f"below that line. A scaling holds up to the length where it first lies more than {100 * (TOLERANCE - 1):.0f} % "
+            "above it."
+        )
+    if "window" in kinds:
+        found.append(
+            "Under a window each token sees the last so many tokens and the sinks, the first few, which then stand at its edge. "
+            "Nothing is scaled, and what lies between is not seen: perplexity hardly asks for it, so a window is not recommended "
+            "by it."
+        )
+    if any(curve.policy for curve in result.curves):
+        found.append(
+            "dynamic changes its frequencies with the length of the text. Under frozen they are those of the longest length "
+            "from the first token on. Under recompute the text so far is read again whenever they change, so every row is "
+            "what a model without a cache gives at that length. Under rotate the cached keys are re-rotated to the new "
+            "frequencies and nothing is read again. The rows of recompute and rotate are read as if each token had been "
+            "generated in turn."
+        )
+    exact = result.exact
+    if exact is not None:
+        parts = [
+            f"{policy} {value:+.4f} ± {exact.error[policy]:.4f}" for policy, value in sorted(exact.difference.items())
+        ]
+        found.append(
+            f"Frequencies change at lengths on the grid M·2^(k/4). At {exact.rows:,} sampled rows the text was also read again "
+            f"for the exact length of each ({exact.name}; the diamonds, with one standard error). Nats per token above that, "
+            f"mean and standard error: {'; '.join(parts)}."
+        )
+    return found
+
+
+def to_html(result: ScalingSweep, recommendation: Recommendation, svg: str, date: str) -> str:
+    """The page; it needs nothing from anywhere. svg: a trusted element, everything else is escaped."""
+    return render_page(
+        "perplexity_report.html.j2",
+        result=result,
+        recommendation=recommendation,
+        svg=Markup(svg),
+        date=date,
+        facts=facts(result),
+        table=make_table(result, recommendation.curve),
+        changes=make_changes(result, recommendation.curve),
+        notes=notes(result),
+    )
+
+
+def render_page(template: str, **values: object) -> str:
+    """A page of this folder, or of one below it, in the common style; what is no Markup is escaped."""
+    folder = importlib.resources.files("windlass.lab")
+    style, source = (folder.joinpath(name).read_text(encoding="utf-8") for name in ("report_style.css.j2", template))
+    environment = Environment(autoescape=True, undefined=StrictUndefined, trim_blocks=True, keep_trailing_newline=True)
+    return environment.from_string(source).render(style=Markup(style), **values)
+
+
+def to_markdown(result: ScalingSweep, recommendation: Recommendation, picture: str | None, date: str) -> str:
+    """The same for places that show no HTML. picture: the plot's file name beside the page."""
+    table = make_table(result, recommendation.curve)
+    lines = [
+        f"# Rotary scalings of {plain_text(result.model_name)}",
+        "",
+        f"{plain_text(facts(result))} Measured {date}.",
+        "",
+    ]
+    lines += [f"**For contexts of {recommendation.target_len:,} tokens: {recommendation.curve}.**"]
+    lines += [" ".join(recommendation.reasons), "", "```sh", recommendation.command, "```", ""]
+    if recommendation.body:
+        lines += ["Or, for one request to a server whose context is long enough:", "", "```json"]
+        lines += [recommendation.body, "```", ""]
+    if picture is not None:
+        lines += [f"![Perplexity by position for each scaling]({picture})", ""]
+    lines += markdown_table(table)
+    changes = make_changes(result, recommendation.curve)
+    if changes is not None:
+        lines += ["", *markdown_table(changes)]
+    for paragraph in notes(result):
+        lines += ["", paragraph]
+    return "\n".join(lines) + "\n"
+
+
+def markdown_table(table: Table) -> list[str]:
+    lines = ["| " + " | ".join(table.heads) + " |", "|---" + "|--:" * (len(table.heads) - 1) + "|"]
+    for row in table.rows:
+        cells = [f"**{c}**" if row.mark == "chosen" and c else f"*{c}*" if row.mark and c else c for c in row.cells]
+        lines.append("| " + " | ".join(cells) + " |")
+    return lines
+
+
+def _overlap(result: ScalingSweep) -> bool:
+    return any(b - a < result.max_len for text in result.texts for a, b in pairwise(text.starts))
+
+
+def plain_text(text: str) -> str:
+    """File and directory names as text: none of their characters is read as Markdown."""
+    return "".join("\\" + c if c in "\\`*_[]<>#|" else c for c in text)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Raises LoadError where the file cannot be written."""
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}") from None

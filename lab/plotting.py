@@ -1,0 +1,118 @@
+"""Matplotlib helpers shared by all pictures: palette, axes, and reproducible PNG and SVG output.
+
+Matplotlib is optional and imported inside the functions. Colours are Okabe and Ito's palette.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import re
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.engine.errors import LoadError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
+
+# Stands for "the colour of the text around": replaced by currentColor when the picture goes into a page.
+INK = "#010203"
+
+HIGHEST = 1e100  # matplotlib has no axis for more
+
+
+def require_matplotlib() -> None:
+    """Raise LoadError, one line, where matplotlib is missing."""
+    if importlib.util.find_spec("matplotlib") is None:
+        raise LoadError(
+            "pictures need matplotlib: run `.venv/bin/pip install -c constraints.txt -e '.[plots]'` in Windlass's folder"
+        )
+
+
+def literal(text: str) -> str:
+    """Text that matplotlib draws as it is: between two $ it would read mathematics."""
+    return text.replace("$", r"\$")
+
+
+def save_png(figure: Figure, path: Path) -> None:
+    """Write a PNG; raises LoadError where the file cannot be written."""
+    write_figure(figure, path, "png", dpi=110)
+
+
+def write_figure(figure: Figure, path: Path, file_format: str, *, dpi: int) -> None:
+    """Write a picture on white; raises LoadError where the file cannot be written."""
+    data = figure_bytes(figure, file_format, dpi=dpi, facecolor="white")
+    try:
+        path.write_bytes(data)
+    except OSError as error:
+        raise LoadError(f"cannot write {path}: {error.strerror}") from None
+
+
+def figure_bytes(figure: Figure, file_format: str, **options: Any) -> bytes:
+    """The figure as "png" or "svg": the same bytes from the same numbers. options: of matplotlib's `savefig`."""
+    import matplotlib as mpl
+
+    data = io.BytesIO()
+    metadata = {"Software": None} if file_format == "png" else {"Date": None, "Creator": None}
+    with mpl.rc_context({"svg.fonttype": "none", "svg.hashsalt": "windlass"}):
+        figure.savefig(data, format=file_format, metadata=metadata, **options)
+    return data.getvalue()
+
+
+def to_svg(figure: Figure) -> str:
+    """The figure as an SVG element for a page: transparent, its ink the page's text colour, the same bytes every time."""
+    svg = figure_bytes(figure, "svg", transparent=True).decode()
+    svg = svg[svg.index("<svg") :].replace(INK, "currentColor")
+    svg = re.sub(r"<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)
+    # Scales with the page: the view box stays, the fixed size goes.
+    return re.sub(
+        r'(<svg[^>]*?) width="[^"]*"', r"\1", re.sub(r'(<svg[^>]*?) height="[^"]*"', r"\1", svg, count=1), count=1
+    )
+
+
+# Okabe and Ito's palette, black first; each with dashes of its own, so that a grey print tells them apart too.
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00")
+
+DASHES: tuple[tuple[float, ...], ...] = ((), (5, 1.5), (1.5, 1.5), (7, 2, 1.5, 2), (3, 1), (9, 2), (1, 1))
+
+TRAINED = "#009E73"
+
+BEYOND = "#D55E00"
+
+
+def new_figure(title: str, size: tuple[float, float]) -> Figure:
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=size, layout="constrained")
+    figure.suptitle(literal(title), fontsize=12)
+    return figure
+
+
+def style_axes(axes: Axes, *, x: str = "", y: str = "", title: str = "") -> None:
+    """Labels, and no frame above and at the right."""
+    axes.set_xlabel(x)
+    axes.set_ylabel(y)
+    axes.set_title(title, fontsize=10)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def thousands(axes: Axes, which: str = "x") -> None:
+    from matplotlib.ticker import FuncFormatter
+
+    axis = axes.xaxis if which == "x" else axes.yaxis
+    axis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}" if 1 <= value < 1e12 else f"{value:g}"))
+
+
+def save_figure(figure: Figure, path: Path) -> None:
+    """By its suffix: .png or .svg, the same bytes from the same numbers. Raises LoadError where it cannot be written."""
+    write_figure(figure, path, check_suffix(path), dpi=100)
+
+
+def check_suffix(path: Path) -> str:
+    kind = path.suffix.lower().removeprefix(".")
+    if kind not in ("png", "svg"):
+        raise LoadError(f"--out {path}: pictures are .png or .svg")
+    return kind

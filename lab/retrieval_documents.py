@@ -1,0 +1,404 @@
+"""Retrieval documents: texts of an exact length in tokens with hidden facts, and questions about them.
+
+Tasks are plain completions that a small base model can continue.
+passkey: one number, stated twice, among others of other names (Mohtashami and Jaggi, "Landmark attention", 2305.16300).
+needle: a number for each of several keys, at even depths (Kamradt's test, with RULER's wording, 2404.06654).
+recall: words for many keys, scattered (key-value retrieval as in "Lost in the middle", 2307.03172).
+multihop: a value, and names that each refer to the previous one (RULER's variable tracking); the last name is asked for.
+Generated prose, used where no text is given, repeats each person's trade and town, so that these words depend on distant text only.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import random
+import re
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from itertools import chain, pairwise
+
+from windlass.engine.errors import LoadError
+from windlass.lab.sweep_texts import Encoder
+
+# Things that are asked for: keys, values and names. No two tasks of a document share one.
+THINGS = tuple(
+    """
+    anchor apple arrow autumn badge bamboo banjo barrel basket beacon bottle branch bridge bronze bucket button cabin
+    candle canyon carpet castle cedar cherry circle cobalt coffee comet copper coral cotton cradle crane crystal curtain
+    daisy desert diamond dragon drum eagle ember engine falcon feather fiddle flame forest fossil fountain garden garlic
+    ginger glacier globe granite guitar hammer harbor harvest hazel helmet hickory honey horizon island ivory jacket
+    jasmine jungle kernel kettle ladder lagoon lantern laurel lemon leopard lily lion lizard lotus magnet mango maple
+    marble meadow melon mirror monkey mountain museum needle nickel nutmeg oak ocean olive onion orange orchid otter
+    oyster paddle palace panther parrot peach pebble pepper piano pillow pine planet plaza pocket pony poppy prairie
+    puzzle pyramid quartz rabbit raven ribbon river rocket saddle saffron salmon sapphire scarf shadow shell silver
+    spider spring spruce statue stone summer sunset swan temple thunder tiger timber tower trumpet tulip tunnel turtle
+    valley velvet violet walnut whale willow window winter wolf zebra
+    """.split()
+)
+
+FIRST_NAMES = tuple(
+    """
+    Adam Alice Anna Arthur Beth Carl Clara David Diana Edward Ellen Emma Eric Ethan Frank George Grace Hannah Harold
+    Helen Henry Irene Jack James Jane Julia Karen Kevin Laura Lewis Lucy Maria Martin Mary Nancy Oliver Oscar Paul Peter
+    Rachel Robert Rose Ruth Samuel Sarah Simon Susan Thomas Victor Walter
+    """.split()
+)
+
+LAST_NAMES = tuple(
+    """
+    Baker Barnes Bell Bennett Brooks Burton Carter Clark Cole Collins Cooper Cross Davis Dixon Evans Fisher Foster Gibson
+    Grant Gray Green Hall Harris Hill Holmes Hughes Hunt Jenkins Johnson Kelly King Lane Lewis Marsh Mason Mills Moore
+    Morgan Murray Nelson Parker Porter Price Reed Rogers Shaw Stone Turner Walker Young
+    """.split()
+)
+
+TRADES = tuple(
+    """
+    actor architect artist baker barber builder butcher captain carpenter chemist clerk cook dancer doctor driver editor
+    farmer fisherman gardener guard hunter judge lawyer librarian merchant miller miner nurse painter pilot poet priest
+    printer sailor singer soldier surgeon tailor teacher writer
+    """.split()
+)
+
+TOWNS = tuple(
+    """
+    Aberdeen Athens Berlin Boston Bristol Cairo Cardiff Chester Chicago Dallas Delhi Denver Dover Dublin Durham Florence
+    Geneva Glasgow Hamburg Houston Kingston Lima Lisbon London Madrid Milan Moscow Munich Naples Oslo Oxford Paris
+    Phoenix Prague Quebec Rome Salem Sydney Tokyo Toronto Vienna Warsaw York Zurich
+    """.split()
+)
+
+EVENTS = tuple(
+    """
+    asked about the price of bread in the market|came home late because the road was closed|lost a letter on the way to
+    the station|bought a small boat from an old friend|spent the whole morning in the library|told a long story about
+    the war|watched the rain from the kitchen window|planted a row of trees behind the house|wrote to the council about
+    the broken bridge|waited for the train with two heavy bags|found a coin under the floor of the barn|read the paper
+    twice and said nothing|invited the neighbours to supper|walked along the river until it was dark|painted the door of
+    the shop again|slept badly and rose before the sun|carried the chairs into the hall|sold the last of the winter
+    apples|counted the money and locked the drawer|heard the bells from the other side of town
+    """.replace("\n", " ").split("|")
+)
+
+_SENTENCES_EACH = 5  # a paragraph's
+
+
+def paragraphs(rng: random.Random, cast: int) -> Iterator[str]:
+    """Paragraphs without end. cast: people who take turns at random, so one comes back after as many sentences or so."""
+    names = [f"{first} {last}" for first in FIRST_NAMES for last in LAST_NAMES]
+    people = [(name, rng.choice(TRADES), rng.choice(TOWNS)) for name in rng.sample(names, min(cast, len(names)))]
+    while True:
+        sentences = []
+        for _ in range(_SENTENCES_EACH):
+            name, trade, town = rng.choice(people)
+            event = " ".join(rng.choice(EVENTS).split())
+            sentences.append(f"{name}, the {trade} from {town}, {event}.")
+        yield " ".join(sentences)
+
+
+DIGITS = 5
+
+CHOICES = 4  # the right one and what it is told from
+
+_OTHER_NUMBERS = ("order", "house", "phone")  # what the pass key is told from
+
+_NEEDLES = 9
+
+_RECORDS, _ASKED_RECORDS = 12, 9
+
+_CHAINS, _HOPS = 6, 2
+
+
+@dataclass(frozen=True, slots=True)
+class Fact:
+    """A sentence that stands at a depth of the document: 0 the beginning, 1 the end."""
+
+    depth: float
+    text: str
+
+
+@dataclass(frozen=True, slots=True)
+class TaskQuestion:
+    """One question. text: what follows the document, up to the answer. wrong: answers of the same kind.
+
+    depth: of the fact that has the answer.
+    """
+
+    depth: float
+    text: str
+    answer: str
+    wrong: tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class TaskContent:
+    facts: list[Fact]
+    questions: list[TaskQuestion]
+
+
+class Materials:
+    """What one document's tasks draw from: things and numbers, each handed out once."""
+
+    def __init__(self, rng: random.Random, things: Iterator[str]) -> None:
+        self.rng, self._things = rng, things
+        self._numbers: set[str] = set()
+
+    def thing(self) -> str:
+        return next(self._things)
+
+    def number(self) -> str:
+        while True:
+            number = str(self.rng.randrange(10 ** (DIGITS - 1), 10**DIGITS))
+            if number not in self._numbers:
+                self._numbers.add(number)
+                return number
+
+    def wrong(self, among: list[str], right: str) -> tuple[str, ...]:
+        """Other values of the document, then numbers that it does not have."""
+        others = [value for value in among if value != right]
+        chosen = self.rng.sample(others, min(len(others), CHOICES - 1))
+        return (*chosen, *(self.number() for _ in range(CHOICES - 1 - len(chosen))))
+
+
+def passkey(materials: Materials) -> TaskContent:
+    key, depth = materials.number(), materials.rng.random()
+    others = [materials.number() for _ in _OTHER_NUMBERS]
+    facts = [Fact(depth, f"The pass key is {key}. Remember it. {key} is the pass key.")]
+    for name, number in zip(_OTHER_NUMBERS, others, strict=True):
+        facts.append(Fact(materials.rng.random(), f"The {name} number is {number}."))
+    return TaskContent(
+        facts, [TaskQuestion(depth, "What is the pass key? The pass key is", key, materials.wrong(others, key))]
+    )
+
+
+def needle(materials: Materials) -> TaskContent:
+    needles = [(place / (_NEEDLES - 1), materials.thing(), materials.number()) for place in range(_NEEDLES)]
+    values = [value for _, _, value in needles]
+
+    def statement(key: str) -> str:
+        return f"The special magic number for {key} is:"
+
+    return TaskContent(
+        [Fact(depth, f"{statement(key)} {value}.") for depth, key, value in needles],
+        [
+            TaskQuestion(
+                depth,
+                f"What is the special magic number for {key} mentioned in the text above? {statement(key)}",
+                value,
+                materials.wrong(values, value),
+            )
+            for depth, key, value in needles
+        ],
+    )
+
+
+def recall(materials: Materials) -> TaskContent:
+    records = [(materials.rng.random(), materials.thing(), materials.thing()) for _ in range(_RECORDS)]
+    (_, *example), asked, values = records[0], records[1 : 1 + _ASKED_RECORDS], [value for *_, value in records[1:]]
+    return TaskContent(
+        [Fact(depth, f"Entry: {key} means {value}.") for depth, key, value in records],
+        [
+            TaskQuestion(
+                depth,
+                f"Entry: {example[0]} means {example[1]}.\nEntry: {key} means",
+                value,
+                materials.wrong(values, value),
+            )
+            for depth, key, value in asked
+        ],
+    )
+
+
+def multihop(materials: Materials) -> TaskContent:
+    facts, ends = [], []
+    for _ in range(_CHAINS):
+        depths = sorted(materials.rng.random() for _ in range(_HOPS + 1))
+        names, value = [materials.thing() for _ in depths], materials.number()
+        facts += _chain(names, value, depths)
+        ends.append((depths[0], names[-1], value))
+    values = [value for *_, value in ends]
+    names, shown = [materials.thing() for _ in range(_HOPS + 1)], materials.number()
+    example = " ".join(fact.text for fact in _chain(names, shown, [0.0] * len(names)))
+    example += f" So the value of {names[-1]} is {shown}.\n"
+    return TaskContent(
+        facts,
+        [
+            TaskQuestion(depth, f"{example}So the value of {name} is", value, materials.wrong(values, value))
+            for depth, name, value in ends
+        ],
+    )
+
+
+def _chain(names: list[str], value: str, depths: list[float]) -> list[Fact]:
+    sentences = [f"Let {names[0]} be {value}."]
+    sentences += [f"Let {name} be the same as {before}." for before, name in pairwise(names)]
+    return [Fact(depth, text) for depth, text in zip(depths, sentences, strict=True)]
+
+
+TASKS: dict[str, Callable[[Materials], TaskContent]] = {
+    "passkey": passkey,
+    "needle": needle,
+    "recall": recall,
+    "multihop": multihop,
+}
+
+# The loss of tokens that a long context helps with: nothing is hidden for it and nothing asked.
+KEY_TOKENS = "key-tokens"
+
+ALL_TASKS = (*TASKS, KEY_TOKENS)
+
+_HEAD = "Below is a long text. Facts are hidden in it: remember them, they are asked for at the end."
+
+_MAX_SEGMENT = 512
+
+_SENTENCE_TOKENS = 20  # of generated prose, about
+
+_MAX_FACT_SHARE = 0.5  # of a document
+
+
+@dataclass(frozen=True, slots=True)
+class Question:
+    """ending: tokens behind the document up to where the choices part. choices: tokens of each answer, the right one first."""
+
+    task: str
+    depth: float
+    ending: tuple[int, ...]
+    choices: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Document:
+    """ids with any ending and choice are at most `length` tokens.
+
+    head: leading tokens that stay where the text is cut. segment: last tokens, which hold no fact; their loss is looked at.
+    digest: of everything that is read.
+    """
+
+    length: int
+    number: int
+    ids: tuple[int, ...]
+    head: int
+    segment: int
+    questions: tuple[Question, ...]
+    digest: str
+
+    @property
+    def tail(self) -> int:
+        """Most tokens that follow the document."""
+        return max((_tail(question) for question in self.questions), default=0)
+
+
+def _tail(question: Question) -> int:
+    return len(question.ending) + max(map(len, question.choices))
+
+
+class DocumentMaker:
+    """Makes document `number` of a length: the same for the same seed, tasks, texts and tokenizer.
+
+    texts: contents by name, empty for generated prose. trained_len: how far apart generated people come back goes by it.
+    """
+
+    def __init__(
+        self, encoder: Encoder, tasks: Sequence[str], texts: dict[str, str], *, seed: int, trained_len: int
+    ) -> None:
+        self._encoder, self._tasks, self._seed, self._trained_len = encoder, tasks, seed, trained_len
+        self._texts = {name: _sentences(text) for name, text in texts.items()}
+        # Tokenizers that put a space before every text get none from us.
+        self._space = " " if self._encode("a b") == [*self._encode("a"), *self._encode(" b")] else ""
+
+    def _encode(self, text: str) -> list[int]:
+        return self._encoder.encode(text, add_special_tokens=False)
+
+    def make(self, length: int, number: int) -> Document:
+        """Raises LoadError where the facts have no room in such a length, or the text is too short for it."""
+        rng = random.Random(f"{self._seed} {length} {number}")
+        materials = Materials(rng, iter(rng.sample(THINGS, len(THINGS))))
+        facts: list[Fact] = []
+        questions: list[Question] = []
+        for task in self._tasks:
+            if task in TASKS:
+                hidden = TASKS[task](materials)
+                facts += hidden.facts
+                questions += [self._question(task, asked) for asked in hidden.questions]
+        facts.sort(key=lambda fact: fact.depth)
+        encoded_facts = [self._encode(self._space + fact.text) for fact in facts]
+        head = [*self._encoder.encode(""), *self._encode(_HEAD)]
+        longest = max(map(_tail, questions), default=0)
+        available = length - longest - len(head)
+        fact_tokens = sum(map(len, encoded_facts))
+        segment = min(_MAX_SEGMENT, length // 8)
+        if available - segment < fact_tokens / _MAX_FACT_SHARE:
+            least = int((longest + len(head) + fact_tokens / _MAX_FACT_SHARE) * 8 / 7) + 8
+            raise LoadError(
+                f"--lengths {length}: the facts of {', '.join(self._tasks)} need documents of about {least} tokens and more"
+            )
+        body = self._body(available - fact_tokens, length, number, rng)
+        ids = tuple(chain(head, _hide(encoded_facts, [fact.depth for fact in facts], body, segment)))
+        seen = json.dumps([ids, segment, [(q.ending, q.choices) for q in questions]])
+        digest = hashlib.sha256(seen.encode()).hexdigest()
+        return Document(length, number, ids, len(head), segment, tuple(questions), digest)
+
+    def _question(self, task: str, asked: TaskQuestion) -> Question:
+        """Endings and answers are tokenized together, as a text is; where the choices part, the ending ends."""
+        text = "\n\n" + asked.text
+        alone = self._encode(text)
+        whole = [self._encode(f"{text} {answer}.") for answer in (asked.answer, *asked.wrong)]
+        same = 0
+        while same < len(alone) and all(ids[same : same + 1] == [alone[same]] for ids in whole):
+            same += 1
+        return Question(task, asked.depth, tuple(whole[0][:same]), tuple(tuple(ids[same:]) for ids in whole))
+
+    def _body(self, needed: int, length: int, number: int, rng: random.Random) -> list[list[int]]:
+        """Sentences of exactly `needed` tokens together; the last one is cut."""
+        found: list[list[int]] = []
+        total = 0
+        for sentence in self._stream(length, number, rng):
+            ids = self._encode(sentence)
+            found.append(ids[: needed - total])
+            total += len(found[-1])
+            if total == needed:
+                return found
+        name = list(self._texts)[number % len(self._texts)]
+        raise LoadError(
+            f"--text {name} has no {needed:,} tokens behind the place where document {number + 1} begins: give a longer "
+            "text, or smaller --lengths"
+        )
+
+    def _stream(self, length: int, number: int, rng: random.Random) -> Iterator[str]:
+        if not self._texts:
+            # People come back after a third of the longest distance that the model knows, on average.
+            cast = max(8, min(length, self._trained_len) // 3 // _SENTENCE_TOKENS)
+            return (self._lead(s) for paragraph in paragraphs(rng, cast) for s in _sentences(paragraph))
+        name = list(self._texts)[number % len(self._texts)]
+        sentences = self._texts[name]
+        # Documents of one text begin at other places: in its first half, at random.
+        start = rng.randrange(max(1, len(sentences) // 2)) if number >= len(self._texts) else 0
+        return (self._lead(s) for s in sentences[start:])
+
+    def _lead(self, sentence: str) -> str:
+        return sentence if sentence.startswith("\n") else self._space + sentence
+
+
+def _sentences(text: str) -> list[str]:
+    """Sentences; the first of a paragraph has the empty line before it."""
+    found = []
+    for paragraph in re.split(r"\n\s*\n", text):
+        parts = [part for part in re.split(r"(?<=[.!?])\s+", paragraph.strip()) if part]
+        found += [f"\n\n{part}" if place == 0 else part for place, part in enumerate(parts)]
+    return found
+
+
+def _hide(encoded_facts: list[list[int]], depths: list[float], body: list[list[int]], segment: int) -> Iterator[int]:
+    """The body's tokens with each fact behind the sentence at its depth of what stands before the segment."""
+    available = sum(map(len, body)) - segment
+    waiting = list(zip(depths, encoded_facts, strict=True))[::-1]
+    passed = 0
+    for sentence in body:
+        # A fact comes before a sentence that begins at its depth or would bring the text past it into the segment.
+        while waiting and (passed >= waiting[-1][0] * available or passed + len(sentence) > available):
+            yield from waiting.pop()[1]
+        yield from sentence
+        passed += len(sentence)
+    for _, ids in reversed(waiting):
+        yield from ids

@@ -1,0 +1,445 @@
+"""Retrieval sweep: questions about generated documents, asked under every candidate, with a report.
+
+A reading is one document under one rotation and one context rule: the loss of its last segment and the log-probability of every
+choice of every question. All readings of a document form one batch; the texts of a reading share the document through the
+prefix cache. Torch is imported when the sweep runs.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from windlass.clients.terminal.lines import say
+from windlass.clients.terminal.loading_display import LoadingDisplay
+from windlass.clients.terminal.outputs import check_outputs
+from windlass.engine.errors import LoadError, RequestError, did_you_mean
+from windlass.engine.interface.config import CacheConfig, ComputeConfig, EngineConfig
+from windlass.engine.interface.context import ContextRule
+from windlass.engine.model.loading.preflight import check_start
+from windlass.engine.rotary.rope_scaling import RotaryGroup, main_group, original_len
+from windlass.engine.rotary.rotary_policy import RopeUpdate
+from windlass.lab.candidates import TaskCandidate, chosen_task_candidates, task_candidates, window_candidate
+from windlass.lab.perplexity_report import write_text
+from windlass.lab.result_log import ResultLog, result_key
+from windlass.lab.retrieval_documents import ALL_TASKS, KEY_TOKENS, Document, DocumentMaker
+from windlass.lab.retrieval_results import DocumentReadings, Reading, TaskSweep
+from windlass.lab.scaling_inspection import display_name, read_groups
+from windlass.lab.sweep_progress import SweepProgress
+from windlass.lab.sweep_texts import Encoder, find_files, read_text
+
+if TYPE_CHECKING:
+    from windlass.lab.scoring import BatchScorer, TextToScore
+
+
+_SHORT_SHARE = 8  # the short context that key tokens are told by is so small a part of the long one
+
+_VERSION = 1  # of the way texts are laid out; raise it where equal documents are read in another way
+
+
+class ReadingLog:
+    """Readings known so far; where `path` is given, they are kept in that file."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self._known: dict[str, Reading] = {}
+        self._lines = ResultLog(path, self._take)
+
+    def _take(self, entry: Any) -> None:
+        choices = tuple(tuple(float(value) for value in row) for row in entry["choices"])
+        exact, segment = tuple(bool(value) for value in entry["exact"]), tuple(map(float, entry["segment"]))
+        self._known[str(entry["key"])] = Reading(choices, exact, segment)
+
+    def find(self, key: str) -> Reading | None:
+        return self._known.get(key)
+
+    def add(self, key: str, reading: Reading, *, scaling: str, length: int, document: int) -> None:
+        """Remember a reading, and append it to the file at once. Raises LoadError where that fails."""
+        self._known[key] = reading
+        self._lines.append(
+            key,
+            scaling=scaling,
+            length=length,
+            document=document,
+            choices=[[round(value, 5) for value in row] for row in reading.choices],
+            exact=list(reading.exact),
+            segment=[round(value, 5) for value in reading.segment],
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class _Layout:
+    """A reading as texts for the engine, and how to find it again."""
+
+    key: str
+    name: str
+    texts: list[TextToScore]
+    with_segment: bool
+
+    @property
+    def work(self) -> int:
+        """Tokens that pass through the model, about: the document once, then what follows it and half a block each."""
+        first = len(self.texts[0].token_ids)
+        return first + sum(len(text.token_ids) - text.first + 24 for text in self.texts[1:])
+
+
+class RetrievalRunner:
+    """Readings of documents under candidates. with_segment: whether the loss of segments is wanted."""
+
+    def __init__(
+        self,
+        scorer: BatchScorer,
+        candidates: Sequence[TaskCandidate],
+        trained_len: int,
+        result_log: ReadingLog,
+        progress: SweepProgress,
+        *,
+        with_segment: bool,
+    ) -> None:
+        self._scorer, self._candidates, self._trained_len = scorer, candidates, trained_len
+        self._result_log, self._progress, self._with_segment = result_log, progress, with_segment
+        self._plain = next(candidate for candidate in candidates if candidate.kind == "none")
+
+    def announce(self, document: Document) -> None:
+        """Count the readings to come, leaving out those that are known."""
+        for layout in self._missing(document):
+            self._progress.expect(layout.work)
+
+    def is_known(self, document: Document) -> bool:
+        """Whether every reading of it was kept."""
+        return not self._missing(document)
+
+    def __call__(self, document: Document) -> tuple[dict[str, Reading], tuple[float, ...]]:
+        """By candidate; and the segment's log-probabilities after a short context, empty where nobody asked."""
+        layouts = self._missing(document)
+        if layouts:
+            self._progress.begin(f"{document.length:,} tokens, document {document.number + 1}")
+            self._run(document, layouts)
+        found = {c.name: self._known(self._layout(document, c).key) for c in self._candidates}
+        short = self._known(self._short(document).key).segment if self._with_segment else ()
+        return found, short
+
+    def _known(self, key: str) -> Reading:
+        reading = self._result_log.find(key)
+        if reading is None:
+            raise RuntimeError(f"reading {key} was not made")
+        return reading
+
+    def _missing(self, document: Document) -> list[_Layout]:
+        wanted = [self._layout(document, candidate) for candidate in self._candidates]
+        if self._with_segment:
+            wanted.append(self._short(document))
+        by_key = {layout.key: layout for layout in reversed(wanted)}  # of equal ones the first gives its name
+        return [layout for key, layout in reversed(by_key.items()) if self._result_log.find(key) is None]
+
+    def _run(self, document: Document, layouts: list[_Layout]) -> None:
+        owners = [(layout, index) for layout in layouts for index in range(len(layout.texts))]
+        texts = [layout.texts[index] for layout, index in owners]
+        left = {layout.key: len(layout.texts) for layout in layouts}
+        entries: dict[str, dict[int, tuple[tuple[float, bool], ...]]] = {layout.key: {} for layout in layouts}
+        before = sum(layout.work for layout in layouts)
+        done = 0
+
+        def computed(tokens: int) -> None:
+            nonlocal done
+            step = min(tokens, before - done)  # the announced work is about right, and a bar ends at its end
+            done += step
+            self._progress.computed(step)
+
+        for place, scored in self._scorer.scores(texts, computed):
+            layout, index = owners[place]
+            entries[layout.key][index] = tuple((entry.logprob, entry.rank == 1) for entry in scored)
+            left[layout.key] -= 1
+            if not left[layout.key]:
+                if layout is layouts[-1] and before > done:
+                    computed(before - done)
+                self._finish(document, layout, [entries[layout.key][i] for i in range(len(layout.texts))])
+
+    def _finish(self, document: Document, layout: _Layout, scored: list[tuple[tuple[float, bool], ...]]) -> None:
+        segment: tuple[float, ...] = ()
+        if layout.with_segment:
+            segment, scored = tuple(logprob for logprob, _ in scored[0]), scored[1:]
+        choices, exact = [], []
+        for question in document.questions if scored else ():
+            own, scored = scored[: len(question.choices)], scored[len(question.choices) :]
+            choices.append(tuple(sum(logprob for logprob, _ in entries) for entries in own))
+            exact.append(all(first for _, first in own[0]))
+        reading = Reading(tuple(choices), tuple(exact), segment)
+        self._result_log.add(layout.key, reading, scaling=layout.name, length=document.length, document=document.number)
+        right = sum(row[0] == max(row) for row in choices)
+        summary = f"{right} of {len(choices)} answers chosen, {sum(exact)} written" if choices else "segment read"
+        self._progress.finished(f"{layout.name}: {document.length:,} tokens, document {document.number + 1}: {summary}")
+
+    def _layout(self, document: Document, candidate: TaskCandidate) -> _Layout:
+        from windlass.lab.scoring import TextToScore
+
+        as_read = self._plain if document.length <= candidate.plain_to else candidate
+        ids = document.ids
+        cut = as_read.cut_to
+        if cut is not None:
+            ids = ids[: document.head] + ids[len(ids) - (cut - document.tail - document.head) :]
+        scaling, rule = as_read.parsed, as_read.context
+
+        def text(token_ids: tuple[int, ...], first: int) -> TextToScore:
+            return TextToScore(token_ids, first, scaling, as_read.policy, rule)
+
+        texts = [text(ids, len(ids) - document.segment)] if self._with_segment else []
+        for question in document.questions:
+            start = (*ids, *question.ending)
+            texts += [text((*start, *choice), len(start)) for choice in question.choices]
+        what = [self._scorer.fingerprint(texts[0]), _rule_key(rule), cut, self._with_segment, _VERSION]
+        return _Layout(self._key(document, what), candidate.name, texts, self._with_segment)
+
+    def _short(self, document: Document) -> _Layout:
+        """The segment behind an eighth of the context that the model knows, without scaling."""
+        from windlass.lab.scoring import TextToScore
+
+        before = min(document.length, self._trained_len) // _SHORT_SHARE
+        ids = document.ids[-(before + document.segment) :]
+        text = TextToScore(ids, before, self._plain.parsed)
+        return _Layout(self._key(document, ["short", before, _VERSION]), "a short context", [text], True)
+
+    def _key(self, document: Document, what: list[Any]) -> str:
+        return result_key(self._scorer.identity, document.digest, what)
+
+
+def _rule_key(rule: ContextRule) -> list[int | None]:
+    return [rule.attention_window, rule.attention_sinks]
+
+
+_MAX_DOCUMENTS = 10_000
+
+_MAX_TOTAL_TOKENS = 1 << 26  # of all documents, which are made before one is read
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class TaskOptions:
+    """What `windlass rope sweep --tasks` was asked. texts: files or directories, empty for generated prose.
+
+    documents: of each length. report_only: nothing is read, the report is of the documents that `keep` has whole. The other
+    fields are those of `SweepOptions`.
+    """
+
+    model: Path
+    tasks: tuple[str, ...]
+    html: Path
+    model_name: str
+    load_tokenizer: Callable[[Path], Encoder]
+    lengths: tuple[int, ...] = ()
+    documents: int = 4
+    seed: int = 1
+    texts: tuple[Path, ...] = ()
+    trained_len: int | None = None
+    scalings: tuple[dict[str, Any], ...] = ()
+    policies: tuple[RopeUpdate, ...] = ()
+    cut: bool = True
+    kv_cache_dtype: str = "auto"
+    kv_cache_memory: int | None = None
+    report_only: bool = False
+    attention_window: int | None = None
+    attention_sinks: int = 4
+    device: str = "auto"
+    dtype: str = "auto"
+    json: Path | None = None
+    png: Path | None = None
+    markdown: Path | None = None
+    keep: Path | None = None
+
+
+def parse_tasks(given: Sequence[str]) -> tuple[str, ...]:
+    """Names of tasks from `--tasks A,B`, or `all`; raises LoadError, one line."""
+    names = [name.strip() for text in given for name in text.split(",") if name.strip()]
+    if names == ["all"]:
+        return ALL_TASKS
+    for name in names:
+        if name not in ALL_TASKS:
+            meant = did_you_mean(name, ALL_TASKS)
+            raise LoadError(f"--tasks: {name!r} is not known{meant}: use {', '.join(ALL_TASKS)} or all")
+    if not names:
+        raise LoadError(f"--tasks names none: use {', '.join(ALL_TASKS)} or all")
+    return tuple(task for task in ALL_TASKS if task in names)
+
+
+def parse_lengths(given: Sequence[str]) -> tuple[int, ...]:
+    """Lengths from `--lengths 2048,4096`, ascending; raises LoadError, one line."""
+    words = [word.strip() for text in given for word in text.split(",") if word.strip()]
+    if not words or not all(word.isascii() and word.isdigit() and 0 < int(word[:12]) < 2**31 for word in words):
+        raise LoadError("--lengths takes numbers of tokens: write them like 2048,4096")
+    return tuple(sorted({int(word) for word in words}))
+
+
+def run_tasks(options: TaskOptions) -> TaskSweep:
+    """Measure and write; what is wrong with the options is said before the model loads. Raises EngineError, one line."""
+    if not 1 <= options.documents <= _MAX_DOCUMENTS:
+        raise LoadError(f"--documents must lie between 1 and {_MAX_DOCUMENTS:,}, got {options.documents}")
+    if options.attention_window is not None and (options.attention_window < 1 or options.attention_sinks < 0):
+        raise LoadError("--attention-window must be at least 1, --attention-sinks at least 0")
+    if options.report_only and options.keep is None:
+        raise LoadError("--report-only reports on what --keep has: give that file too")
+    group = main_group(read_groups(options.model))
+    trained = options.trained_len or original_len(group.scaling, group.base)
+    lengths = options.lengths or (trained, 2 * trained)
+    outputs = {
+        "--out": options.html,
+        "--json": options.json,
+        "--png": options.png,
+        "--markdown": options.markdown,
+        "--keep": options.keep,
+    }
+    files = find_files(options.texts)
+    check_outputs(outputs)
+    for file in files:
+        check_outputs(outputs, {"--text": file})
+    _check_lengths(options, lengths)
+    documents = _make_documents(options, files, lengths, trained)
+    candidates = _candidates(options, group, trained, max(lengths))
+    if any(c.cut_to is not None for c in candidates):
+        _check_cut(documents, trained)
+    result_log = ReadingLog(options.keep)
+
+    from windlass.lab.scoring import BatchScorer
+
+    display, progress = LoadingDisplay(), SweepProgress()
+    try:
+        scorer = BatchScorer.load(
+            options.model,
+            max_model_len=max(lengths),
+            device=options.device,
+            dtype=options.dtype,
+            kv_cache_dtype=options.kv_cache_dtype,
+            kv_cache_memory=options.kv_cache_memory,
+            progress=display,
+        )
+        display.stop()
+        candidates, refused = _runnable(scorer, candidates, max(lengths))
+        measure = RetrievalRunner(
+            scorer, candidates, trained, result_log, progress, with_segment=KEY_TOKENS in options.tasks
+        )
+        if options.report_only:
+            documents, lengths = _known(measure, documents, lengths)
+        for document in documents:
+            measure.announce(document)
+        read = [DocumentReadings(document, *measure(document)) for document in documents]
+    finally:
+        display.stop()
+        progress.stop()
+    judge = next((c for c in candidates if c.kind == "cut"), candidates[0])
+    result = TaskSweep(
+        model=options.model_name,
+        model_name=display_name(options.model, options.model_name),
+        trained_len=trained,
+        lengths=lengths,
+        tasks=options.tasks,
+        candidates=tuple(candidates),
+        documents=tuple(read),
+        judge=judge.name,
+        texts=tuple(file.name for file in files),
+        seed=options.seed,
+        kv_cache_dtype=options.kv_cache_dtype,
+        refused=tuple(refused),
+    )
+    _write(result, options)
+    return result
+
+
+def _check_lengths(options: TaskOptions, lengths: Sequence[int]) -> None:
+    """LoadError where the longest does not fit the model and this machine, or all together are too much."""
+    cache = CacheConfig(dtype=options.kv_cache_dtype, memory=options.kv_cache_memory)
+    compute = ComputeConfig(device=options.device, dtype=options.dtype)
+    if not options.report_only:
+        check_start(EngineConfig(model=str(options.model), max_model_len=max(lengths), compute=compute, cache=cache))
+    if (tokens := sum(lengths) * options.documents) > _MAX_TOTAL_TOKENS:
+        raise LoadError(
+            f"--lengths and --documents come to {tokens:,} tokens, at most {_MAX_TOTAL_TOKENS:,} are made: ask for fewer"
+        )
+
+
+def _make_documents(options: TaskOptions, files: list[Path], lengths: Sequence[int], trained: int) -> list[Document]:
+    """The first of every length, then the second …: what an interrupted run has is balanced."""
+    texts = {file.name: read_text(file) for file in files}
+    if len(texts) < len(files):
+        raise LoadError("--text: two files have the same name: rename one")
+    tokenizer = options.load_tokenizer(options.model)
+    maker = DocumentMaker(tokenizer, options.tasks, texts, seed=options.seed, trained_len=trained)
+    return [maker.make(length, number) for number in range(options.documents) for length in lengths]
+
+
+def _candidates(options: TaskOptions, group: RotaryGroup, trained: int, longest: int) -> list[TaskCandidate]:
+    cut = options.cut or KEY_TOKENS in options.tasks  # key tokens are told by it
+    if options.scalings:
+        found = chosen_task_candidates(group, options.scalings, options.policies, trained, longest, cut=cut)
+    else:
+        found = [c for c in task_candidates(group, trained, longest) if cut or c.kind != "cut"]
+    if options.attention_window is not None:
+        found.append(window_candidate(group, options.attention_window, options.attention_sinks))
+    return found
+
+
+def _known(
+    measure: RetrievalRunner, documents: Sequence[Document], lengths: Sequence[int]
+) -> tuple[list[Document], tuple[int, ...]]:
+    """The documents that were read whole, and their lengths. Raises LoadError where there are none."""
+    found = [document for document in documents if measure.is_known(document)]
+    if not found:
+        raise LoadError("--report-only: --keep has no document whole that was read so: run without it first")
+    there = {document.length for document in found}
+    return found, tuple(length for length in lengths if length in there)
+
+
+def _check_cut(documents: Sequence[Document], trained: int) -> None:
+    need = max((d.head + d.segment + d.tail + 1 for d in documents if d.length > trained), default=0)
+    if need > trained:
+        raise LoadError(
+            f"a text cut to the trained length of {trained} tokens has no room for the questions, which need {need}: leave it "
+            "out with --no-cut, and key-tokens out of --tasks"
+        )
+
+
+def _runnable(
+    scorer: BatchScorer, candidates: list[TaskCandidate], longest: int
+) -> tuple[list[TaskCandidate], list[tuple[str, str]]]:
+    """Those that this model can run, and the others with the reason. Raises RequestError for one that a person asked for."""
+    from windlass.lab.scoring import TextToScore
+
+    found, refused = [], []
+    for candidate in candidates:
+        if candidate.plain_to >= longest:  # nothing is asked of the model that it does not do anyway
+            found.append(candidate)
+            continue
+        text = TextToScore((0,) * longest, longest - 1, candidate.parsed, candidate.policy, candidate.context)
+        try:
+            scorer.check(text)
+        except RequestError as error:
+            if candidate.chosen or candidate.kind == "none":
+                raise
+            refused.append((candidate.name, str(error)))
+        else:
+            found.append(candidate)
+    return found, refused
+
+
+def _write(result: TaskSweep, options: TaskOptions) -> None:
+    from windlass.lab.plotting import save_png, to_svg
+    from windlass.lab.retrieval_report import to_html, to_markdown
+    from windlass.lab.retrieval_results import judge
+    from windlass.lab.sweep_plots import draw_tasks
+
+    verdicts = judge(result)
+    date = datetime.date.today().isoformat()
+    write_text(options.html, to_html(result, verdicts, to_svg(draw_tasks(result)), date))
+    if options.json is not None:
+        payload = {"date": date, **result.to_json(), "verdicts": [verdict.to_json() for verdict in verdicts]}
+        write_text(options.json, json.dumps(payload, indent=1) + "\n")
+    if options.png is not None:
+        save_png(draw_tasks(result, ink="#222222"), options.png)
+    if options.markdown is not None:
+        picture = None if options.png is None else options.png.name
+        write_text(options.markdown, to_markdown(result, verdicts, picture, date))
+    for verdict in verdicts:
+        if verdict.command is not None:
+            say(f"{verdict.chosen} for {verdict.length:,} tokens: {verdict.command}")
+        else:
+            say(f"{verdict.length:,} tokens: {verdict.reasons[0]}")

@@ -1,0 +1,100 @@
+"""Progress of a sweep on standard error: a bar with the remaining time, and one line per finished pass.
+
+Without a terminal only the lines are written.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+from typing import TYPE_CHECKING
+
+from windlass.clients.terminal.lines import say
+
+if TYPE_CHECKING:
+    from rich.progress import Progress, TaskID
+
+
+class SweepProgress:
+    """Counts the tokens that are still to pass through the model; `stop` takes the bar away and may be called twice."""
+
+    def __init__(self, terminal: bool | None = None) -> None:
+        self._terminal = sys.stderr.isatty() if terminal is None else terminal
+        self._total = self._done = self._passes = self._finished = 0
+        self._began = time.monotonic()
+        self._progress: Progress | None = None
+        self._task: TaskID | None = None
+
+    def expect(self, tokens: int, passes: int = 1) -> None:
+        """So much more work, or less where it turned out to be known already."""
+        self._total += tokens
+        self._passes += passes
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, total=self._total)
+
+    def begin(self, label: str) -> None:
+        """A pass starts."""
+        if not self._terminal:
+            return
+        if self._progress is None:
+            self._began = time.monotonic()
+            self._start()
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, description=label)
+
+    def computed(self, tokens: int) -> None:
+        """So many tokens have passed through the model."""
+        self._done += tokens
+        if self._progress is not None and self._task is not None:
+            self._progress.update(self._task, completed=self._done)
+
+    def finished(self, line: str) -> None:
+        """A pass is done; line: what came of it."""
+        self._finished += 1
+        line = f"{line}; {self._finished} of {self._passes} passes{self._remaining()}"
+        if self._progress is not None:
+            self._progress.console.print(line, markup=False, highlight=False)
+        else:
+            say(line)
+
+    def _remaining(self) -> str:
+        left = self._total - self._done
+        if left <= 0 or self._done <= 0:
+            return ""
+        seconds = (time.monotonic() - self._began) * left / self._done
+        return f", about {duration(seconds)} to go"
+
+    def _start(self) -> None:
+        from rich.console import Console
+        from rich.progress import (
+            BarColumn,
+            Progress,
+            TaskProgressColumn,
+            TextColumn,
+            TimeElapsedColumn,
+            TimeRemainingColumn,
+        )
+
+        columns = (
+            TextColumn("{task.description}", markup=False),
+            BarColumn(),
+            TaskProgressColumn(),
+            TimeElapsedColumn(),
+            TextColumn("to go"),
+            TimeRemainingColumn(),
+        )
+        self._progress = Progress(*columns, console=Console(stderr=True), transient=True)
+        self._task = self._progress.add_task("", total=self._total)
+        self._progress.start()
+
+    def stop(self) -> None:
+        if self._progress is not None:
+            self._progress.stop()
+            self._progress = None
+
+
+def duration(seconds: float) -> str:
+    """45 -> "45 s", 600 -> "10 min", 9000 -> "2.5 h"."""
+    if seconds < 90:
+        return f"{seconds:.0f} s"
+    return f"{seconds / 60:.0f} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"

@@ -1,1 +1,0 @@
-"""`windlass rope`: what a rotary scaling does, in numbers and pictures."""
