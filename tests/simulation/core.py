@@ -59,7 +59,7 @@ class SimulatedCore(EngineCore):
             clock=process.world.loop.time,
             fresh_seed=lambda: 12345,
         )
-        self.adapters = SimulatedShelf(process)
+        self.adapters = SimulatedAdapters(process)
         for source in config.adapters.sources:
             self.adapters.add(adapter_of(source))
         self.runner = SimulatedRunner(process, plan.num_blocks, plan.block_size, self.rows)  # type: ignore[assignment]
@@ -121,12 +121,12 @@ class CountedRows:
             self._free.append(row)
 
 
-class SimulatedShelf(AdapterManager):
+class SimulatedAdapters(AdapterManager):
     """Adapters without files: reading one takes a while, and the disk may fail."""
 
     def __init__(self, process: EngineProcess) -> None:
         self.loaded = LoadedAdapters(4, (), None)  # type: ignore[arg-type]
-        self._leaving = set()
+        self._unloading = set()
         self._world = process.world
 
     def read_in_background(self, source: AdapterSource) -> Future[Any]:

@@ -180,7 +180,7 @@ def a_place_in_a_lane_is_lost() -> AbstractContextManager[Any]:
 @contextmanager
 def everybody_is_told_of_a_death() -> Iterator[None]:
     """Also those that another engine could have taken."""
-    with mock.patch.object(ReplicatedClient, "_others", lambda self, tried: False):
+    with mock.patch.object(ReplicatedClient, "_has_alternative", lambda self, tried: False):
         yield
 
 

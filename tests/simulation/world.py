@@ -323,7 +323,7 @@ def simulate(seed: int, replicas: int = 1) -> Report:
 @contextlib.contextmanager
 def _operating_system(world: World) -> Iterator[None]:
     """What the simulation has instead: time, processes, signs of life. Logs are quiet, and nothing is collected in between."""
-    client, text = "windlass.engine.client.engine_client", "windlass.server.text.workers.pool"
+    client, text = "windlass.engine.client", "windlass.server.text.workers.pool"
     collecting = gc.isenabled()
     gc.disable()  # the ends of forgotten generators would come at any time
     level = logging.root.manager.disable
@@ -332,9 +332,9 @@ def _operating_system(world: World) -> Iterator[None]:
         with (
             simulated_time(world.loop),
             mock.patch(
-                f"{client}.child_maker.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)
+                f"{client}.child_process.ChildProcess", lambda *args, **options: EngineProcess(world, *args, **options)
             ),
-            mock.patch(f"{client}.watchdog.Pulse", lambda pid: SignsOfLife(world, pid)),
+            mock.patch(f"{client}.supervision.ProcessActivity", lambda pid: SignsOfLife(world, pid)),
             mock.patch(f"{text}.ForkServer", lambda source: SimulatedForkServer(world, source)),
             mock.patch("simulation.network.HIGH_WATER", world.plan.high_water),
         ):
