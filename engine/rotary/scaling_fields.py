@@ -1,6 +1,6 @@
 """Fields of a rotary scaling: the keys of each kind, and how values are checked and normalised.
 
-Reads one JSON object with errors that name the field. Whatever needs a model (list lengths) is checked in `rope_scaling`. Imports no torch.
+Errors name the field. Checks that need a model (list lengths) are in `rope_scaling`. Imports no torch.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from typing import Any
 from windlass.engine.errors import RequestError, did_you_mean, nearest
 
 Value = float | int | bool | tuple[float, ...]
+
+Reader = Callable[[Any, str], Value]  # of a value and the name of its field
 
 KINDS: dict[str, tuple[str, ...]] = {
     "default": (),
@@ -59,8 +61,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 
 ALIASES = {"su": "longrope", "mrope": "default"}
 
-# Three-part positions of models that also see images. On text the parts are equal, which leaves the plain rotation, so
-# every kind takes these fields and only their sum is checked.
+# Three-part positions of vision models. On text the parts are equal, which gives the plain rotation, so every kind
+# accepts these fields and only the sum of the sections is checked.
 SECTION_FIELDS = ("mrope_section", "mrope_interleaved")
 
 KNOWN = (*KINDS, *ALIASES)
@@ -74,23 +76,23 @@ _REQUIRED: dict[str, tuple[str, ...]] = {
 
 _MAX_LIST = 4096
 
-# The codes of errors, as everywhere in the API.
+# Error codes of the API.
 UNKNOWN, MISSING, INVALID = "unknown_field", "missing_field", "invalid_value"
 
 
 def fields_of(rope_type: str) -> tuple[str, ...]:
-    """Every key an object of this kind may carry beside `rope_type` and SECTION_FIELDS, in canonical order."""
+    """All keys of an object of this kind except `rope_type` and SECTION_FIELDS, in canonical order."""
     return KINDS[rope_type] if rope_type == "learned" else ("rope_theta", *KINDS[rope_type])
 
 
 def read_rope_type(obj: dict[str, Any], param: str) -> str:
-    """The canonical kind of a flat object, from `rope_type` or the older `type`; raises RequestError."""
+    """The canonical kind of a flat object, from `rope_type` or the older `type`. Raises RequestError."""
     names = [key for key in ("rope_type", "type") if obj.get(key) is not None]
     if not names:
         written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
         meant = "" if written is None else f" (did you mean it by {format_value(written)}?)"
         raise RequestError(
-            f"{param}.rope_type is missing{meant}: give one of {_listed(KNOWN)}", f"{param}.rope_type", MISSING
+            f"{param}.rope_type is missing{meant}: give one of {', '.join(KNOWN)}", f"{param}.rope_type", MISSING
         )
     kinds = []
     for key in names:
@@ -98,20 +100,20 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
             raise RequestError(
-                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {_listed(KNOWN)}",
+                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {', '.join(KNOWN)}",
                 f"{param}.{key}",
                 INVALID,
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
         raise RequestError(
-            f"{param} says rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
+            f"{param} has rope_type {kinds[0]!r} and type {kinds[1]!r}: keep rope_type only", f"{param}.type", INVALID
         )
     return kinds[0]
 
 
 def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[str, Value], ...]:
-    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means absent.
+    """Check and normalise the values of a flat object of this kind, in canonical order. `null` means missing.
 
     Raises RequestError naming the field for an unknown key, a wrong type or value, or a missing one.
     """
@@ -128,7 +130,7 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
         if key not in known:
             raise RequestError(
                 f"{param}.{format_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
-                f"{_listed(known)}",
+                f"{', '.join(known)}",
                 f"{param}.{format_key(key)}",
                 UNKNOWN,
             )
@@ -141,7 +143,7 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
 
 
 def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
-    """Refuse values that are fine alone and make no sense beside each other."""
+    """Refuse combinations of values that are valid one by one."""
 
     def refuse(key: str, message: str) -> None:
         code = MISSING if message.startswith("is missing") else INVALID
@@ -151,7 +153,7 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
         if "factor" not in values and "alpha" not in values:
             refuse("factor", "is missing: rope_type 'dynamic' needs factor, or alpha for a fixed base")
         if "alpha" in values and values.get("factor", 1.0) != 1.0:
-            refuse("factor", "would be ignored beside alpha: leave one of them out")
+            refuse("factor", "would be ignored with alpha: leave one of them out")
     elif rope_type == "yarn":
         if "factor" not in values and "original_max_position_embeddings" not in values:
             refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
@@ -181,7 +183,7 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
             missing = "long_mscale" if "short_mscale" in values else "short_mscale"
             refuse(missing, "is missing: give short_mscale and long_mscale together")
         if "short_mscale" in values and "attention_factor" in values:
-            refuse("attention_factor", "would be ignored beside short_mscale and long_mscale: leave one out")
+            refuse("attention_factor", "would be ignored with short_mscale and long_mscale: leave one out")
 
 
 def _number(value: Any, param: str) -> float:
@@ -196,11 +198,17 @@ def _number(value: Any, param: str) -> float:
     return number
 
 
-def _positive(value: Any, param: str) -> float:
-    number = _number(value, param)
-    if number <= 0:
-        raise RequestError(f"{param} must be greater than 0, got {format_value(value)}", param, INVALID)
-    return number
+def _above(bound: int) -> Callable[[Any, str], float]:
+    def read(value: Any, param: str) -> float:
+        number = _number(value, param)
+        if number <= bound:
+            raise RequestError(f"{param} must be greater than {bound}, got {format_value(value)}", param, INVALID)
+        return number
+
+    return read
+
+
+_positive = _above(0)
 
 
 def _not_negative(value: Any, param: str) -> float:
@@ -210,36 +218,18 @@ def _not_negative(value: Any, param: str) -> float:
     return number
 
 
-def _theta(value: Any, param: str) -> float:
-    number = _number(value, param)
-    if number <= 1:
-        raise RequestError(f"{param} must be greater than 1, got {format_value(value)}", param, INVALID)
-    return number
+def _whole(least: int, end: int, unit: str = "") -> Callable[[Any, str], int]:
+    def read(value: Any, param: str) -> int:
+        number = _number(value, param)
+        if number != int(number) or not least <= number < end:
+            message = f"{param} must be a whole number{unit}, at least {least}, got {format_value(value)}"
+            raise RequestError(message, param, INVALID)
+        return int(number)
+
+    return read
 
 
-def _length(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 2 <= number < 2**53:
-        raise RequestError(
-            f"{param} must be a whole number of tokens, at least 2, got {format_value(value)}", param, INVALID
-        )
-    return int(number)
-
-
-def _tokens(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 1 <= number < 2**53:
-        raise RequestError(
-            f"{param} must be a whole number of tokens, at least 1, got {format_value(value)}", param, INVALID
-        )
-    return int(number)
-
-
-def _group(value: Any, param: str) -> int:
-    number = _number(value, param)
-    if number != int(number) or not 2 <= number < 2**31:
-        raise RequestError(f"{param} must be a whole number, at least 2, got {format_value(value)}", param, INVALID)
-    return int(number)
+_length, _tokens = _whole(2, 2**53, " of tokens"), _whole(1, 2**53, " of tokens")
 
 
 def _sections(value: Any, param: str) -> tuple[float, ...]:
@@ -266,7 +256,7 @@ def _positives(value: Any, param: str) -> tuple[float, ...]:
 
 
 def format_value(value: Any) -> str:
-    """A value as a short piece of a message, in JSON's names and however large it is."""
+    """A value of any size, shortened for a message, with JSON names."""
     if value is None or isinstance(value, bool):
         return {None: "null", True: "true", False: "false"}[value]
     if isinstance(value, Mapping):
@@ -281,8 +271,8 @@ def format_value(value: Any) -> str:
     return text if len(text) <= 60 else text[:57] + "..."
 
 
-_READERS: dict[str, Callable[[Any, str], Value]] = {
-    "rope_theta": _theta,
+_READERS: dict[str, Reader] = {
+    "rope_theta": _above(1),
     "factor": _positive,
     "alpha": _positive,
     "original_max_position_embeddings": _length,
@@ -295,7 +285,7 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
     "chunk_size": _length,
     "local_size": _tokens,
     "window": _tokens,
-    "group_size": _group,
+    "group_size": _whole(2, 2**31),
     "log_n": _flag,
     "length_scores": _flag,
     "low_freq_factor": _positive,
@@ -309,12 +299,8 @@ _READERS: dict[str, Callable[[Any, str], Value]] = {
 }
 
 
-def _listed(names: Any) -> str:
-    return ", ".join(names)
-
-
 def format_key(key: Any) -> str:
-    """A key as a short piece of a message, what cannot be printed escaped."""
+    """A key shortened for a message, with unprintable characters escaped."""
     text = str(key)
     text = text if len(text) <= 60 else text[:57] + "..."
     return text if text.isprintable() else repr(text)[1:-1]

@@ -186,7 +186,7 @@ def test_digests_say_how_many_tokens_stayed_in_front_of_what_was_dropped() -> No
 
 def test_rerotations_are_split_where_positions_jump() -> None:
     blocks, handle = started((20, None))
-    handle._layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
+    handle.layout = SlotLayout((SlotRun(0, 6, 0), SlotRun(6, OPEN_END, 100)))
     blocks.allocate(handle, 10)
     blocks.mark_computed(handle, list(range(10)), 10)
     _, rerotations = rerotate(blocks, handle, _STAGES[1])

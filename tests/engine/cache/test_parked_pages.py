@@ -64,7 +64,7 @@ def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
 def test_they_come_and_go_without_memory_of_the_device(
     dtype: torch.dtype, there_is: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", 7000)
+    monkeypatch.setattr(kv_cache, "_SWAP_CHUNK_BYTES", 7000)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _NoRoom(there_is):
@@ -83,7 +83,7 @@ def test_they_come_and_go_without_memory_of_the_device(
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int8])
 @pytest.mark.parametrize("at_once", [1, 7000, 8 << 20])
 def test_every_bit_comes_back_in_pieces(dtype: torch.dtype, at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kv_cache, "_PARKED_AT_ONCE", at_once)
+    monkeypatch.setattr(kv_cache, "_SWAP_CHUNK_BYTES", at_once)
     pages, before = _filled(dtype)
     blocks, others = ((7, 3, 5, 20, 2), (1, 0, 9)), ((11, 12, 3, 0, 23), (9, 1, 2))
     with _Largest() as moved:

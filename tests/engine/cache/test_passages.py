@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from windlass.engine.cache import non_prefix_reuse
-from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex
+from windlass.engine.cache.non_prefix_reuse import Passage, PassageIndex, PassageSearch
 from windlass.engine.cache.prefix_cache import block_digest
 
 SCOPE, OTHER = b"one", b"other"
@@ -46,7 +46,7 @@ def add(index: PassageIndex, blocks: Sequence[Block], scope: bytes = SCOPE) -> N
 
 
 def find(index: PassageIndex, prompt: Sequence[int], at_least: int, scope: bytes = SCOPE) -> list[Passage]:
-    return index.search(scope, prompt, start=0, end=len(prompt), at_least=at_least)
+    return index.search(scope, prompt, PassageSearch(0, len(prompt), at_least))
 
 
 def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block], size: int) -> None:
@@ -156,7 +156,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
     size, blocks, prompt = cache
     other = [block for block in blocks if data.draw(st.booleans())]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(non_prefix_reuse, "_NEWEST", 10_000)
+        patch.setattr(non_prefix_reuse, "_MAX_CANDIDATES", 10_000)
         if weak:  # then all windows of the same tokens in any order have one hash
             patch.setattr(non_prefix_reuse._WindowHashes, "__init__", _hash_by_sums)
         index = PassageIndex(size)
@@ -166,7 +166,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         start = data.draw(st.integers(0, len(prompt)))
         end = data.draw(st.integers(start, len(prompt)))
         for scope, there in ((SCOPE, blocks), (OTHER, other), (b"nobody", [])):
-            found = index.search(scope, prompt, start=start, end=end, at_least=at_least)
+            found = index.search(scope, prompt, PassageSearch(start, end, at_least))
             for passage in found:
                 assert_true(passage, prompt, there, size)
             assert [(p.start, p.end) for p in found] == cover(prompt, there, size, at_least, start, end)
@@ -174,7 +174,7 @@ def test_what_is_found_is_what_a_comparison_token_by_token_finds(
         spans = list(zip(edges[::2], edges[1::2], strict=False))
         if spans:
             shuffled = data.draw(st.permutations(spans))
-            found = index.search(SCOPE, prompt, start=start, end=end, at_least=at_least, spans=shuffled)
+            found = index.search(SCOPE, prompt, PassageSearch(start, end, at_least, tuple(shuffled)))
             wanted = [
                 ends
                 for low, high in spans
@@ -189,8 +189,8 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
     index = PassageIndex(size)
     add(index, blocks)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(non_prefix_reuse, "_NEWEST", 1)
-        patch.setattr(non_prefix_reuse, "_MANY", data.draw(st.sampled_from([0, 100])))
+        patch.setattr(non_prefix_reuse, "_MAX_CANDIDATES", 1)
+        patch.setattr(non_prefix_reuse, "_MAX_ALIKE", data.draw(st.sampled_from([0, 100])))
         patch.setattr(non_prefix_reuse, "_MAX_STEPS", data.draw(st.integers(0, 12)))
         found = find(index, prompt, 1)
     for passage in found:
@@ -235,7 +235,7 @@ def test_a_passage_stands_at_any_offset_and_its_last_block_may_be_left_in_the_mi
     (passage,) = find(index, prompt, 16)
     assert passage == Passage(3, 24, tuple(b.digest for b in blocks[1:7]), 2, 1006)
     assert find(index, prompt, 22) == []
-    (short,) = index.search(SCOPE, prompt, start=5, end=20, at_least=8)
+    (short,) = index.search(SCOPE, prompt, PassageSearch(5, 20, 8))
     assert (short.start, short.end, short.offset, short.position) == (5, 20, 0, 1008)
 
 
@@ -246,10 +246,10 @@ def test_a_passage_does_not_cross_a_span_s_edge_nor_a_jump_of_positions() -> Non
     moved = [Block(b.digest, b.parent, b.token_ids, b.position + 8) for b in blocks[5:]]  # behind dropped tokens
     add(index, moved)
     assert [(p.start, p.end, p.position) for p in find(index, range(40), 8)] == [(0, 20, 0), (20, 40, 28)]
-    spans = [(22, 35), (2, 15)]
-    found = index.search(SCOPE, range(40), start=0, end=40, at_least=8, spans=spans)
+    spans = ((22, 35), (2, 15))
+    found = index.search(SCOPE, range(40), PassageSearch(0, 40, 8, spans))
     assert [(p.start, p.end, p.position) for p in found] == [(2, 15, 2), (22, 35, 30)]
-    assert index.search(SCOPE, range(40), start=0, end=40, at_least=14, spans=spans) == []
+    assert index.search(SCOPE, range(40), PassageSearch(0, 40, 14, spans)) == []
 
 
 @pytest.mark.parametrize("longer_first", [True, False])
@@ -287,14 +287,14 @@ def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.Monk
     blocks = chain([7] * 16_000, size)
     add(index, blocks)
     looks = 0
-    behind = non_prefix_reuse._Scope.behind
+    behind = non_prefix_reuse._Scope.successors
 
     def counting(self, block, content):  # type: ignore[no-untyped-def]
         nonlocal looks
         looks += 1
         return behind(self, block, content)
 
-    monkeypatch.setattr(non_prefix_reuse._Scope, "behind", counting)
+    monkeypatch.setattr(non_prefix_reuse._Scope, "successors", counting)
     prompt = [7] * 100_000
     found = find(index, prompt, 64)
     for passage in found:
@@ -307,5 +307,5 @@ def test_text_of_one_token_costs_no_more_than_the_bound(monkeypatch: pytest.Monk
 
 def test_a_block_of_another_length_is_refused() -> None:
     index = PassageIndex(4)
-    with pytest.raises(ValueError, match="a block of 4 tokens was said to hold 3"):
+    with pytest.raises(ValueError, match="a block holds 4 tokens; got 3"):
         index.add(SCOPE, b"d", b"p", [1, 2, 3], 0)

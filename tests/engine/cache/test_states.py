@@ -399,7 +399,7 @@ def test_states_take_their_part_of_the_budget(tmp_path: Path) -> None:
     alone = replace(config, cache=replace(config.cache, prefix_caching=False))
     assert plan_cache(alone, [GROUP], 256, "float32", 1 << 20, states=STATES).num_states == 9
     assert plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes, states=STATES).num_states == 2
-    with pytest.raises(LoadError, match=r"carries from token to token needs .* raise `cache.memory`"):
+    with pytest.raises(LoadError, match=r"the recurrent state of this model needs .* raise `cache.memory`"):
         plan_cache(config, [GROUP], 16, "float32", 4 * STATES.block_bytes - 1, states=STATES)
     # A length that the operator asks for comes before states that later prompts may begin with.
     asked = replace(config, max_model_len=192)

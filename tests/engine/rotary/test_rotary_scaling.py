@@ -430,7 +430,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
         ({"rope_type": "yarn"}, ".factor", "missing"),
         ({"rope_type": "llama3", "factor": 8.0}, ".low_freq_factor", "missing"),
         ({"rope_type": "longrope", "short_factor": SHORT}, ".long_factor", "missing"),
-        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, ".factor", "ignored beside alpha"),
+        ({"rope_type": "dynamic", "factor": 2.0, "alpha": 3.0}, ".factor", "ignored with alpha"),
         ({**YARN, "factor": 0}, ".factor", "greater than 0"),
         ({**YARN, "factor": -1.5}, ".factor", "greater than 0"),
         ({**YARN, "factor": math.nan}, ".factor", "finite"),
@@ -463,7 +463,7 @@ YARN = {"rope_type": "yarn", "factor": 4.0}
             "leave one out",
         ),
         ({**YARN, "partial_rotary_factor": 0.5}, ".partial_rotary_factor", "belongs to the model"),
-        ({"full_attention": YARN, "factor": 4}, ".factor", "beside group names"),
+        ({"full_attention": YARN, "factor": 4}, ".factor", "next to group names"),
         ({"full_attention": {"full_attention": YARN}}, ".full_attention", "flat"),
         ({"full_attention": None}, "", "gives none"),
         ({"full_attention": 4}, ".full_attention", "must be an object"),
@@ -479,7 +479,7 @@ def test_refusals_name_the_field_and_say_what_to_do(obj: Any, param: str, says: 
     assert len(caught.value.message) < 300
     says = caught.value.message
     expected = "missing_field" if "is missing" in says else "invalid_value"
-    foreign = ("is not a field", "belongs to the model", "beside group names")
+    foreign = ("is not a field", "belongs to the model", "next to group names")
     assert caught.value.code == ("unknown_field" if any(words in says for words in foreign) else expected)
 
 

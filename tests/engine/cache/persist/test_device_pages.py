@@ -93,7 +93,7 @@ def test_every_byte_comes_back(kind: str) -> None:
         made.load(list(reversed(keys)), range(23, 12, -1))
         assert made.same(group, range(13, 2, -1), range(23, 12, -1))
         assert made.same(group, range(3), range(3)), "others are touched"
-    assert made.counts.host_saved == 11 * len(made.planes)
+    assert made.counts.host_saved_blocks == 11 * len(made.planes)
 
 
 @pytest.mark.parametrize("kind", SHAPES)
@@ -159,8 +159,8 @@ def test_what_came_is_put_without_memory_too(kind: str, there_is: int, monkeypat
 
 def test_more_than_there_are_rows_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Rows are filled again once what was in them has been copied, and not before; copies are made as late as can be here."""
-    monkeypatch.setattr(host_tier, "_LEAVING", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
-    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 3 * sum(bytes_of_blocks(Pages("bfloat16").planes)))
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(12))
     assert len(made.copies.queues[0].asked) == 4 and made.copies.queues[0].done == 2  # the first two, for their rows
@@ -176,10 +176,10 @@ def test_what_each_copy_comes_after() -> None:
     assert out.asked == [[made.copies.marks[-1]]]
     made.load(keys[:6], range(12, 18))
     left = made.tier.acquire(keys[0])
-    assert left is not None and back.asked == [[left.mark]] and out.done == 1
+    assert left is not None and back.asked == [[left.event]] and out.done == 1
     put = made.copies.marks[-1]
     made.load(keys[6:], range(18, 24))
-    assert back.asked[1] in ([left.mark, put], [left.mark]), "rows that were never used wait for nothing"
+    assert back.asked[1] in ([left.event, put], [left.event]), "rows that were never used wait for nothing"
     made.pages.read_block(0, 5, full_since=float("inf"))
     made.pages.read_block(0, 5, full_since=0.0)
     assert aside.asked[0] == aside.asked[1] == [made.copies.marks[-1]]
@@ -193,7 +193,7 @@ def test_a_place_that_is_read_from_is_not_taken() -> None:
     made.evict(0, range(4, 5))  # in the place of the other
     assert keys[0] in made.tier and keys[1] not in made.tier
     made.tier.acquire(BlockKey(0, (4).to_bytes(32, "big")))
-    assert not made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and made.counts.host_lost == 1
+    assert not made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and made.counts.host_lost_blocks == 1
     made.tier.release(held)
     assert made.tier.admit(BlockKey(0, b"y" * 32), 6, None) and keys[0] not in made.tier
 
@@ -203,7 +203,7 @@ def test_what_is_brought_in_and_evicted_by_one_plan_is_not_saved() -> None:
     made = Pages("bfloat16")
     made.tier.note_loaded(0, 5)
     assert not made.tier.admit(BlockKey(0, b"a" * 32), 5, None)
-    assert made.tier.take_pending_saves() == [] and made.counts.host_lost == 0
+    assert made.tier.take_pending_saves() == [] and made.counts.host_lost_blocks == 0
     assert made.tier.admit(BlockKey(0, b"a" * 32), 5, None)  # by the next plan
 
 
@@ -222,7 +222,7 @@ def test_whoever_reads_waits_for_the_plan_that_copies(monkeypatch: pytest.Monkey
 
 
 def test_no_room_for_what_arrives_ends_with_who_waits(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "_ARRIVING", 1)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 1)
     made = Pages("bfloat16")
     keys = made.evict(0, range(8))
     tickets: list[int] = []
@@ -262,8 +262,8 @@ def test_runs() -> None:
 
 @pytest.mark.parametrize("saves", [True, False])
 def test_no_more_is_taken_of_the_device_than_is_said(saves: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host_tier, "_LEAVING", 3000)
-    monkeypatch.setattr(host_tier, "_ARRIVING", 9000)
+    monkeypatch.setattr(host_tier, "_OUTGOING_BYTES", 3000)
+    monkeypatch.setattr(host_tier, "_INCOMING_BYTES", 9000)
     made: list[torch.Tensor] = []
     empty: Callable[..., torch.Tensor] = torch.empty
     monkeypatch.setattr(torch, "empty", lambda *given, **named: made.append(empty(*given, **named)) or made[-1])

@@ -181,9 +181,8 @@ _WRITER = """
 import sys
 from pathlib import Path
 import numpy as np
-from windlass.engine.cache.disk_tier import BlockFormat, PlaneForm
-from windlass.engine.cache.disk_tier import BlockDirectory
-from windlass.engine.cache.non_prefix_reuse import BlockKey
+from windlass.engine.cache.disk_tier import BlockDirectory, BlockFormat, PlaneForm
+from windlass.engine.cache.prefix_cache import BlockKey
 
 forms = [[PlaneForm((2, 512), "F32", 4096)]]
 folder = BlockDirectory(Path(sys.argv[1]), BlockFormat(b"n" * 32, forms), 1 << 30)

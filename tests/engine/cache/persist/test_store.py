@@ -25,8 +25,8 @@ def key(number: int) -> BlockKey:
 
 @pytest.fixture
 def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., BlockStore]]:
-    monkeypatch.setattr("windlass.engine.cache.block_store._FIRST_PAUSE", 0.02)
-    monkeypatch.setattr("windlass.engine.cache.block_store._LONGEST_PAUSE", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MIN_BACKOFF", 0.02)
+    monkeypatch.setattr("windlass.engine.cache.block_store._MAX_BACKOFF", 0.02)
     made: list[BlockStore] = []
 
     def make(root: Path, weights: Path, is_current: Callable[[], bool], host: HostSource | None = None) -> BlockStore:

@@ -16,4 +16,4 @@ def test_what_is_known_of_a_passage_waits_for_its_first_block_and_no_longer() ->
         tier.admit(BlockKey(1, DIGEST), 0, PASSAGE)
         assert tier._passages == {DIGEST: PASSAGE}
         tier.admit(BlockKey(0, DIGEST), 0, passage)
-        assert not tier._passages and tier.known.passage_of(BlockKey(0, DIGEST)) == PASSAGE
+        assert not tier._passages and tier.index.passage_of(BlockKey(0, DIGEST)) == PASSAGE

@@ -63,8 +63,8 @@ def test_a_file_that_says_nonsense_keeps_no_block_from_being_written(writing: Ca
     file.write_bytes(len(header).to_bytes(8, "little") + header)
     at.start()
     at.offer(1)
-    eventually(lambda: at.counts.written or at.counts.failed, 30)
-    assert (at.counts.written, at.counts.failed) == (1, 0) and key(7) in at.known
+    eventually(lambda: at.counts.written_blocks or at.counts.failures, 30)
+    assert (at.counts.written_blocks, at.counts.failures) == (1, 0) and key(7) in at.known
 
 
 def test_files_that_cannot_be_removed_are_told_once(
@@ -83,9 +83,9 @@ def test_files_that_cannot_be_removed_are_told_once(
     for number in range(12):
         at.offer(number)
     with caplog.at_level(logging.WARNING):
-        eventually(lambda: at.counts.written == 12, 30)
+        eventually(lambda: at.counts.written_blocks == 12, 30)
         eventually(lambda: at.counts.disk_bytes == 12 * 4096, 30)
-        assert at.counts.failed > 1 and at.counts.evicted == 0
+        assert at.counts.failures > 1 and at.counts.evicted_blocks == 0
         assert (
             len(caplog.records) == 1
             and "Permission denied" in caplog.text
@@ -93,7 +93,7 @@ def test_files_that_cannot_be_removed_are_told_once(
         )
         allowed.set()
         at.offer(12)
-        eventually(lambda: at.counts.evicted, 30)
+        eventually(lambda: at.counts.evicted_blocks, 30)
         assert len(caplog.records) == 2 and "this is over" in caplog.text
 
 
@@ -124,10 +124,10 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
         at.offer(1)
         at.start()
         assert enough.wait(30)
-        eventually(lambda: at.counts.written, 30)
+        eventually(lambda: at.counts.written_blocks, 30)
     pauses = [later - before for before, later in itertools.pairwise(failed_at)]
     assert pauses == pytest.approx([1, 2, 4, 8, 16, 32, 60, 60])
     assert [record.getMessage().partition(" (")[0] for record in caplog.records] == [
-        "cached blocks cannot be kept",
-        "cached blocks cannot be kept: this is over",
+        "cached blocks cannot be stored",
+        "cached blocks cannot be stored: this is over",
     ]
