@@ -18,7 +18,6 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from queue import SimpleQueue
-from typing import Protocol
 
 from windlass.engine.cache.cache_operations import SavedBlock
 from windlass.engine.cache.disk_tier import (
@@ -58,18 +57,6 @@ class ArrivedBlock:
     passage: PassageRecord | None
 
 
-class FetchReader(Protocol):
-    """Reads the blocks of a `Fetch`."""
-
-    def release_staged(self, num_bytes: int) -> None:
-        """This much staged data has been taken."""
-        ...
-
-    def cancel(self, fetch: Fetch) -> None:
-        """Read no more blocks of `fetch`, and discard those that have arrived."""
-        ...
-
-
 class Fetch:
     """Blocks that sequences wait for. The engine thread takes those that have arrived, and may cancel at any time.
 
@@ -77,7 +64,7 @@ class Fetch:
     wait for it. num_loaded: blocks loaded into the cache, by KV group.
     """
 
-    def __init__(self, wanted: Sequence[WantedBlock], reader: FetchReader) -> None:
+    def __init__(self, wanted: Sequence[WantedBlock], reader: BlockFileReader) -> None:
         self.wanted, self._reader = wanted, reader
         self.keys = frozenset(block.key for block in wanted)
         self.num_waiting = 1
@@ -427,21 +414,13 @@ class BlockFileReader:
 # -- writer --------------------------------------------------------------------------------------------------------
 
 _NICENESS = 10
-
 _MIN_SCAN_INTERVAL = 1.0  # seconds between two scans for files of other processes, at least
-
 _SCAN_INTERVAL_FACTOR = 100  # times the duration of a scan, at least
-
 _MEASURE_SHARE = 32  # the folder is measured again after 1/32 of the cap was written
-
 _MIN_BACKOFF, _MAX_BACKOFF = 1.0, 60.0  # seconds after a failure
-
 _MAX_PENDING_USES = 64  # sequences whose use is not recorded yet
-
 _CANNOT_STORE = "cached blocks cannot be stored"
-
 _CANNOT_WRITE = "cached blocks cannot be written to {}"
-
 _CANNOT_REMOVE = "old files of cached blocks cannot be removed from {}, which may grow beyond its cap"
 
 

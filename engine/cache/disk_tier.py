@@ -138,7 +138,6 @@ class TierIndex:
 Bytes = NDArray[np.uint8]
 
 _KIND = "windlass KV block 1"
-
 _MAX_HEADER_BYTES = 1 << 16
 
 
@@ -301,17 +300,11 @@ def _table(planes: Sequence[PlaneForm]) -> dict[str, dict[str, Any]]:
 # -- folder of files -----------------------------------------------------------------------------------------------
 
 _NAMESPACE = re.compile("[0-9a-f]{32}")
-
 _SUFFIX = ".safetensors"
-
 _PART = ".part"
-
 _ABANDONED_SECONDS = 150.0  # a partial file of this age has lost its writer: writing a block takes milliseconds
-
 _HEAD_BYTES = 4096  # read first to find a file's record; longer headers need a second read
-
 _MINUTE = 60
-
 _LOW_WATER = 14 / 16  # share of the cap that remains after files were removed
 
 
@@ -507,7 +500,6 @@ def _write_all(number: int, data: memoryview) -> int:
 # -- checks before the engine starts -------------------------------------------------------------------------------
 
 _MIN_BLOCKS = 64  # blocks, of all KV groups together, that a tier must be able to hold
-
 _OTHERS_MAY_WRITE = stat.S_IWGRP | stat.S_IWOTH
 
 
@@ -533,7 +525,7 @@ def check_tier_support(config: EngineConfig, token_bytes: int, *, is_bidirection
     cache = config.cache
     if cache.host_memory is not None and not on_device:
         raise LoadError(
-            "`cache.host_memory` takes what a GPU's cache evicts, and this cache lies in main memory already: leave it out and "
+            "`cache.host_memory` takes what a GPU's cache evicts, and this cache is in main memory already: leave it out and "
             "raise `cache.memory`"
         )
     for field, size in (

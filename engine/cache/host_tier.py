@@ -215,7 +215,9 @@ class CPUBlockTransfer(BlockTransfer):
 
     def __init__(self, planes: Sequence[Sequence[torch.Tensor]]) -> None:
         super().__init__(planes)
-        self._views = [[_bytes_of(plane) for plane in of_group] for of_group in planes]  # [layers, blocks, bytes] each
+        self._views: list[list[Bytes]] = [  # of each plane as bytes [layers, blocks, bytes], the same memory
+            [plane.flatten(2).view(torch.uint8).numpy() for plane in of_group] for of_group in planes
+        ]
         self._staged: dict[int, tuple[Bytes, ...]] = {}
 
     def read_block(self, group: int, block: int, full_since: float) -> list[Bytes]:
@@ -258,16 +260,9 @@ def _form(plane: torch.Tensor) -> PlaneForm:
     return PlaneForm((layers, *shape), _NAMES[plane.dtype], layers * prod(shape) * plane.dtype.itemsize)
 
 
-def _bytes_of(plane: torch.Tensor) -> Bytes:
-    """View a plane [layers, blocks, …] as bytes [layers, blocks, bytes]."""
-    view: Bytes = plane.flatten(2).view(torch.uint8).numpy()
-    return view
-
-
 # -- host tier -----------------------------------------------------------------------------------------------------
 
 _CANNOT_COPY = "blocks that the cache evicts cannot be copied to the host's memory"
-
 _COPY_SECONDS = 1.0  # time limit until the copy of an admitted block is submitted
 
 
@@ -422,9 +417,7 @@ class HostTier:
 # -- transfers of a device -----------------------------------------------------------------------------------------
 
 _OUTGOING_BYTES, _INCOMING_BYTES = 64 << 20, 128 << 20  # staging rows on the device: two buffers outgoing, one incoming
-
 _MIN_ROWS = 4  # incoming rows, however large blocks are
-
 _POLL_SECONDS = 0.05
 
 

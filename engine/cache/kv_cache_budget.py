@@ -16,14 +16,12 @@ from windlass.engine.errors import LoadError
 from windlass.engine.interface.config import EngineConfig
 
 DEVICE_SHARE = 0.9  # default share of a GPU's memory
-
 _CPU_SHARE = 0.5  # default share of free main memory
-
 _FALLBACK_BYTES = 1 << 30  # if free main memory is unknown
 
 
 def default_kv_budget(free: int | None, engines: int = 1) -> int:
-    """Default bytes of KV cache in main memory: a share of `free`, the bytes that are free besides the weights.
+    """Default bytes of KV cache in main memory: a share of `free`, the bytes that are free apart from the weights.
 
     engines: number of engines that share the result equally.
     """
@@ -34,7 +32,7 @@ def device_kv_budget(total: int, taken: int, free: int, share: float | None, ste
     """Bytes of KV cache in a GPU's memory; less than 1 if there is no memory for it.
 
     total, free: bytes of the GPU, over all its processes. taken: already used by this engine. share: of the GPU for this
-    engine; None: `DEVICE_SHARE`. step: bytes that the largest step needs besides weights and cache.
+    engine; None: `DEVICE_SHARE`. step: bytes that the largest step needs in addition to weights and cache.
     """
     return min(int(total * (share or DEVICE_SHARE)) - taken, free) - step
 
@@ -45,11 +43,8 @@ def gib(num_bytes: float) -> str:
 
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "float8_e4m3fn": 1}
-
 _INT8_QUAD = 4  # codes of a key are padded to a multiple of this
-
 _INT8_SCALES = 8  # bytes per token and head: one float32 for the key and one for the value
-
 _INT8_GROUP, _INT8_SCALE = 32, 4  # of a row that is both key and value: elements per scale, and bytes of a scale
 
 
@@ -176,7 +171,7 @@ def _num_state_blocks(state_bytes: int, config: EngineConfig, budget: int, other
     fewest = MAX_STATE_BLOCKS * state_bytes
     if budget // 2 < fewest:
         raise LoadError(
-            f"the recurrent state of this model needs {gib(2 * fewest)} of KV cache besides keys, there are "
+            f"the recurrent state of this model needs {gib(2 * fewest)} of KV cache in addition to keys, there are "
             f"{gib(budget)}: raise `cache.memory`"
         )
     limit = max(fewest, min(budget // 2, budget - others))
@@ -216,10 +211,7 @@ def _max_sequence_len(config: EngineConfig, groups: Sequence[KVGroupSpec], num_b
     max_len = sys.maxsize
     for group, blocks in zip(groups, num_blocks, strict=True):
         # A window group that holds one window and one step's tokens can serve a sequence of any length.
-        enough = group.window is not None and blocks >= _blocks_per_window(group.window, config)
-        max_len = max_len if enough else min(max_len, blocks * config.cache.block_size)
+        size, step = config.cache.block_size, config.scheduling.max_num_batched_tokens
+        if group.window is None or blocks < -(-(group.window + step) // size) + 2:
+            max_len = min(max_len, blocks * size)
     return max_len
-
-
-def _blocks_per_window(window: int, config: EngineConfig) -> int:
-    return -(-(window + config.scheduling.max_num_batched_tokens) // config.cache.block_size) + 2

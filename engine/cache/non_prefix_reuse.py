@@ -17,15 +17,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 _MAX_CANDIDATES = 4  # blocks with one content, or after one block, that a search compares
-
 _MAX_ALIKE = 64  # blocks with one content that are searched for one with a certain parent
-
 _MAX_STEPS = 16_384  # blocks that one search compares
-
 _STEPS_PER_BLOCK = 8  # blocks compared for each block that the searched tokens would fill
-
 _MIN_STEPS = 2_048
-
 _MAX_SCOPES = 8  # per block
 
 

@@ -24,23 +24,23 @@ class RecurrentStateManager:
     def __init__(self, pools: abc.Sequence[BlockPool], groups: abc.Sequence[int]) -> None:
         self._pools, self.groups = pools, groups
 
-    def num_missing(self, handle: SequenceCache, group: int) -> int:
-        """Blocks that a handle must take from a group before it computes another token."""
-        pool, blocks = self._pools[group], handle.tables[group].blocks if handle.tables else []
-        return int(holds_blocks_of(pool, handle) and (not blocks or pool.needs_copy(blocks, 0)))
+    def num_missing(self, cache: SequenceCache, group: int) -> int:
+        """Blocks that a sequence must take from a group before it computes another token."""
+        pool, blocks = self._pools[group], cache.tables[group].blocks if cache.tables else []
+        return int(holds_blocks_of(pool, cache) and (not blocks or pool.needs_copy(blocks, 0)))
 
-    def make_writable(self, handle: SequenceCache) -> list[BlockCopy]:
-        """Give the handle a block that is not shared and cannot be matched; returns the copies to apply first."""
+    def make_writable(self, cache: SequenceCache) -> list[BlockCopy]:
+        """Give the sequence a block that is not shared and cannot be matched; returns the copies to apply first."""
         copies = []
         for group in self.groups:
-            pool, table = self._pools[group], handle.tables[group]
-            if not holds_blocks_of(pool, handle):
+            pool, table = self._pools[group], cache.tables[group]
+            if not holds_blocks_of(pool, cache):
                 continue
             if not table.blocks:
-                table.append(pool.take(handle.private))
+                table.append(pool.take(cache.private))
             elif pool.needs_copy(table.blocks, 0):
                 source = table.blocks[0]
-                target = pool.take(handle.private)  # before the source is released, so that the two differ
+                target = pool.take(cache.private)  # before the source is released, so that the two differ
                 table.replace(0, target)
                 pool.release(source)
                 copies.append(BlockCopy(group, source, target))
@@ -50,34 +50,34 @@ class RecurrentStateManager:
         """How many of the proposed tokens can get a block now, if no other block is missing."""
         return min([num_proposed, *(self._pools[group].num_available for group in self.groups)])
 
-    def allocate_for_proposals(self, handle: SequenceCache, num_proposed: int) -> None:
+    def allocate_for_proposals(self, cache: SequenceCache, num_proposed: int) -> None:
         """Take a block for the state after each token of a step except the last; `num_proposed` of them are proposed."""
         for group in self.groups:
-            if holds_blocks_of(self._pools[group], handle):
+            if holds_blocks_of(self._pools[group], cache):
                 for _ in range(num_proposed):
-                    handle.tables[group].append(self._pools[group].take(handle.private))
+                    cache.tables[group].append(self._pools[group].take(cache.private))
 
-    def checkpoint(self, handle: SequenceCache, block_size: int, num_inflight_tokens: int) -> list[BlockCopy]:
+    def checkpoint(self, cache: SequenceCache, block_size: int, num_inflight_tokens: int) -> list[BlockCopy]:
         """Copy the state after the in-flight tokens before later tokens modify it, if a block of tokens ends there.
 
         Returns the copies to apply between the two steps; none if no block is available.
         """
-        if (handle.num_slots + num_inflight_tokens) % block_size or not self._offers(handle):
+        if (cache.num_slots + num_inflight_tokens) % block_size or not self._offers(cache):
             return []
         if any(self._pools[group].num_available < 1 for group in self.groups):
             return []
         copies = []
         for group in self.groups:
-            table = handle.tables[group]
-            table.append(self._pools[group].take(handle.private))
+            table = cache.tables[group]
+            table.append(self._pools[group].take(cache.private))
             copies.append(BlockCopy(group, *table.blocks))
         return copies
 
-    def mark_computed(self, handle: SequenceCache, advanced: int, num_inflight_tokens: int) -> None:
+    def mark_computed(self, cache: SequenceCache, advanced: int, num_inflight_tokens: int) -> None:
         """Release all blocks except one: with in-flight tokens the block that they modify, else the block with the state
         after the first `advanced` tokens of the step."""
         for group in self.groups:
-            pool, table = self._pools[group], handle.tables[group]
+            pool, table = self._pools[group], cache.tables[group]
             if len(table.blocks) < 2:
                 continue
             held, chosen = list(table.blocks), table.blocks[0] if num_inflight_tokens else _block_after(table, advanced)
@@ -90,46 +90,46 @@ class RecurrentStateManager:
 
     def cache_latest(
         self,
-        handle: SequenceCache,
+        cache: SequenceCache,
         block_size: int,
         listener: BlockListener | None,
         advanced: int,
         num_inflight_tokens: int,
     ) -> None:
-        """Offer the state at the end of the last full block of tokens to later prompts, if the handle holds it.
+        """Offer the state at the end of the last full block of tokens to later prompts, if the sequence holds it.
 
-        advanced: accepted tokens of the step. num_inflight_tokens: tokens that modify the handle's first block meanwhile.
+        advanced: accepted tokens of the step. num_inflight_tokens: tokens that modify the sequence's first block meanwhile.
         Superseded states are evicted first and the listener is not notified of them.
         """
-        if not self._offers(handle):
+        if not self._offers(cache):
             return
-        index, since = handle.num_slots // block_size - 1, handle.num_slots % block_size
-        has_several = len(handle.tables[self.groups[0]].blocks) > 1
+        index, since = cache.num_slots // block_size - 1, cache.num_slots % block_size
+        has_several = len(cache.tables[self.groups[0]].blocks) > 1
         if index < 0 or since >= (advanced if has_several else 1) or (num_inflight_tokens and not has_several):
             return
-        slots, decoding = handle.num_slots - since, has_several or advanced < block_size
-        digest, previous = handle.chain.digests[index], handle.latest_state
+        slots, decoding = cache.num_slots - since, has_several or advanced < block_size
+        digest, previous = cache.chain.digests[index], cache.latest_state
         is_superseded = previous is not None and previous.while_decoding == decoding
         for group in self.groups:
             pool = self._pools[group]
-            pool.register(_block_after(handle.tables[group], advanced - since), digest)
+            pool.register(_block_after(cache.tables[group], advanced - since), digest)
             if previous is not None and is_superseded and previous.digest in pool.cached:
                 pool.evict_first(pool.cached[previous.digest])
         if previous is not None and not is_superseded:
             self._notify_listener(previous, listener)
-        handle.latest_state = LatestState(index, digest, decoding)
+        cache.latest_state = LatestState(index, digest, decoding)
         if not decoding and slots // _STRIDE > (slots - advanced) // _STRIDE:
-            self.flush_latest(handle, listener)
+            self.flush_latest(cache, listener)
 
-    def _offers(self, handle: SequenceCache) -> bool:
-        """Whether later prompts may find states of a handle."""
-        return bool(self.groups) and not handle.private and not handle.is_second_keys
+    def _offers(self, cache: SequenceCache) -> bool:
+        """Whether later prompts may find states of a sequence."""
+        return bool(self.groups) and not cache.private and not cache.is_second_keys
 
-    def flush_latest(self, handle: SequenceCache, listener: BlockListener | None) -> None:
-        """Retain the handle's latest cached state: it is not superseded by a later one, and the listener is notified."""
-        if handle.latest_state is not None:
-            self._notify_listener(handle.latest_state, listener)
-            handle.latest_state = None
+    def flush_latest(self, cache: SequenceCache, listener: BlockListener | None) -> None:
+        """Retain the sequence's latest cached state: it is not superseded by a later one, and the listener is notified."""
+        if cache.latest_state is not None:
+            self._notify_listener(cache.latest_state, listener)
+            cache.latest_state = None
 
     def _notify_listener(self, state: LatestState, listener: BlockListener | None) -> None:
         for group in self.groups:
@@ -143,11 +143,11 @@ def _block_after(table: BlockTable, count: int) -> int:
     return table.blocks[count] if count < len(table.blocks) else table.blocks[0]
 
 
-def holds_blocks_of(pool: BlockPool, handle: SequenceCache) -> bool:
-    """Whether a handle holds blocks of a pool: a second key copy has no states."""
-    return not (pool.holds_states and handle.is_second_keys)
+def holds_blocks_of(pool: BlockPool, cache: SequenceCache) -> bool:
+    """Whether a sequence holds blocks of a pool: a second key copy has no states."""
+    return not (pool.holds_states and cache.is_second_keys)
 
 
-def eviction_window(pool: BlockPool, handle: SequenceCache) -> int | None:
-    """The window outside which a handle releases blocks of a pool; None: none are released before they are removed."""
-    return pool.window if pool.holds_states else handle.window_in(pool.window)
+def eviction_window(pool: BlockPool, cache: SequenceCache) -> int | None:
+    """The window outside which a sequence releases blocks of a pool; None: none are released before they are removed."""
+    return pool.window if pool.holds_states else cache.window_in(pool.window)

@@ -17,38 +17,38 @@ from windlass.engine.rotary.rope_scaling import RotarySpec
 Specs = tuple[RotarySpec, ...]
 
 
-def blocks_to_rerotate(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
+def blocks_to_rerotate(blocks: BlockManager, cache: SequenceCache, specs: Specs) -> list[int]:
     """Per KV group the blocks that `rerotate` takes."""
     needs = [0] * len(blocks.pools)
-    for group in _changing_groups(blocks, handle, specs):
-        originals = handle.originals[group] if handle.originals else OriginalKeys()
-        for _, block, full in _new_blocks(handle, group, originals, blocks.block_size):
+    for group in _changing_groups(blocks, cache, specs):
+        originals = cache.originals[group] if cache.originals else OriginalKeys()
+        for _, block, full in _new_blocks(cache, group, originals, blocks.block_size):
             if block >= 0:
                 needs[group] += 1 if full or blocks.pools[group].is_writable(block) else 2
     return needs
 
 
 def rerotate(
-    blocks: BlockManager, handle: SequenceCache, specs: Specs
+    blocks: BlockManager, cache: SequenceCache, specs: Specs
 ) -> tuple[list[KeyRerotation], list[KeyRerotation]]:
-    """Plan the rotation of all keys of `handle` to `specs`, and take the blocks for it.
+    """Plan the rotation of all keys of `cache` to `specs`, and take the blocks for it.
 
     Returns the original keys to copy first, then the rotations. From now on the sequence shares nothing that it
     computes: deeper keys and values still encode the old frequencies.
     """
     original_copies: list[KeyRerotation] = []
     rerotations: list[KeyRerotation] = []
-    all_originals = handle.start_originals()
-    size, computed, old = blocks.block_size, handle.num_slots, handle.specs
-    for group in _changing_groups(blocks, handle, specs):
-        pool, table, originals = blocks.pools[group], handle.tables[group], all_originals[group]
+    all_originals = cache.start_originals()
+    size, computed, old = blocks.block_size, cache.num_slots, cache.specs
+    for group in _changing_groups(blocks, cache, specs):
+        pool, table, originals = blocks.pools[group], cache.tables[group], all_originals[group]
         retained, done = originals.blocks, originals.num_slots
         if done % size and retained[done // size] >= 0:
             # Tokens added to a block after its re-rotation: their originals join those of the block's older tokens.
             index, end = done // size, min(computed, (done // size + 1) * size)
             source, target = [table.blocks[index]], [retained[index]]
-            original_copies += _rerotations(handle, group, (done, end), source, target, old, old, size)
-        for index, block, full in _new_blocks(handle, group, originals, size):
+            original_copies += _rerotations(cache, group, (done, end), source, target, old, old, size)
+        for index, block, full in _new_blocks(cache, group, originals, size):
             if block < 0:
                 retained.append(-1)
             elif full:
@@ -59,7 +59,7 @@ def rerotate(
                 copy = pool.take(private=True)
                 retained.append(copy)
                 span = index * size, computed
-                original_copies += _rerotations(handle, group, span, [block], [copy], old, old, size)
+                original_copies += _rerotations(cache, group, span, [block], [copy], old, old, size)
                 if not pool.is_writable(block):
                     table.replace(index, pool.take(private=True))
                     pool.release(block)
@@ -70,29 +70,29 @@ def rerotate(
             column = slice(start // size, -(-end // size))
             sources, targets = retained[column], table.blocks[column]
             new = end == computed  # blocks that were re-rotated before have their values already
-            rerotations += _rerotations(handle, group, (start, end), sources, targets, origin, specs, size, values=new)
+            rerotations += _rerotations(cache, group, (start, end), sources, targets, origin, specs, size, values=new)
             start = end
-    handle.set_rerotated_specs(specs)
+    cache.set_rerotated_specs(specs)
     return original_copies, rerotations
 
 
-def _changing_groups(blocks: BlockManager, handle: SequenceCache, specs: Specs) -> list[int]:
+def _changing_groups(blocks: BlockManager, cache: SequenceCache, specs: Specs) -> list[int]:
     """The KV groups with a layer whose frequencies change. Keys are stored at unit scale, so only frequencies matter."""
-    changed = [old.inv_freq != new.inv_freq for old, new in zip(handle.specs, specs, strict=True)]
+    changed = [old.inv_freq != new.inv_freq for old, new in zip(cache.specs, specs, strict=True)]
     return [group for group, pool in enumerate(blocks.pools) if any(changed[i] for i in pool.rotary_groups)]
 
 
 def _new_blocks(
-    handle: SequenceCache, group: int, originals: OriginalKeys, size: int
+    cache: SequenceCache, group: int, originals: OriginalKeys, size: int
 ) -> abc.Iterator[tuple[int, int, bool]]:
     """(logical index, block, whether it is full) of the blocks with computed tokens whose originals are not retained yet."""
-    computed, blocks = handle.num_slots, handle.tables[group].blocks
+    computed, blocks = cache.num_slots, cache.tables[group].blocks
     for index in range(len(originals.blocks), -(-computed // size)):
         yield index, blocks[index], (index + 1) * size <= computed
 
 
 def _rerotations(
-    handle: SequenceCache,
+    cache: SequenceCache,
     group: int,
     span: tuple[int, int],
     sources: list[int],
@@ -105,7 +105,7 @@ def _rerotations(
 ) -> abc.Iterator[KeyRerotation]:
     """The rotations of one span of slots, one for each run. sources, targets: from the span's first block on."""
     first = span[0] // size
-    for start, end, position in handle.layout.spans(*span):
+    for start, end, position in cache.layout.spans(*span):
         column = slice(start // size - first, -(-end // size) - first)
         yield KeyRerotation(
             group=group,

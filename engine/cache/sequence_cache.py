@@ -17,7 +17,6 @@ from windlass.engine.rotary.attention_distances import PLAIN_DISTANCES
 from windlass.engine.rotary.rope_scaling import RotarySpec
 
 UNBOUNDED = 2**62  # beyond any slot, position or distance
-
 OPEN_END = UNBOUNDED  # end of the run to which tokens are still added
 
 

@@ -11,12 +11,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from windlass.engine.errors import RequestError
 from windlass.engine.rotary import frequencies
-from windlass.engine.rotary.scaling_fields import INVALID
+from windlass.engine.rotary.scaling_fields import invalid
 
 MIN_CHUNK_TOKENS = 16  # each chunk of a prompt is a separate row in a step
-
 DEFAULT_GROUP_SIZE = 4  # tokens that share one position in Self-Extend
 
 
@@ -93,10 +91,9 @@ def _two_range_distances(rope_type: str, given: Mapping[str, Any], trained: int,
     grouped = rope_type == "self_extend"
     near = int(given.get("window") or max(trained // (4 if grouped else 2), 1))
     if near > trained:
-        raise RequestError(
-            f"{param}.window {near} is beyond the {trained} tokens that this model was trained for: use at most that",
+        raise invalid(
             f"{param}.window",
-            INVALID,
+            f"{near} is beyond the {trained} tokens that this model was trained for: use at most that",
         )
     log_base = trained if given.get("log_n") else None
     if grouped:
@@ -109,18 +106,16 @@ def _dual_chunk(given: Mapping[str, Any], trained: int, length: int, param: str)
     most = int(given.get("chunk_size") or max(longest * 3 // 4, 2))
     local = int(given.get("local_size") or max(min(longest // 8, most - 1), 1))
     if most > longest:
-        raise RequestError(
-            f"{param}.chunk_size {most} is beyond the {longest} tokens that distances may reach on this model: use at most "
-            "that, or a factor",
+        raise invalid(
             f"{param}.chunk_size",
-            INVALID,
+            f"{most} is beyond the {longest} tokens that distances may reach on this model: use at most "
+            "that, or a factor",
         )
     if most - local < MIN_CHUNK_TOKENS:
-        raise RequestError(
-            f"{param}.local_size {local} leaves {most - local} of chunk_size {most} to a chunk, at least {MIN_CHUNK_TOKENS} are "
-            "needed: use a smaller local_size or a larger chunk_size",
+        raise invalid(
             f"{param}.local_size",
-            INVALID,
+            f"{local} leaves {most - local} of chunk_size {most} to a chunk, at least {MIN_CHUNK_TOKENS} are "
+            "needed: use a smaller local_size or a larger chunk_size",
         )
     factor = 1.0
     if given.get("length_scores") and length > trained:

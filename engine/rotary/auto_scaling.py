@@ -26,9 +26,7 @@ from windlass.engine.rotary.rope_scaling import (
 )
 
 AUTO_NAME = "auto"
-
 AUTO = RopeScaling(AUTO_NAME)  # instead of a scaling: the least that the length needs
-
 MAX_STEPS = 64
 
 
@@ -79,10 +77,12 @@ def model_thresholds(groups: tuple[RotaryGroup, ...], longest: int) -> AutoScali
     if main.scaling.depends_on_length or main.scaling.rope_type in DISTANCE_KINDS:
         return AutoScalingThresholds(groups, (ScalingThreshold(None),))
     least, growing, reach = _first_threshold(main.scaling, main.base)
+    grows_factor = growing.get("factor") is not None and growing.get("alpha") is None
+    name = "factor" if grows_factor else "alpha"
     steps = [ScalingThreshold(reach, least)]
     while reach < longest and len(steps) < MAX_STEPS:
         reach *= 2
-        growing = _doubled(growing)
+        growing = _with(growing, name, 2 * cast(float, growing.get(name)))
         steps.append(ScalingThreshold(reach, growing))
     return AutoScalingThresholds(groups, tuple(steps))
 
@@ -144,11 +144,6 @@ def _first_threshold(own: RopeScaling, base: RotaryBase) -> tuple[RopeScaling | 
     if own.get("alpha") is not None:
         return None, own, trained
     return None, _with(own, "factor", own.get("factor") or 1.0), trained
-
-
-def _doubled(scaling: RopeScaling) -> RopeScaling:
-    name = "factor" if scaling.get("factor") is not None and scaling.get("alpha") is None else "alpha"
-    return _with(scaling, name, 2 * cast(float, scaling.get(name)))
 
 
 def _with(scaling: RopeScaling, name: str, value: Any) -> RopeScaling:

@@ -23,20 +23,16 @@ from windlass.engine.rotary.scaling_fields import (
     Value,
     format_key,
     format_value,
+    invalid,
     read_fields,
     read_rope_type,
 )
 
 FULL_ATTENTION = "full_attention"
-
 SLIDING_ATTENTION = "sliding_attention"
-
 GROUP_NAMES = (FULL_ATTENTION, SLIDING_ATTENTION)
-
 NESTED = "nested"  # `rope_type` of an object that names groups
-
 _NEED_A_BASE = ("ntk", "dynamic", "yarn", "proportional")  # kinds that change the base, which learned frequencies lack
-
 DISTANCE_KINDS = ("dual_chunk", "self_extend", "rerope", "log_n")  # distance-based attention; needs full attention
 
 # Beyond these limits a request could only produce infinities or noise, never text.
@@ -75,9 +71,9 @@ class RopeScaling:
     def _nested_from_dict(cls, obj: dict[str, Any], param: str) -> RopeScaling:
         for key in obj:
             if key not in GROUP_NAMES:
-                raise RequestError(
-                    f"{param}.{format_key(key)} is next to group names: put it inside {' or '.join(GROUP_NAMES)}",
+                raise invalid(
                     f"{param}.{format_key(key)}",
+                    f"is next to group names: put it inside {' or '.join(GROUP_NAMES)}",
                     UNKNOWN,
                 )
         groups = []
@@ -86,12 +82,10 @@ class RopeScaling:
                 continue
             inner = cls.from_dict(obj[name], param=f"{param}.{name}")
             if inner.groups:
-                raise RequestError(
-                    f"{param}.{name} must be flat, without group names inside", f"{param}.{name}", INVALID
-                )
+                raise invalid(f"{param}.{name}", "must be flat, without group names inside")
             groups.append((name, inner))
         if not groups:
-            raise RequestError(f"{param} names groups but gives none an object", param, INVALID)
+            raise invalid(param, "names groups but gives none an object")
         return cls(NESTED, (), tuple(groups))
 
     def to_dict(self) -> dict[str, Any]:
@@ -241,11 +235,10 @@ def resolve(
     if not all(0 <= w <= _MAX_FREQUENCY for w in inv_freq):
         cause = _cause(scaling)
         field = f"{param}.{cause}" if cause else param
-        raise RequestError(
-            f"{field} gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
-            f"{'a more moderate value' if cause else 'more moderate values'}",
+        raise invalid(
             field,
-            INVALID,
+            f"gives frequencies outside 0 .. {_MAX_FREQUENCY:g} radians per token: use "
+            f"{'a more moderate value' if cause else 'more moderate values'}",
         )
     if not 1 / _MAX_ATTENTION_FACTOR <= rotary_scale <= _MAX_ATTENTION_FACTOR:
         raise RequestError(
@@ -256,11 +249,9 @@ def resolve(
         )
     score_scale = _score_scale(scaling, base)
     if not score_scale <= _MAX_ATTENTION_FACTOR:
-        raise RequestError(
-            f"{param}.mscale_all_dim gives a factor of {score_scale:g} on scores: it must not be above "
-            f"{_MAX_ATTENTION_FACTOR:g}",
+        raise invalid(
             f"{param}.mscale_all_dim",
-            INVALID,
+            f"gives a factor of {score_scale:g} on scores: it must not be above {_MAX_ATTENTION_FACTOR:g}",
         )
     distances = resolve_distances(
         scaling.rope_type, dict(scaling.parameters), min(original_len(scaling, base), base.trained_len), length, param
@@ -303,49 +294,39 @@ def _check_kind(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
             INVALID,
         )
     if scaling.rope_type not in kinds:
-        raise RequestError(
-            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}",
-            f"{param}.rope_type",
-            INVALID,
+        raise invalid(
+            f"{param}.rope_type", f"{scaling.rope_type!r} cannot run on this model: use one of {', '.join(kinds)}"
         )
     if scaling.rope_type in DISTANCE_KINDS and base.fixed_distances_reason is not None:
-        raise RequestError(
-            f"{param}.rope_type {scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
-            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
+        raise invalid(
             f"{param}.rope_type",
-            INVALID,
+            f"{scaling.rope_type!r} cannot run on this model, {base.fixed_distances_reason}: use one of "
+            f"{', '.join(kind for kind in kinds if kind not in DISTANCE_KINDS)}",
         )
     if base.inv_freq is not None and scaling.rope_type == "dual_chunk" and scaling.get("factor") is not None:
-        raise RequestError(
-            f"{param}.factor asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
+        raise invalid(
             f"{param}.factor",
-            INVALID,
+            "asks for YaRN, which has no base to work on: this model's frequencies are learned: leave it out",
         )
     if base.inv_freq is not None and scaling.get("rope_theta") is not None:
-        raise RequestError(
-            f"{param}.rope_theta has nothing to change: this model's frequencies are learned: leave it out",
-            f"{param}.rope_theta",
-            INVALID,
+        raise invalid(
+            f"{param}.rope_theta", "has nothing to change: this model's frequencies are learned: leave it out"
         )
 
 
 def _check_lists(scaling: RopeScaling, base: RotaryBase, param: str) -> None:
     sections = scaling.get("mrope_section")
     if sections is not None and sum(sections) != base.rotary_dim // 2:
-        raise RequestError(
-            f"{param}.mrope_section must add up to the {base.rotary_dim // 2} rotated pairs of this model, "
-            f"got {format_value(sum(sections))}",
+        raise invalid(
             f"{param}.mrope_section",
-            INVALID,
+            f"must add up to the {base.rotary_dim // 2} rotated pairs of this model, got {format_value(sum(sections))}",
         )
     for name in ("short_factor", "long_factor"):
         given = scaling.get(name)
         if given is not None and len(given) != base.rotary_dim // 2:
-            raise RequestError(
-                f"{param}.{name} must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, "
-                f"got {len(given)}",
+            raise invalid(
                 f"{param}.{name}",
-                INVALID,
+                f"must hold {base.rotary_dim // 2} numbers, one per rotated pair of this model, got {len(given)}",
             )
 
 

@@ -27,7 +27,6 @@ from windlass.engine.rotary.rope_scaling import (
 RopeUpdate = Literal["frozen", "recompute", "rotate"]
 
 ROPE_UPDATES: tuple[RopeUpdate, ...] = ("frozen", "recompute", "rotate")
-
 _KEY_MOVING_KINDS = ("dual_chunk", "self_extend", "rerope")  # rotate keys at other positions than their own
 
 

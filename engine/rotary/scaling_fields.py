@@ -64,7 +64,6 @@ ALIASES = {"su": "longrope", "mrope": "default"}
 # Three-part positions of vision models. On text the parts are equal, which gives the plain rotation, so every kind
 # accepts these fields and only the sum of the sections is checked.
 SECTION_FIELDS = ("mrope_section", "mrope_interleaved")
-
 KNOWN = (*KINDS, *ALIASES)
 
 _REQUIRED: dict[str, tuple[str, ...]] = {
@@ -80,6 +79,11 @@ _MAX_LIST = 4096
 UNKNOWN, MISSING, INVALID = "unknown_field", "missing_field", "invalid_value"
 
 
+def invalid(field: str, message: str, code: str = INVALID) -> RequestError:
+    """An error whose message begins with the name of the field."""
+    return RequestError(f"{field} {message}", field, code)
+
+
 def fields_of(rope_type: str) -> tuple[str, ...]:
     """All keys of an object of this kind except `rope_type` and SECTION_FIELDS, in canonical order."""
     return KINDS[rope_type] if rope_type == "learned" else ("rope_theta", *KINDS[rope_type])
@@ -91,18 +95,15 @@ def read_rope_type(obj: dict[str, Any], param: str) -> str:
     if not names:
         written = next((key for key in islice(obj, 16) if nearest(key, ("rope_type",))), None)
         meant = "" if written is None else f" (did you mean it by {format_value(written)}?)"
-        raise RequestError(
-            f"{param}.rope_type is missing{meant}: give one of {', '.join(KNOWN)}", f"{param}.rope_type", MISSING
-        )
+        raise invalid(f"{param}.rope_type", f"is missing{meant}: give one of {', '.join(KNOWN)}", MISSING)
     kinds = []
     for key in names:
         kind = obj[key]
         canonical = ALIASES.get(kind, kind) if isinstance(kind, str) else None
         if canonical not in KINDS:
-            raise RequestError(
-                f"{param}.{key} {format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {', '.join(KNOWN)}",
+            raise invalid(
                 f"{param}.{key}",
-                INVALID,
+                f"{format_value(kind)} is not known{did_you_mean(kind, KNOWN)}: use one of {', '.join(KNOWN)}",
             )
         kinds.append(canonical)
     if len(set(kinds)) > 1:
@@ -122,22 +123,19 @@ def read_fields(obj: dict[str, Any], rope_type: str, param: str) -> tuple[tuple[
         if key in ("rope_type", "type"):
             continue
         if key == "partial_rotary_factor":
-            raise RequestError(
-                f"{param}.partial_rotary_factor belongs to the model and cannot be changed: leave it out",
-                f"{param}.partial_rotary_factor",
-                UNKNOWN,
+            raise invalid(
+                f"{param}.partial_rotary_factor", "belongs to the model and cannot be changed: leave it out", UNKNOWN
             )
         if key not in known:
-            raise RequestError(
-                f"{param}.{format_key(key)} is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes "
-                f"{', '.join(known)}",
+            raise invalid(
                 f"{param}.{format_key(key)}",
+                f"is not a field of rope_type {rope_type!r}{did_you_mean(key, known)}: it takes {', '.join(known)}",
                 UNKNOWN,
             )
     values = {key: _READERS[key](obj[key], f"{param}.{key}") for key in known if obj.get(key) is not None}
     for key in _REQUIRED.get(rope_type, ()):
         if key not in values:
-            raise RequestError(f"{param}.{key} is missing: rope_type {rope_type!r} needs it", f"{param}.{key}", MISSING)
+            raise invalid(f"{param}.{key}", f"is missing: rope_type {rope_type!r} needs it", MISSING)
     _check_together(values, rope_type, param)
     return tuple(values.items())
 
@@ -188,13 +186,13 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
 
 def _number(value: Any, param: str) -> float:
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise RequestError(f"{param} must be a number, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a number, got {format_value(value)}")
     try:
         number = float(value)
     except OverflowError:
         number = math.inf
     if not math.isfinite(number):
-        raise RequestError(f"{param} must be a finite number, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a finite number, got {format_value(value)}")
     return number
 
 
@@ -202,7 +200,7 @@ def _above(bound: int) -> Callable[[Any, str], float]:
     def read(value: Any, param: str) -> float:
         number = _number(value, param)
         if number <= bound:
-            raise RequestError(f"{param} must be greater than {bound}, got {format_value(value)}", param, INVALID)
+            raise invalid(param, f"must be greater than {bound}, got {format_value(value)}")
         return number
 
     return read
@@ -214,7 +212,7 @@ _positive = _above(0)
 def _not_negative(value: Any, param: str) -> float:
     number = _number(value, param)
     if number < 0:
-        raise RequestError(f"{param} must not be negative, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must not be negative, got {format_value(value)}")
     return number
 
 
@@ -234,24 +232,24 @@ _length, _tokens = _whole(2, 2**53, " of tokens"), _whole(1, 2**53, " of tokens"
 
 def _sections(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple) or not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must be a list of pair counts, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a list of pair counts, got {format_value(value)}")
     counts = tuple(_number(entry, f"{param}[{i}]") for i, entry in enumerate(value))
     if any(count != int(count) or count < 0 for count in counts):
-        raise RequestError(f"{param} must hold whole numbers of pairs, not negative", param, INVALID)
+        raise invalid(param, "must hold whole numbers of pairs, not negative")
     return tuple(int(count) for count in counts)
 
 
 def _flag(value: Any, param: str) -> bool:
     if not isinstance(value, bool):
-        raise RequestError(f"{param} must be true or false, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be true or false, got {format_value(value)}")
     return value
 
 
 def _positives(value: Any, param: str) -> tuple[float, ...]:
     if not isinstance(value, list | tuple):
-        raise RequestError(f"{param} must be a list of numbers, got {format_value(value)}", param, INVALID)
+        raise invalid(param, f"must be a list of numbers, got {format_value(value)}")
     if not 1 <= len(value) <= _MAX_LIST:
-        raise RequestError(f"{param} must hold one number per rotated pair, got {len(value)} numbers", param, INVALID)
+        raise invalid(param, f"must hold one number per rotated pair, got {len(value)} numbers")
     return tuple(_positive(entry, f"{param}[{i}]") for i, entry in enumerate(value))
 
 

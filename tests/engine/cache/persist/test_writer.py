@@ -1,4 +1,4 @@
-"""The thread that writes blocks: it goes on whatever it finds in the folder, and says what it cannot do."""
+"""Writer thread: it continues in spite of any content of the folder, and logs its failures."""
 
 import itertools
 import json
@@ -26,7 +26,7 @@ def key(number: int) -> BlockKey:
 
 
 class Writing:
-    """A writer of one folder, and all that it is told."""
+    """A writer of one folder and its inputs."""
 
     def __init__(self, root: Path, max_bytes: int = 1 << 30) -> None:
         self.counts, self.write_queue, self.known = PersistCounters(), WriteQueue(), TierIndex(4)
@@ -112,7 +112,7 @@ def test_a_folder_that_cannot_be_listed_is_tried_again_later_each_time(
     def noted(what: str, error: Exception) -> None:
         fail(what, error)
         failed_at.append(now[0])
-        if len(failed_at) == 9:  # it comes back
+        if len(failed_at) == 9:  # the folder is usable again
             folder.unlink()
             folder.mkdir()
             enough.set()

@@ -1,4 +1,4 @@
-"""The index of cached passages against a search that compares token by token, and its books."""
+"""Passage index against a search that compares token by token; consistency of the index."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def find(index: PassageIndex, prompt: Sequence[int], at_least: int, scope: bytes
 
 
 def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block], size: int) -> None:
-    """What a passage says of itself is so: the tokens are equal, the blocks follow one another and none is too many."""
+    """Check a passage: its tokens are equal, its blocks are consecutive and all needed."""
     by_digest = {block.digest: block for block in blocks}
     found = [by_digest[digest] for digest in passage.digests]
     tokens = [token for block in found for token in block.token_ids]
@@ -65,14 +65,14 @@ def assert_true(passage: Passage, prompt: Sequence[int], blocks: Sequence[Block]
 def cover(
     prompt: Sequence[int], blocks: Sequence[Block], size: int, at_least: int, start: int, end: int
 ) -> list[tuple[int, int]]:
-    """The passages' ends, found token by token in the graph of all blocks; those added last are preferred."""
+    """(start, end) of the passages, found token by token in the graph of all blocks; those added last are preferred."""
     by_digest = {block.digest: block for block in blocks}
 
     def follows(behind: Block, before: Block | None) -> bool:
         return before is not None and behind.position == before.position + size
 
     def right(block: Block, offset: int, at: int) -> int:
-        """Where a match ends that goes on with this token of this block."""
+        """The end of a match that continues with this token of this block."""
         if at == end or prompt[at] != block.token_ids[offset]:
             return at
         if offset + 1 < size:
@@ -81,7 +81,7 @@ def cover(
         return max([at + 1, *(right(one, 0, at + 1) for one in behind)])
 
     def left(block: Block, offset: int, at: int, begin: int) -> int:
-        """Where a match begins that holds this token of this block at `at`."""
+        """The start of a match that has this token of this block at `at`."""
         before: Block | None = block
         if offset == 0:
             before, offset = by_digest.get(block.parent), size
@@ -113,7 +113,7 @@ Cache = tuple[int, list[Block], list[int]]
 
 
 def make_cache(rng: random.Random) -> Cache:
-    """A block size, cached blocks of a few chains with gaps among them, and a prompt that has much in common with them."""
+    """A block size, cached blocks of a few chains with gaps, and a prompt that shares much with them."""
     size, kinds = rng.randint(1, 4), rng.randint(1, 4)
     texts = [[rng.randrange(kinds) for _ in range(rng.randint(0, 20))] for _ in range(rng.randint(1, 4))]
     texts += [[*rng.choice(texts)[: rng.randint(0, 20)], *(rng.randrange(kinds) for _ in range(6))]]
@@ -121,7 +121,7 @@ def make_cache(rng: random.Random) -> Cache:
     for text in texts:
         made = chain(text, size, first_position=rng.choice([0, 0, 5]))
         if len(made) > 1 and rng.random() < 0.5:
-            # What was computed behind moved keys: the same tokens behind the same block, under another digest.
+            # Computed after moved keys: the same tokens after the same block, with another digest.
             at = rng.randint(1, len(made) - 1)
             apart = chain(text[at * size :], size, root=b"apart", first_position=rng.choice([at * size, 50]))
             parents = [made[at - 1].digest, *(block.digest for block in apart)]
@@ -139,7 +139,7 @@ def make_cache(rng: random.Random) -> Cache:
     return size, kept, prompt
 
 
-# Drawn from a seed: choices one by one make nearly all prompts and caches too small to have anything in common.
+# Generated from a seed: individual draws would make most prompts and caches too small to share anything.
 caches = st.integers(0, 2**32).map(random.Random).map(make_cache)
 
 
@@ -202,7 +202,7 @@ def test_a_bound_on_the_candidates_finds_less_and_nothing_wrong(cache: Cache, da
 def test_the_books_are_exact_after_any_coming_and_going(cache: Cache, moves: list[tuple[bool, int, int]]) -> None:
     size, blocks, prompt = cache
     index = PassageIndex(size)
-    there: dict[bytes, list[bytes]] = {}  # digest -> its scopes, those of late last
+    there: dict[bytes, list[bytes]] = {}  # digest -> its scopes, the latest last
     for come, which, scope_number in moves:
         if not blocks:
             break
@@ -243,7 +243,7 @@ def test_a_passage_does_not_cross_a_span_s_edge_nor_a_jump_of_positions() -> Non
     index, size = PassageIndex(4), 4
     blocks = chain(range(40), size)
     add(index, blocks[:5])
-    moved = [Block(b.digest, b.parent, b.token_ids, b.position + 8) for b in blocks[5:]]  # behind dropped tokens
+    moved = [Block(b.digest, b.parent, b.token_ids, b.position + 8) for b in blocks[5:]]  # after dropped tokens
     add(index, moved)
     assert [(p.start, p.end, p.position) for p in find(index, range(40), 8)] == [(0, 20, 0), (20, 40, 28)]
     spans = ((22, 35), (2, 15))
@@ -257,7 +257,7 @@ def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_fo
     index, size = PassageIndex(2), 2
     plain = chain([1, 2, 3, 4, 5, 6, 7, 8], size)
     other = [
-        Block(b"3", plain[0].digest, (3, 4), 2),  # as after moved keys: equal tokens behind the same block
+        Block(b"3", plain[0].digest, (3, 4), 2),  # as after moved keys: equal tokens after the same block
         Block(b"4", b"3", (5, 9), 4),
     ]
     add(index, plain[:1])
@@ -267,7 +267,7 @@ def test_where_equal_blocks_are_followed_by_different_ones_the_longest_way_is_fo
 
 
 def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() -> None:
-    """A system prompt that a thousand chats go on from: the whole block that follows is found by its content."""
+    """A system prompt continued by a thousand chats: the next whole block is found by its content."""
     index, size = PassageIndex(4), 4
     head = list(range(8))
     chats = [[*head, *(1000 + chat, 2000, 2001, 2002), *range(50, 54)] for chat in range(1000)]
@@ -277,7 +277,7 @@ def test_of_many_blocks_of_one_content_or_one_parent_the_right_one_is_found() ->
         (passage,) = find(index, chat, 8)
         assert (passage.start, passage.end) == (0, 16)
         assert_true(passage, chat, chain(chat, size), size)
-    # A last block in part is looked for in the newest chats only.
+    # A partial last block is searched in the newest chats only.
     assert [(p.start, p.end) for p in find(index, [*head, 1999, 2000], 4)] == [(0, 10)]
     assert [(p.start, p.end) for p in find(index, [*head, 1000, 2000], 4)] == [(0, 8)]
 

@@ -1,4 +1,4 @@
-"""Pages that are parked in main memory and come back, through little memory of the device."""
+"""Blocks swapped out to main memory and back, with little device memory."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _BLOCKS = 24
 
 
 class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """The bytes of the largest tensor that blocks are gathered into or put from."""
+    """Records the size of the largest tensor for gathering or scattering blocks."""
 
     most = 0
 
@@ -33,7 +33,7 @@ class _Largest(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """No memory for tensors that blocks are gathered into or put from, but for the first few."""
+    """Refuses memory for gathering or scattering blocks, except for the first few times."""
 
     def __init__(self, there_is: int) -> None:
         super().__init__()
@@ -48,7 +48,7 @@ class _NoRoom(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 def _filled(dtype: torch.dtype) -> tuple[KVCache, list[list[torch.Tensor]]]:
-    """Pages of two KV groups with a number in every byte, and what they hold."""
+    """Pages of two KV groups with random bytes, and a copy of them."""
     groups = [KVGroupSpec((0, 2, 3), 2, 8, None, 4), KVGroupSpec((1,), 1, 8, 40)]
     pages = KVCache(groups, [_BLOCKS, _BLOCKS], 16, dtype, select_backend("cpu"))
     before = []
