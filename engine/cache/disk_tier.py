@@ -20,7 +20,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -70,7 +70,8 @@ class PersistCounters:
 
     def stats(self, **others: int) -> PersistStats:
         """A snapshot. others: the fields of `PersistStats` that are not counted here."""
-        return PersistStats(**{name: n for name, n in vars(self).items() if not name.startswith("_")}, **others)
+        counted = {field.name for field in fields(PersistStats)} - others.keys()
+        return PersistStats(**{name: getattr(self, name) for name in counted}, **others)
 
 
 class TierIndex:

@@ -145,7 +145,7 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
 
     def refuse(key: str, message: str) -> None:
         code = MISSING if message.startswith("is missing") else INVALID
-        raise RequestError(f"{param}.{key} {message}", f"{param}.{key}", code)
+        raise invalid(f"{param}.{key}", message, code)
 
     if rope_type == "dynamic":
         if "factor" not in values and "alpha" not in values:
@@ -155,22 +155,12 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
     elif rope_type == "yarn":
         if "factor" not in values and "original_max_position_embeddings" not in values:
             refuse("factor", "is missing: rope_type 'yarn' needs it (or original_max_position_embeddings)")
-        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
-            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
-    elif rope_type == "dual_chunk":
+    elif rope_type in ("dual_chunk", "rerope"):
         if values.get("factor", 1.0) < 1.0:
             refuse("factor", "must be at least 1")
-        if "factor" not in values:
-            for key in ("attention_factor", "beta_fast", "beta_slow"):
-                if key in values:
-                    refuse(key, "would be ignored without factor: give both or neither")
-        if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
-            refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
-        if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
-            refuse("local_size", "must be smaller than chunk_size")
-    elif rope_type == "rerope":
-        if values.get("factor", 1.0) < 1.0:
-            refuse("factor", "must be at least 1")
+        for key in ("attention_factor", "beta_fast", "beta_slow"):
+            if key in values and "factor" not in values:
+                refuse(key, "would be ignored without factor: give both or neither")
     elif rope_type == "llama3":
         if values["high_freq_factor"] < values["low_freq_factor"]:
             refuse("high_freq_factor", "must not be smaller than low_freq_factor")
@@ -182,6 +172,10 @@ def _check_together(values: dict[str, Any], rope_type: str, param: str) -> None:
             refuse(missing, "is missing: give short_mscale and long_mscale together")
         if "short_mscale" in values and "attention_factor" in values:
             refuse("attention_factor", "would be ignored with short_mscale and long_mscale: leave one out")
+    if values.get("beta_fast", 32.0) < values.get("beta_slow", 1.0):
+        refuse("beta_fast", "must not be smaller than beta_slow (they default to 32 and 1)")
+    if values.get("local_size", 1) >= values.get("chunk_size", 2**53):
+        refuse("local_size", "must be smaller than chunk_size")
 
 
 def _number(value: Any, param: str) -> float:
