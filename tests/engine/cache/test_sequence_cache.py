@@ -213,8 +213,6 @@ _WRITERS = {
     "remove_range",
     "set_rerotated_specs",
     "release",
-    "swap_out",
-    "swap_in",
     "copy",
     "reset",
 }
